@@ -93,6 +93,7 @@ def figures_table(figures: Figures) -> Any:
         *([("", f"{real / ranks:,.0f} of documents on each of {ranks} ranks")] if ranks > 1 else []),
         ("", f"{figures['supervised_tokens_per_second']:,.0f} supervised"),
         *([("", f"{shared:,.0f} of prompts that were computed with another answer")] if shared else []),
+        *([("", f"{figures['images_per_second']:,.1f} images")] if figures["images_per_second"] else []),
         ("padding", f"{padding / (real - shared + padding):.1%} of the rows ({padding:,.0f} tokens per second)"),
         ("step", f"{middle} ms, p5 to p95: {low} to {high} ms"),
         *([("slowest rank", f"{slowest}, {behind:.1%} behind the others")] if behind else []),

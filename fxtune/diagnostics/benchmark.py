@@ -57,6 +57,8 @@ class Measured:
     supervised_tokens_per_second: float
     shared_per_second: float
     """Tokens of prompts that were computed for another answer (data.share_prompts); a part of `tokens_per_second`."""
+    images_per_second: float
+    """0: the rows have none. The tokens of images are part of `tokens_per_second`."""
     padding_per_second: float
     step_seconds: float
     """Median."""
@@ -181,6 +183,7 @@ def _measure(
         slowest_behind=figures.get("train/slowest_behind"),
         supervised_tokens_per_second=supervised / seconds,
         shared_per_second=shared / seconds,
+        images_per_second=figures.get("train/images_per_second", 0.0),
         padding_per_second=(sum(map(math.prod, shapes)) - tokens + shared) / seconds,
         step_seconds=float(middle),
         step_seconds_p5=float(low),

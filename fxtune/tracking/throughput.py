@@ -9,6 +9,9 @@ keys) lowers MFU instead of raising it:
 - Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
   masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
+- A tower counts its linears for each patch of an image, its projector for each feature. All patches of an image, or of
+  a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass (estimate/tower.py).
+  An image's features are tokens of its document, so the decoder counts them as it counts text.
 - A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
@@ -32,9 +35,9 @@ from torch import nn
 
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cards import peak_flops
+from fxtune.techniques.estimate.matmuls import matmul_sizes, weight_flops
+from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost
 from fxtune.techniques.lora.experts import follows_interface, used_experts
-
-ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,12 @@ class TrainingCost:
     """Matmuls of the output head, per supervised token."""
     attention: tuple[tuple[int | None, float], ...]
     """(window in keys or None, FLOPs per pair of a query and a key) for each kind of layer."""
+    tower: TowerCost | None = None
+    """Of images; None: the model reads none."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
-        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all."""
+        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the towers
+        of their images."""
         lengths = np.asarray(lengths, np.float64)
         total = self.per_token * lengths.sum() + self.per_target * supervised
         for window, per_pair in self.attention:
@@ -79,6 +85,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     used = used_experts(model, config.get_text_config())
     if used is None:
         return None
+    of_images = {id(module) for module in ImageParts.of(model) or ()}
     modules: list[Any] = list(model.modules())
     wrappers = [module for module in modules if hasattr(module, "num_experts") and hasattr(module, "lora_A")]
     of_experts: dict[int, int] = {
@@ -89,45 +96,24 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     for name, module in model.named_modules():
         if ".original_module" in f".{name}":  # the weights that PEFT's `modules_to_save` replaced are not used
             continue
+        if id(module) in of_images:
+            continue
         if follows_interface(module):
             where["body"] += used * sum(
-                _flops(weight.requires_grad, forward_passes) * weight[0].numel()
+                weight_flops(weight.requires_grad, forward_passes) * weight[0].numel()
                 for weight in module.parameters(recurse=False)
                 if weight.dim() == 3
             )
             continue
-        sizes = _matmul(module)
+        sizes = matmul_sizes(module)
         if sizes is None:
             continue
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
-        flops = _flops(trained, forward_passes) * sizes[0] * sizes[1]
+        flops = weight_flops(trained, forward_passes) * sizes[0] * sizes[1]
         if id(module) in of_experts:  # an adapter of all experts in one matrix
             flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
-    return TrainingCost(where["body"], where["head"], attention)
-
-
-def _flops(trained: bool, forward_passes: int) -> float:
-    """FLOPs of a weight for each token."""
-    return (6.0 if trained else 4.0) + 2.0 * forward_passes
-
-
-def _matmul(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a module that multiplies by its own matrix; None for others.
-
-    It is recognized by its attributes, so that quantized and fused linears count with their logical size. Of a wrapper
-    with the same attributes, such as PEFT's, only the linear inside counts.
-    """
-
-    def sizes(candidate: nn.Module) -> tuple[int, int] | None:
-        names = ("nx", "nf") if type(candidate).__name__ == "Conv1D" else ("in_features", "out_features")  # GPT-2
-        rows, columns = (getattr(candidate, name, None) for name in names)
-        if isinstance(getattr(candidate, "base_layer", None), nn.Embedding):  # PEFT's: it looks rows up
-            return None
-        return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
-
-    inner = any(sizes(child) for child in module.modules() if child is not module)
-    return None if inner else sizes(module)
+    return TrainingCost(where["body"], where["head"], attention, tower_cost(model, forward_passes))
 
 
 def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
@@ -159,14 +145,29 @@ def memory_gib(device: torch.device) -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
+class PlannedImages(Protocol):
+    """Arrays with one entry an image: see TowerShape.work()."""
+
+    @property
+    def features(self) -> np.ndarray: ...
+
+    @property
+    def heights(self) -> np.ndarray: ...
+
+    @property
+    def widths(self) -> np.ndarray: ...
+
+
 class PlannedWork(Protocol):
-    """The part of a data plan that Meter reads."""
+    """The part of a data plan that Meter reads. It has the steps of all ranks."""
 
     def lengths(self, step: int) -> np.ndarray: ...  # in tokens, of each document of a step
 
     def shared(self, step: int) -> np.ndarray: ...  # how many of these are computed with another document
 
     def supervised(self, step: int) -> int: ...
+
+    def images(self, step: int) -> PlannedImages: ...
 
 
 class Meter:
@@ -207,6 +208,11 @@ class Meter:
         self._waited += waited
         if self.cost:
             self._flops += self.cost.flops(lengths, supervised) - self.cost.flops(self.plan.shared(step), 0)
+        images = self.plan.images(step)
+        self._images += len(images.features)
+        if self.cost and self.cost.tower and len(images.features):
+            tower = self.cost.tower
+            self._flops += tower.flops(tower.shape.work(images.features, images.heights, images.widths))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -231,6 +237,8 @@ class Meter:
             "train/step_seconds": seconds / max(self._steps, 1),
             "train/data_wait": min((self._waited if waited is None else waited) / seconds, 1.0),
         }
+        if self._images:
+            figures["train/images_per_second"] = self._images / seconds
         if self.ranks > 1:
             figures["train/tokens_per_second_per_rank"] = self._tokens / seconds / self.ranks
         if self.cost and self.peak:
@@ -244,7 +252,7 @@ class Meter:
 
     def _reset(self) -> None:
         self._began = self._clock()
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._images = 0
         self._waited = self._flops = 0.0
 
     def _synchronize(self) -> None:
@@ -257,7 +265,7 @@ def _matmul_dtype(model: nn.Module) -> str:
     share: dict[torch.dtype, int] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if (sizes := _matmul(module)) and isinstance(weight, torch.Tensor):
+        if (sizes := matmul_sizes(module)) and isinstance(weight, torch.Tensor):
             dtype = weight.dtype if weight.dtype.is_floating_point else getattr(model.config, "dtype", None)
             if isinstance(dtype, torch.dtype):
                 share[dtype] = share.get(dtype, 0) + sizes[0] * sizes[1]

@@ -125,6 +125,7 @@ def measured() -> dict:
         "supervised_tokens_per_second": 50.0,
         "padding_per_second": 1.0,
         "shared_per_second": 0.0,
+        "images_per_second": 12.5,
         "ranks": 1,
         "slowest_rank": None,
         "slowest_behind": None,

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import image_models
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxtune.data.batches.image_sizes import ImageSizes
 from fxtune.tracking.throughput import Meter, TrainingCost, memory_gib, training_cost
 
 SHAPE = dict(
@@ -141,6 +143,9 @@ class Plan:
     def supervised(self, step):
         return 7
 
+    def images(self, step):
+        return ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
+
 
 def test_meter_reads_rates_of_the_interval_and_totals_of_the_run():
     now = [100.0]
@@ -163,6 +168,27 @@ def test_meter_reads_rates_of_the_interval_and_totals_of_the_run():
     meter.add(2, waited=0.0)
     assert meter.read()["train/tokens_per_second"] == 32
     assert "train/mfu" not in Meter(llama(), Plan(), torch.device("cpu")).read()
+
+
+def test_meter_counts_the_towers_of_images():
+    class WithImages(Plan):
+        def images(self, step):
+            return ImageSizes(np.array([4, 4]), np.array([28, 28]), np.array([28, 28]), np.array([0, 1]))
+
+    now = [0.0]
+    model = image_models.model("gemma3").requires_grad_(False)
+    meters = [Meter(model, plan, torch.device("cpu"), clock=lambda: now[0]) for plan in (WithImages(), Plan())]
+    for meter in meters:
+        meter.peak = 1e9
+        meter.add(0, waited=0.0)
+    now[0] += 4.0
+    with_images, without = (meter.read() for meter in meters)
+    assert with_images["train/images_per_second"] == 0.5
+    assert "train/images_per_second" not in without
+    assert with_images["train/tokens_per_second"] == without["train/tokens_per_second"]
+    tower = meters[0].cost.tower
+    flops = tower.flops(tower.shape.work(np.array([4, 4]), np.zeros(2), np.zeros(2)))
+    assert with_images["train/mfu"] - without["train/mfu"] == pytest.approx(flops / 4 / 1e9)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import numpy as np
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
+from fxtune.data.batches.image_sizes import ImageSizes, image_sizes
 from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
 from fxtune.data.stages import Stage, StepRows
@@ -241,6 +242,10 @@ class Plan:
     def shared(self, step: int) -> np.ndarray:
         """How many tokens of each document of a step are computed with another document, int64 [documents]."""
         return self.row_sequence.spans(self._rows(step)[0]).shared
+
+    def images(self, step: int) -> ImageSizes:
+        """The images of a step, on all ranks."""
+        return image_sizes(self.tables, self.row_sequence.spans(self._rows(step)[0]))
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""

@@ -94,6 +94,12 @@ class ImageProcessor:
         self._texts.clear()
 
     @property
+    def feature_token(self) -> int:
+        """The id of the token in whose place the decoder gets a feature of the tower."""
+        named = getattr(self.processor.tokenizer, "image_token_id", None)  # the placeholder of Gemma 3 is another one
+        return next(iter(self.placeholders.values())) if named is None else int(named)
+
+    @property
     def identity(self) -> list[Any]:
         """All that the tokens of an image depend on, for the key of the token cache."""
         own = {name: value for name, value in vars(self.processor).items() if isinstance(value, (str, int, float))}

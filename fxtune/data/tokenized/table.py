@@ -114,6 +114,7 @@ class TokenTable:
         self.is_grouped = "groups.npy" in meta["sizes"]
         stored = [key for key in (PROMPTS, IMAGES) if f"{key}.npy" in meta["sizes"]]
         self.image_processor = image_processor if IMAGES in stored else None
+        self._features: dict[tuple[int, ...], int] = {}
         for key in [*ARRAYS, *["labels"] * self.is_grouped, *stored]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
         if reference:
@@ -141,6 +142,33 @@ class TokenTable:
             return range(0)
         first, end = np.searchsorted(self.images["start"], [start, start + length])
         return range(int(first), int(end))
+
+    @cached_property
+    def image_starts(self) -> np.ndarray:
+        """int64 [images]: the first token of each image, as an index of `ids`."""
+        assert self.images is not None
+        return np.ascontiguousarray(self.images["start"])
+
+    def image_sizes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the images with these indices: how many of their tokens stand for a feature of the tower, and their
+        heights and widths in pixels; int64 arrays."""
+        assert self.images is not None
+        found = self.images[indices]
+        sizes = np.stack([found[name].astype(np.int64) for name in ("tokens", "height", "width")], -1)
+        # The tokens of an image depend on its size alone.
+        known, first, which = np.unique(sizes, axis=0, return_index=True, return_inverse=True)
+        features = np.zeros(len(known), np.int64)
+        for at, (size, image) in enumerate(zip(map(tuple, known.tolist()), first.tolist(), strict=True)):
+            if size not in self._features:
+                start = int(found["start"][image])
+                self._features[size] = self._count_features(self.ids[start : start + size[0]])
+            features[at] = self._features[size]
+        return features[which.reshape(-1)], sizes[:, 1], sizes[:, 2]
+
+    def _count_features(self, ids: np.ndarray) -> int:
+        if self.image_processor is None:
+            return len(ids)
+        return int((ids == self.image_processor.feature_token).sum())
 
     def image(self, index: int) -> ImageReference:
         """Where image number `index` of `images` is."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.models.kinds.tower_shape import TowerShape
+
 
 class Kind(ABC):
     head: str
@@ -112,6 +114,10 @@ class Kind(ABC):
     def tower_configs(self, config: Any) -> list[Any]:
         """The configs of towers() in a model's config."""
         return []
+
+    def tower_shape(self, config: Any) -> TowerShape | None:
+        """What the tower of a model of this config computes for an image; None: the model reads no images."""
+        return None
 
     def positions(self, config: Any, position_ids: torch.Tensor, rope_positions: torch.Tensor | None) -> torch.Tensor:
         """What forward() takes as positions, from Batch.position_ids [rows, tokens] and Batch.rope_positions."""

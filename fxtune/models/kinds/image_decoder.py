@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from fxtune.distributed.chunks import is_divided
 from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.image_families import FAMILIES, Tensors, in_one_row
+from fxtune.models.kinds.tower_shape import TowerShape
 from fxtune.system.oom import out_of_memory_reason
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -98,6 +99,9 @@ class ImageDecoder(Decoder):
 
     def tower_configs(self, config: Any) -> list[Any]:
         return [config.vision_config]
+
+    def tower_shape(self, config: Any) -> TowerShape:
+        return FAMILIES[config.model_type].shape(config)
 
     def positions(self, config: Any, position_ids: torch.Tensor, rope_positions: torch.Tensor | None) -> torch.Tensor:
         if not FAMILIES[config.model_type].m_rope:

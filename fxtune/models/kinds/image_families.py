@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
+
+from fxtune.models.kinds.tower_shape import TowerShape
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,6 +77,8 @@ class Family:
     """Modules. They may be inside the tower."""
     example: Callable[[Any], Tensors]
     """From a config: arguments of forward() for one small image."""
+    shape: Callable[[Any], TowerShape]
+    """From a config."""
     merge: Callable[[Sequence[Tensors]], Tensors] = concatenated
     divide: Callable[[Tensors, Sequence[int]], list[Tensors]] = divided
     token_types: str = ""
@@ -129,10 +134,72 @@ def _listed_patches(config: Any) -> Tensors:
     return {"pixel_values": _numbers(1, side * side, 3 * vision.patch_size**2), "image_position_ids": places}
 
 
+def _merged_squares(config: Any) -> TowerShape:
+    """Of Qwen's towers: squares of patches become a feature. In Qwen2.5-VL most layers attend in windows."""
+    vision = config.vision_config
+    side = vision.spatial_merge_size
+    window = getattr(vision, "window_size", 0) // (side * vision.patch_size) * side
+    full = len(getattr(vision, "fullatt_block_indexes", ()))
+    return _tower_shape(config, merged=float(side**2), window=window**2, full_layers=full)
+
+
+def _squares(config: Any) -> TowerShape:
+    """Of towers with images or tiles of one size, in which a square of patches becomes a feature."""
+    vision = config.vision_config
+    if vision.model_type == "pixtral":
+        return _tower_shape(config, merged=float(getattr(config, "spatial_merge_size", 1) ** 2))
+    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    patches = (_side(config) // patch) ** 2
+    extra = vision.model_type in ("clip_vision_model", "internvl_vision")
+    features = getattr(config, "mm_tokens_per_image", None)
+    if features is None:
+        joined = getattr(config, "scale_factor", None) or 1 / getattr(config, "downsample_ratio", 1)
+        features = round(patches / joined**2)
+    if getattr(config, "vision_feature_select_strategy", "default") == "full" and extra:
+        features += 1  # the class token's, too
+    return _tower_shape(config, merged=patches / features, tile=features, extra=int(extra))
+
+
+def _tiled(config: Any) -> TowerShape:
+    """Of LLaVA-OneVision: the image as one tile, and tiles of it that its size decides."""
+    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+    def tiles(heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
+        sizes, which = np.unique(np.stack([heights, widths], -1), axis=0, return_inverse=True)
+        pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
+        counts = [image_size_to_num_patches(size, pinpoints, _side(config)) for size in sizes.tolist()]
+        return np.array(counts, np.int64)[which.reshape(-1)]
+
+    return replace(_squares(config), tiles=tiles)
+
+
+def _pooled(config: Any) -> TowerShape:
+    return _tower_shape(config, merged=float(config.vision_config.pooling_kernel_size**2))
+
+
+def _tower_shape(config: Any, **more: Any) -> TowerShape:
+    vision = config.vision_config
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size is the decoder's
+    heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+    heads_width = heads * (getattr(vision, "head_dim", None) or width // heads)
+    inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
+    return TowerShape(layers, width, heads_width, inner, **more)
+
+
 _QWEN = partial(
-    Family, "visual", example=_patches, m_rope=True, divide=divided_patches, token_types="mm_token_type_ids"
+    Family,
+    "visual",
+    example=_patches,
+    shape=_merged_squares,
+    m_rope=True,
+    divide=divided_patches,
+    token_types="mm_token_type_ids",
 )
-_BESIDE = partial(Family, "vision_tower", ("multi_modal_projector",))
+_BESIDE = partial(Family, "vision_tower", ("multi_modal_projector",), shape=_squares)
+_IDEFICS = Family(
+    "vision_model", ("connector",), example=_in_a_row, shape=_squares, merge=in_one_row, divide=divided_row
+)
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN(projector=("visual.merger",)),
     "qwen2_5_vl": _QWEN(projector=("visual.merger",)),
@@ -143,14 +210,15 @@ FAMILIES: dict[str, Family] = {
         "vision_tower",
         ("embed_vision",),
         example=_listed_patches,
+        shape=_pooled,
         token_types="mm_token_type_ids",
         two_way=lambda config: config.text_config.use_bidirectional_attention == "vision",
     ),
     "internvl": _BESIDE(example=_square),
     "llava": _BESIDE(example=_square, merge=padded_to_largest),
-    "llava_onevision": _BESIDE(example=_tiles, merge=padded_to_largest),
+    "llava_onevision": _BESIDE(example=_tiles, shape=_tiled, merge=padded_to_largest),
     "mistral3": _BESIDE(example=_square, merge=padded_to_largest),
-    "smolvlm": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row, divide=divided_row),
-    "idefics3": Family("vision_model", ("connector",), example=_in_a_row, merge=in_one_row, divide=divided_row),
+    "smolvlm": _IDEFICS,
+    "idefics3": _IDEFICS,
 }
 """By `model_type`; tests/models/kinds/test_image_decoder.py compares each with plain transformers."""

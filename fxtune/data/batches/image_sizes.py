@@ -1,0 +1,43 @@
+"""The sizes of the images in documents, from the token tables: no file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fxtune.data.batches.segments import Spans
+from fxtune.data.tokenized.table import TokenTable
+
+
+class ImageSizes(NamedTuple):
+    """int64 arrays with one entry an image."""
+
+    features: np.ndarray
+    """Tokens that stand for a feature of the tower. Marks around them are text."""
+    heights: np.ndarray
+    """In pixels, of the whole image; and its width."""
+    widths: np.ndarray
+    document: np.ndarray
+    """Index of the span that has the image."""
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+
+def image_sizes(tables: Sequence[TokenTable], found: Spans) -> ImageSizes:
+    """The images of documents. An image in a shared prompt counts once, as it is computed once."""
+    parts = []
+    for number, table in enumerate(tables):
+        if table.images is None:
+            continue
+        own = np.flatnonzero(found.source == number)
+        start = found.start[own]
+        first, end = (np.searchsorted(table.image_starts, at) for at in (start, start + found.length[own]))
+        counts = end - first
+        indices = np.repeat(end - counts.cumsum(), counts) + np.arange(counts.sum())
+        parts.append((*table.image_sizes(indices), np.repeat(own, counts)))
+    if not parts:
+        return ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
+    return ImageSizes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

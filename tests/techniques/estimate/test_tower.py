@@ -1,0 +1,121 @@
+"""The FLOPs of towers and projectors against torch's count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support import image_models
+from support.image_models import CONFIGS, IMAGE_TOKEN
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.structure import projectors, towers
+from fxtune.techniques.estimate.tower import ImageParts, tower_cost
+from fxtune.tracking.throughput import training_cost
+
+SIZES = {"gemma4": (3, 3), "llava_onevision": (1, 2)}
+"""Rows and columns of an image in features: gemma4's has no padding, and Qwen2.5's has whole windows."""
+
+
+def model_of(family):
+    model = image_models.model(family)
+    model.set_attn_implementation("eager")
+    if family == "llava":
+        model.config.vision_feature_layer = -1  # by default no gradient reaches the last layer
+    return model.requires_grad_(False)
+
+
+def images_of(family, model):
+    """(arguments of get_image_features, arguments of TowerShape.work) for two images; one for Pixtral, whose eager
+    attention also computes pairs of two images, and masks them."""
+    seeds = (0,) if family in ("pixtral", "mistral3") else (0, 1)
+    shown = [image_models.document(family, model, [2, SIZES.get(family, (2, 4)), 3], seed) for seed in seeds]
+    tensors = [document.images for document in shown]
+    features = np.array([int((document.ids == IMAGE_TOKEN).sum()) for document in shown])
+    sizes = [images.get("image_sizes", torch.zeros(1, 2))[0].long().tolist() for images in tensors]
+    return kind_of(model.config).merge(model.config)(tensors), (features, *np.array(sizes).T)
+
+
+def counted(model, images, backward):
+    """FLOPs of the tower and the projector, by torch, without Gemma 4's averages of patches."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    counter = FlopCounterMode(display=False)
+    with counter:
+        found = base.model.get_image_features(**images, return_dict=True)
+        if backward:
+            parts = [found.pooler_output, getattr(found, "deepstack_features", None) or []]
+            sum(part.sum() for part in _flat(parts)).backward()
+    averages = 0
+    if base.config.model_type == "gemma4":
+        many, patches = images["pixel_values"].shape[:2]
+        vision = base.config.vision_config
+        averages = 2 * many * patches * (patches // vision.pooling_kernel_size**2) * vision.hidden_size
+    return counter.get_total_flops() - averages * (1 + backward)
+
+
+def _flat(parts):
+    for part in parts:
+        yield from [part] if isinstance(part, torch.Tensor) else _flat(part)
+
+
+def require_gradients_behind_the_embedding(model):
+    for module in ImageParts.of(model).embedding:
+        module.register_forward_hook(lambda _, inputs, output: output.requires_grad_())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
+    model = model_of(family)
+    images, sizes = images_of(family, model)
+    cost = tower_cost(model)
+    work = cost.shape.work(*sizes)
+    assert cost.flops(work) == counted(model, images, backward=False)
+    assert tower_cost(model, forward_passes=1).flops(work) == 2 * cost.flops(work)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_flops_of_a_trained_tower(family, lora):
+    model = model_of(family)
+    images, sizes = images_of(family, model)
+    parts = [*towers(model), *projectors(model)]
+    if lora:
+        names = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and any(module in part.modules() for part in parts)
+            if not any(module is own for own in ImageParts.of(model).embedding)
+        ]
+        model = get_peft_model(model, LoraConfig(r=3, target_modules=names))
+        require_gradients_behind_the_embedding(model)
+    else:
+        for part in parts:
+            part.requires_grad_(True)
+    cost = tower_cost(model)
+    # Eager attention has a backward pass of 2, not of 2.5: it does not compute the scores again.
+    work = cost.shape.work(*sizes)
+    assert cost.flops(work) - 0.5 / 3.5 * cost.per_pair * work.pairs == counted(model, images, backward=True)
+
+
+def test_a_projector_that_is_trained_alone_sends_no_gradient_into_the_tower():
+    model = model_of("qwen3_vl")
+    frozen = tower_cost(model)
+    for part in projectors(model):
+        part.requires_grad_(True)
+    cost = tower_cost(model)
+    assert cost.per_feature == 3 * frozen.per_feature
+    assert (cost.per_position, cost.per_patch, cost.per_pair) == (
+        frozen.per_position,
+        frozen.per_patch,
+        frozen.per_pair,
+    )
+
+
+def test_a_decoder_does_not_count_the_linears_of_its_tower_for_tokens():
+    model = model_of("qwen2_5_vl")
+    alone = training_cost(model)
+    model.model.visual = torch.nn.ModuleDict({"merger": torch.nn.Identity()})
+    assert training_cost(model).per_token == alone.per_token
+    assert alone.tower.per_position > 0

@@ -47,7 +47,7 @@ class Measurement:
     keys: list[str] | None = None
     """fxtune's keys, if they were recorded; scripts/study/plan_accuracy.py compares such rows with the forecast."""
     shape: str | None = None
-    """Of SHAPES in ablate.py."""
+    """Of SHAPES in ablate.py or, with images, in image_documents.py."""
     rows: int | None = None
     """Rows of a micro-batch of one card."""
     length: int | None = None

@@ -32,17 +32,26 @@ the process. The table also shows the seconds from the command, as this script s
 second step, for which each tool waits for the device. What a tool has cached on this machine makes them fewer, so
 compare rows whose caches were all empty or all filled.
 
+Cases that begin with `vl` train Qwen2.5-VL's 7B shape with LoRA on its language model. A document is a chat with one
+JPEG of noise and 320 tokens of text, of which the answer is supervised. In `vl_7b_1024` each image has 1,024 tokens and
+a step 12 documents. In `vl_7b_mixed` images have 64 to 4,096 tokens. fxtune packs these documents into rows of 16,384
+tokens; peers pad 12 documents a step, which is as many on average, in micro-batches of the size that is fastest for
+them. Peers train with their own collators for images and with as many workers for data as fxtune. Tokens of images
+and text count, padding does not. `waits` is the share of the time in which the tool's loop waits for data.
+
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
 says. Tokens per second count all cards, memory is that of the fullest card. docs/distributed.md has figures of two
 H100.
 
 Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that
-runs. The table names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws
+runs; with images, where the fastest is not known before, the fastest of the first that fit of each group of ONE_SIZE or
+SIZES. The table names it. Peers use no code of fxtune and no network. The table also shows the losses. Each tool draws
 its own random weights, so the losses are close but not equal; a tool that trained on fewer tokens would show a
 different loss.
 
-A case that the JSON file already holds does not run again. `--set KEY=VALUE` applies to fxtune only; its row shows the
+A case that the JSON file already holds does not run again, nor do the settings of peers that a file beside it
+(NAME.variants.json) holds. `--set KEY=VALUE` applies to fxtune only; its row shows the
 value.
 """
 
@@ -69,11 +78,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
+import ablate  # noqa: E402
 import baselines  # noqa: E402
-from ablate import SHAPES  # noqa: E402
+import image_documents  # noqa: E402
 from baselines import Measurement  # noqa: E402
 from peer_tools import write_model  # noqa: E402
 
+SHAPES = {**ablate.SHAPES, **image_documents.SHAPES}
 TOOLS = ("fxtune", "trl", "unsloth")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
 END = 330
@@ -122,6 +133,12 @@ class Case:
     """Full fine-tuning in place of LoRA; sharded over the cards, if there are several."""
     most_gpus: Optional[int] = None
     """The most cards that the case runs on; None: any number."""
+    images: Optional[tuple[int, int]] = None
+    """Least and most tokens of an image, of which each document has one; None: no images."""
+    step_documents: int = 0
+    """Documents of a step of peers, with images."""
+    text: int = 0
+    """Tokens of a document beside its image."""
     context: bool = False
     """Whether the cards share each row (parallel.context), in place of rows for each card."""
 
@@ -133,6 +150,11 @@ class Case:
     def step_rows(self, gpus: int) -> int:
         """Rows of a step, on all cards together."""
         return self.rows if self.context else self.rows * gpus
+
+    @property
+    def workers(self) -> int:
+        """Processes that read data, for each tool."""
+        return 8 if self.images else 1
 
 
 CASES = {
@@ -169,11 +191,21 @@ CASES = {
     "dpo_8b_chats": Case("8b", 4096, 4, (*FAST, *DPO), chats=True, pairs=16),
     "dpo_8b_chats_whole": Case("8b", 4096, 4, (*FAST, *DPO, *WHOLE), peer_case="dpo_8b_chats", chats=True, pairs=16),
     "dpo_8b_chats_stored": Case("8b", 4096, 4, (*FAST, *DPO_STORED), chats=True, pairs=16),
+    "vl_7b_1024": Case("qwen2_5_vl_7b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
+    "vl_7b_1024_fp8": Case(
+        "qwen2_5_vl_7b", 16128, 1, FP8, peer_case="vl_7b_1024", images=(1024, 1024), step_documents=12, text=320
+    ),
+    "vl_7b_mixed": Case("qwen2_5_vl_7b", 16384, 1, images=(64, 4096), step_documents=12, text=320),
+    "vl_7b_mixed_fp8": Case(
+        "qwen2_5_vl_7b", 16384, 1, FP8, peer_case="vl_7b_mixed", images=(64, 4096), step_documents=12, text=320
+    ),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
     "smoke_dpo": Case("tiny", 512, 1, DPO, pairs=2, steps=2, warm_up=2),
+    "smoke_vl": Case("qwen2_5_vl_tiny", 512, 1, images=(4, 64), step_documents=4, text=80, steps=2, warm_up=2),
 }
-SMOKE = ("smoke", "smoke_chats", "smoke_dpo")
+SMOKE = ("smoke", "smoke_chats", "smoke_dpo", "smoke_vl")
+DOES_NOT_FIT = "does not fit"
 NONE, FULL = "checkpointing=none", "checkpointing=full"
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trl": ((NONE, "liger=on"), (FULL, "liger=on")),
@@ -198,6 +230,24 @@ PAIRED = {"trl": tuple((one, liger) for one in (NONE, FULL) for liger in ("liger
 """The same for pairs. Unsloth's DPO is TRL's trainer over its own model; it is not compared here."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
+TRL_KERNELS = (
+    ("liger=on", "attention=flash_attention_2"),
+    ("liger=on", "attention=flash_attention_4", "tower=sdpa"),
+    ("liger=on", "attention=sdpa"),
+    ("liger=off", "attention=sdpa"),
+)
+"""TRL's settings with images. FlashAttention 4 does not take the tower's heads of 80 dimensions on each card."""
+ONE_SIZE = {
+    "trl": (((NONE, "micro=12"), (NONE, "micro=4"), (FULL, "micro=12")),),
+    "unsloth": (((NONE, "micro=12"), (NONE, "micro=4")), (("checkpointing=unsloth", "micro=12"),)),
+}
+"""For cases with images of one size: groups of settings that differ in memory, of which the first that fits is measured.
+The fastest group gives the row. `micro`: documents of a micro-batch, which are padded to the longest."""
+SIZES = {
+    "trl": tuple(((NONE, micro), (FULL, micro)) for micro in ("micro=1", "micro=2", "micro=4")),
+    "unsloth": tuple(((NONE, micro), ("checkpointing=unsloth", micro)) for micro in ("micro=1", "micro=2", "micro=4")),
+}
+"""The same for images of several sizes."""
 PACKED_TRL = tuple(
     (*variant, f"attention={name}")
     for name in ("flash_attention_2", "flash_attention_4", "sdpa")
@@ -233,7 +283,7 @@ def main() -> None:
         print(f"  {found.get('error') or summary(found)}", flush=True)
         rows[key] = {"case": name, "tool": tool, "gpus": args.gpus, **found}
         if args.json:  # a case that failed for another reason than memory runs again next time
-            kept = {key: row for key, row in rows.items() if row.get("error") in (None, "does not fit")}
+            kept = {key: row for key, row in rows.items() if row.get("error") in (None, DOES_NOT_FIT)}
             args.json.write_text(json.dumps(kept, indent=1))
     print(table(rows))
     here = [row for row in rows.values() if row.get("gpus", 1) == args.gpus]
@@ -334,6 +384,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         "startup_seconds",
         "slowest_behind",
         "decided",
+        "data_wait",
     )
     return {
         **{key: found[key] for key in kept},
@@ -350,20 +401,16 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
     import torch
 
     case, steps = CASES[name], args.steps or CASES[name].steps
-    architecture = ",".join(
-        f"{key}:{str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in SHAPES[case.shape].items()
-    )
     return [
         "model.path=null",
-        "model.tokenizer=builtin:tiny",
+        f"model.tokenizer={processor_folder(args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
-        f"model.architecture={{{architecture}}}",
+        f"model.architecture={in_words(SHAPES[case.shape])}",
         f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",
         f"data.sequence_length={case.packed_length or case.length}",
         "data.packing=true",
-        "data.workers=1",
+        f"data.workers={case.workers}",
         f"run.gpus={gpus}",
         *(["run.device=cpu"] if args.smoke and not torch.cuda.is_available() else []),
         f"train.micro_batch_size={case.rows}",
@@ -378,14 +425,28 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
     ]
 
 
+def in_words(value: Any) -> str:
+    """A value as fxtune's command line takes it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_words(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(in_words, value)) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def processor_folder(scratch: Path) -> Path:
+    """The folder of the processor of all cases with images."""
+    return image_documents.write_processor(TOKENIZER, scratch / "processor")
+
+
 def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Run one case with a peer, with its fastest settings that fit."""
     case, began = CASES[name], time.monotonic()
     steps = args.steps or case.steps
-    variants = settings_to_try(case, tool, args.gpus)
-    if not variants:
+    groups = settings_to_try(case, tool, args.gpus)[-1 if args.smoke else 0 :]
+    if not groups:
         return {"error": "not compared here"}
-    out, log = args.scratch / "peer.json", args.scratch / f"{name}-{tool}.log"
+    tokenizer = processor_folder(args.scratch) if case.images else TOKENIZER
     request = dict(
         tool=tool,
         shape=SHAPES[case.shape],
@@ -397,60 +458,106 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         pairs=case.pairs,
         stored="stored" in name,
         full=case.full,
+        step_documents=case.step_documents,
+        step_tokens=step_tokens(case),
+        workers=case.workers,
         documents=str(documents(case, args.scratch, steps, args.gpus)),
-        tokenizer=str(TOKENIZER),
-        out=str(out),
+        tokenizer=str(tokenizer),
+        out=str(args.scratch / "peer.json"),
     )
     if tool == "unsloth":
         request["model"] = str(
-            write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", TOKENIZER)
+            write_model(SHAPES[case.shape], case.length, args.scratch / f"random-{case.shape}", tokenizer)
         )
+    measured: list[dict[str, Any]] = []
     found: dict[str, Any] = {"error": "no package that it needs is installed"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     tried: list[str] = []
-    for variant in variants:
-        if needs_missing_package(variant):
-            continue
-        out.unlink(missing_ok=True)
-        variant_request = json.dumps({**request, **dict(word.split("=") for word in variant)})
-        started = time.time()
-        done = subprocess.run(
-            [
-                sys.executable,
-                *(torchrun if args.gpus > 1 else []),
-                str(ROOT / "scripts" / "bench" / "peer_tools.py"),
-                variant_request,
-            ],
-            capture_output=True,
-            text=True,
-            cwd=args.scratch,
-            env={**os.environ, **first_cards(args.gpus)},
-            timeout=max(1.0, seconds - (time.monotonic() - began)),
-        )
-        log.write_text(done.stdout + done.stderr)
-        if done.returncode == 0:
-            measured = json.loads(out.read_text())
-            second_step = measured.pop("second_step_at") - started
-            return {
-                **measured,
-                "second_step_seconds": second_step,
-                "how": ", ".join(variant),
-                "tried": tried,
-                "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
-            }
+    for group in groups:
+        for variant in group:
+            if needs_missing_package(variant):
+                continue
+            found = run_variant(name, variant, request, args, seconds - (time.monotonic() - began))
+            if "error" not in found:
+                measured.append(found)
+                break
+            tried.append(f"{', '.join(variant)}: {found['error']}")
+            if case.images and found["error"] != DOES_NOT_FIT:  # a group differs in memory alone
+                break
+    if not measured:
+        return {**found, "tried": tried} if tried else found
+    fastest = max(measured, key=lambda one: one["tokens_per_second"])
+    slower = [f"{one['how']}: {summary(one)}" for one in measured if one is not fastest]
+    return {**fastest, "tried": tried + slower}
+
+
+def run_variant(
+    name: str, variant: tuple[str, ...], request: dict[str, Any], args: argparse.Namespace, seconds: float
+) -> dict[str, Any]:
+    """Run one case with a peer and these of its settings, or look it up. Raises subprocess.TimeoutExpired."""
+    tool, how, out = request["tool"], ", ".join(variant), Path(request["out"])
+    store = args.json.with_suffix(".variants.json") if args.json else None
+    known = json.loads(store.read_text()) if store and store.exists() else {}
+    key = f"{row_key(name, tool, args.gpus)} {request['steps']} {how}"
+    if key in known and not args.again:
+        return dict(known[key])
+    log = args.scratch / f"{name}-{tool}.log"
+    out.unlink(missing_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+    started = time.time()
+    done = subprocess.run(
+        [
+            sys.executable,
+            *(torchrun if args.gpus > 1 else []),
+            str(ROOT / "scripts" / "bench" / "peer_tools.py"),
+            json.dumps({**request, **dict(word.split("=") for word in variant)}),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=args.scratch,
+        env={**os.environ, **first_cards(args.gpus)},
+        timeout=max(1.0, seconds),
+    )
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode == 0:
+        measured = json.loads(out.read_text())
+        second_step = measured.pop("second_step_at") - started
+        found = {
+            **measured,
+            "second_step_seconds": second_step,
+            "how": how,
+            "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
+        }
+    else:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = (
-            "does not fit"
-            if "out of memory" in done.stderr
-            else f"failed: {lines[-1] if lines else done.returncode}"[:300]
-        )
-        tried.append(f"{', '.join(variant)}: {why}")
-        found = {"error": why, "tried": tried, "log": str(log)}
+        last = lines[-1] if lines else done.returncode
+        why = DOES_NOT_FIT if "out of memory" in done.stderr else f"failed: {last}"[:300]
+        found = {"error": why, "log": str(log)}
+    if store and found.get("error") in (None, DOES_NOT_FIT):
+        store.write_text(json.dumps({**known, key: found}, indent=1))
     return found
 
 
-def settings_to_try(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
-    """A peer's settings for a case on `gpus` cards, the fastest first; none if it is not compared there."""
+def step_tokens(case: Case) -> int | None:
+    """Tokens of each step of a peer; None if steps differ."""
+    if not case.images:
+        return None if case.chats else case.rows * case.length
+    least, most = case.images
+    return case.step_documents * (least + case.text) if least == most else None
+
+
+def settings_to_try(case: Case, tool: str, gpus: int) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Groups of a peer's settings for a case on `gpus` cards; in a group the fastest first. None if it is not compared
+    there."""
+    if case.images:
+        groups = (ONE_SIZE if case.images[0] == case.images[1] else SIZES)[tool]
+        kernels = TRL_KERNELS if tool == "trl" else ((),)
+        return tuple(tuple((*variant, *given) for variant in group) for given in kernels for group in groups)
+    found = one_group(case, tool, gpus)
+    return (found,) if found else ()
+
+
+def one_group(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
+    """A peer's settings for a case without images."""
     if case.pairs:
         return PAIRED[tool]
     if case.full:
@@ -481,6 +588,19 @@ def needs_missing_package(variant: tuple[str, ...]) -> bool:
 def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
     """The JSONL file with a case's documents, enough for all steps. Writes the file if it does not exist."""
     count = (steps + case.warm_up) * case.step_rows(gpus)
+    if case.images:
+        least, most = case.images
+        # Steps of peers have a fixed number of documents; rows of documents of several sizes are never quite full.
+        all_steps = (steps + case.warm_up) * gpus
+        tokens = count * case.length if least == most else (count + 1) * case.length
+        return image_documents.write_documents(
+            folder / f"images-{least}-{most}-{case.text}-{count}",
+            all_steps * case.step_documents,
+            tokens,
+            case.text,
+            (least, most),
+            TOKENIZER,
+        )
     kind = "pairs-" * bool(case.pairs) + ("chats" if case.chats else "random")
     file = folder / f"{kind}-{case.length}-{count}.jsonl"
     if not file.exists():
@@ -570,7 +690,7 @@ def measurement(row: dict[str, Any]) -> Measurement:
         row["case"],
         row["tool"],
         row["how"] if row.get("how", "default") != "default" else "",
-        keys=row.get("keys"),
+        keys=None if case.images else row.get("keys"),  # scripts/study/plan_accuracy.py forecasts no images
         shape=case.shape,
         rows=case.rows,
         length=case.length,
@@ -590,8 +710,13 @@ def measurement(row: dict[str, Any]) -> Measurement:
 def summary(row: dict[str, Any]) -> str:
     return (
         f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
-        f"loss {row['first_loss']:.3f} -> {row['loss']:.3f} ({row['how']})"
+        f"loss {row['first_loss']:.3f} -> {row['loss']:.3f}{waits(row)} ({row['how']})"
     )
+
+
+def waits(row: dict[str, Any]) -> str:
+    share = row.get("data_wait")
+    return f", waits {share:.0%}" if share else ""
 
 
 def gib(row: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,8 +24,14 @@ NEVER = 10**9
 
 
 def adapters(request: dict[str, Any]) -> dict[str, Any]:
-    """The LoRA settings of both peers: adapters on all linears of a block, and on the experts of a mixture."""
+    """The LoRA settings of both peers: adapters on all linears of a block of the language model, and on the experts of
+    a mixture."""
     common = dict(r=16, lora_alpha=32, lora_dropout=0.0, bias="none")
+    if "vision_config" in request["shape"]:
+        if request["tool"] == "unsloth":
+            return dict(common, finetune_vision_layers=False, finetune_language_layers=True)
+        # The tower has linears of the same names.
+        return dict(common, target_modules=rf".*\.language_model\..*\.({'|'.join(LINEARS)})")
     if "num_experts" not in request["shape"]:
         return dict(common, target_modules=LINEARS)
     if request["tool"] == "unsloth":
@@ -45,8 +52,10 @@ def main(request: dict[str, Any]) -> None:
 
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available():  # torchrun has started it
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    tokenizer = AutoTokenizer.from_pretrained(request["tokenizer"])
-    tokenizer.model_max_length = request["length"]
+    images = "vision_config" in request["shape"]
+    tokenizer = (read_processor if images else AutoTokenizer.from_pretrained)(request["tokenizer"])
+    if not images:
+        tokenizer.model_max_length = request["length"]
     clock = make_clock(request)
     if request["pairs"]:
         trainer = preference_trainer(request, tokenizer, clock)
@@ -54,11 +63,12 @@ def main(request: dict[str, Any]) -> None:
         trainer.train()
         Path(request["out"]).write_text(json.dumps(results(request, trainer, clock)))
         return
-    common: dict[str, Any] = dict(args=settings(request), train_dataset=dataset(request), callbacks=[clock])
+    rows = image_rows(request) if images else dataset(request)
+    common: dict[str, Any] = dict(args=settings(request), train_dataset=rows, callbacks=[clock])
     if request["tool"] == "trl":
         from peft import LoraConfig
 
-        model = random_model(request["shape"], request["length"], request.get("attention", "sdpa"))
+        model = random_model(request["shape"], request["length"], attention(request))
         trainer = SFTTrainer(
             model=model,
             processing_class=tokenizer,
@@ -66,25 +76,28 @@ def main(request: dict[str, Any]) -> None:
             **common,
         )
     else:
-        from unsloth import FastLanguageModel
+        from unsloth import FastLanguageModel, FastVisionModel
+        from unsloth.trainer import UnslothVisionDataCollator
 
-        model, tokenizer = FastLanguageModel.from_pretrained(
+        again = {"full": True, "unsloth": "unsloth", "none": False}[request["checkpointing"]]
+        kind = FastVisionModel if images else FastLanguageModel
+        model, tokenizer = kind.from_pretrained(
             request["model"],
             max_seq_length=request["length"],
             dtype=torch.bfloat16,
             load_in_4bit=False,
             local_files_only=True,
+            **(dict(use_gradient_checkpointing=again) if images else {}),
         )
-        model = FastLanguageModel.get_peft_model(
-            model,
-            random_state=0,
-            use_gradient_checkpointing={"full": True, "unsloth": "unsloth", "none": False}[request["checkpointing"]],
-            **adapters(request),
-        )
+        model = kind.get_peft_model(model, random_state=0, use_gradient_checkpointing=again, **adapters(request))
+        # "max": images keep their sizes. By default the collator makes them smaller.
+        if images:
+            common["data_collator"] = UnslothVisionDataCollator(model, tokenizer, resize="max")
         trainer = SFTTrainer(model=model, processing_class=tokenizer, **common)
     count_tokens(trainer, clock)
     trainer.train()
-    assert trainer.args.gradient_accumulation_steps == 1, "the peer changed the batch size, so the result is not valid"
+    accumulated = trainer.args.gradient_accumulation_steps
+    assert accumulated == micro_batches(request), "the peer changed the batch size, so the result is not valid"
     found = results(request, trainer, clock)
     if int(os.environ.get("RANK", "0")) == 0:
         Path(request["out"]).write_text(json.dumps(found))
@@ -103,12 +116,25 @@ def settings(request: dict[str, Any]) -> Any:
             transformer_layer_cls_to_wrap=["LlamaDecoderLayer"],
             activation_checkpointing=request["fsdp"] == "recompute",
         )
-    return SFTConfig(
-        **common_settings(request),
-        per_device_train_batch_size=request["rows"],
-        max_length=request["length"],
-        packing=request["chats"],
-        **options,
+    rows = dict(per_device_train_batch_size=request["rows"], max_length=request["length"], packing=request["chats"])
+    if "micro" in request:
+        rows, options = dict(per_device_train_batch_size=int(request["micro"]), max_length=None), {}
+        if request["tool"] == "unsloth":
+            skipped = dict(skip_prepare_dataset=True)
+            options = dict(remove_unused_columns=False, dataset_text_field="", dataset_kwargs=skipped)
+    return SFTConfig(**common_settings(request), **rows, **options)
+
+
+def micro_batches(request: dict[str, Any]) -> int:
+    """Micro-batches of a step."""
+    return int(request["step_documents"]) // int(request["micro"]) if "micro" in request else 1
+
+
+def attention(request: dict[str, Any]) -> Any:
+    """The attention of the model, or of each of its parts, as transformers takes it."""
+    of_model = request.get("attention", "sdpa")
+    return (
+        {"": of_model, "text_config": of_model, "vision_config": request["tower"]} if "tower" in request else of_model
     )
 
 
@@ -119,7 +145,7 @@ def common_settings(request: dict[str, Any]) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return dict(
         output_dir=str(Path(request["out"]).with_suffix("")),
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=micro_batches(request),
         max_steps=request["steps"] + request["warm_up"],
         bf16=cuda,
         use_cpu=not cuda,
@@ -133,7 +159,7 @@ def common_settings(request: dict[str, Any]) -> dict[str, Any]:
         learning_rate=1e-4,
         weight_decay=0.0,
         lr_scheduler_type="constant",
-        dataloader_num_workers=2 if cuda else 0,
+        dataloader_num_workers=max(2, request["workers"]) if cuda else 0,
         seed=0,
         disable_tqdm=True,
     )
@@ -187,19 +213,50 @@ def dataset(request: dict[str, Any]) -> Any:
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 
-def random_model(shape: dict[str, Any], length: int, attention: str) -> Any:
+def image_rows(request: dict[str, Any]) -> Any:
+    """The chats of the file as prompts and completions, of which the completions are supervised. Images are decoded
+    when a row is read."""
+    from datasets import Dataset, Image
+
+    file = Path(request["documents"])
+    rows = []
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        images = [str(file.parent / name) for name in row["images"]]
+        rows.append(dict(prompt=row["messages"][:-1], completion=row["messages"][-1:], images=images))
+    return Dataset.from_list(rows).cast_column("images", [Image()])
+
+
+def read_processor(folder: str) -> Any:
+    """The processor of Qwen2.5-VL. Without torchvision, which transformers needs for its videos, one without videos."""
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Qwen2_5_VLProcessor
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return AutoProcessor.from_pretrained(folder)
+
+    class WithoutVideos(Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
+            return type(argument)
+
+    images, tokenizer = AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return WithoutVideos(images, tokenizer, images, chat_template=tokenizer.chat_template)
+
+
+def random_model(shape: dict[str, Any], length: int, attention: Any) -> Any:
     """A model of this shape with transformers' random weights, in bfloat16 on a GPU or in float32 on a CPU."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    values = {**shape, "max_position_embeddings": max(length, shape["max_position_embeddings"])}
-    config = CONFIG_MAPPING[values.pop("model_type")](**values, bos_token_id=None, eos_token_id=2, pad_token_id=0)
+    values, text = {**shape}, dict(bos_token_id=None, eos_token_id=2, pad_token_id=0)
+    kind = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
+    if kind is AutoModelForCausalLM:
+        values |= dict(text, max_position_embeddings=max(length, shape["max_position_embeddings"]))
+    config = CONFIG_MAPPING[values.pop("model_type")](**values)
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=attention
-        )
+        return kind.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=attention)
 
 
 def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path) -> Path:
@@ -214,8 +271,12 @@ def write(request: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
     folder = Path(request["model"])
-    random_model(request["shape"], request["length"], "eager").save_pretrained(folder)
-    AutoTokenizer.from_pretrained(request["tokenizer"]).save_pretrained(folder)
+    if "vision_config" in request["shape"]:
+        shutil.copytree(request["tokenizer"], folder, dirs_exist_ok=True)
+        random_model(request["shape"], request["length"], "sdpa").save_pretrained(folder)
+    else:
+        random_model(request["shape"], request["length"], "eager").save_pretrained(folder)
+        AutoTokenizer.from_pretrained(request["tokenizer"]).save_pretrained(folder)
     (folder / "complete").touch()
 
 
@@ -235,6 +296,8 @@ def make_clock(request: dict[str, Any]) -> Any:
             self.marks: list[Any] = []
             self.tokens: list[torch.Tensor] = []
             self.seconds = 0.0
+            self.waited = 0.0
+            """Seconds that the loop waited for data, among the measured ones."""
             self.second_step_at = 0.0
             """Seconds since 1970 at the end of the second step."""
 
@@ -255,6 +318,7 @@ def make_clock(request: dict[str, Any]) -> Any:
             if state.global_step == first_step:
                 self.seconds = -self.wait()
                 self.tokens.clear()
+                self.waited = 0.0
                 self.mark()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -276,7 +340,8 @@ def make_clock(request: dict[str, Any]) -> Any:
 
 
 def count_tokens(trainer: Any, clock: Any) -> None:
-    """Count the tokens of each micro-batch that are not padding, on the device and without a synchronization."""
+    """Count the tokens of each micro-batch that are not padding, on the device and without a synchronization, and the
+    seconds that the loop waits for data."""
     import torch
 
     training_step = trainer.training_step
@@ -287,7 +352,14 @@ def count_tokens(trainer: Any, clock: Any) -> None:
         clock.tokens.append(mask.sum() if masked else torch.tensor(ids.numel()))
         return training_step(model, inputs, *rest, **named)
 
-    trainer.training_step = counting_step
+    def waiting(*given: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        found = get_batch_samples(*given, **named)
+        clock.waited += time.perf_counter() - began
+        return found
+
+    get_batch_samples = trainer.get_batch_samples
+    trainer.training_step, trainer.get_batch_samples = counting_step, waiting
 
 
 def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:
@@ -295,9 +367,10 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
 
     cuda = torch.cuda.is_available()
     tokens, seconds = sum(int(count) for count in clock.tokens), clock.step_seconds()
-    assert len(clock.tokens) == len(seconds) == request["steps"], "a step was not one micro-batch"
-    if not request["chats"]:
-        assert tokens == request["steps"] * request["rows"] * request["length"], (
+    assert len(seconds) == request["steps"], "a step is missing"
+    assert len(clock.tokens) == request["steps"] * micro_batches(request), "a step had other micro-batches"
+    if request["step_tokens"]:
+        assert tokens == request["steps"] * request["step_tokens"], (
             "the peer changed the rows, so the result is not valid"
         )
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
@@ -318,6 +391,7 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
         "first_loss": losses[0],
         "loss": losses[-1],
         "memory_gib": peak if cuda else None,
+        "data_wait": clock.waited / clock.seconds,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }
 

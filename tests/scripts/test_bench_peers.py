@@ -23,6 +23,7 @@ from fxtune.training.builder import RunBuilder
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 sys.path.insert(0, str(SCRIPTS))
 import bench_peers  # noqa: E402
+import image_documents  # noqa: E402
 import peer_tools  # noqa: E402
 
 sys.path.remove(str(SCRIPTS))
@@ -193,7 +194,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
     monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
-    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=1)
+    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=1, json=None)
     monkeypatch.setitem(bench_peers.CASES, "small", replace(bench_peers.CASES["8b_4x4096"], length=64))
     found = bench_peers.run_peer("small", "trl", args, 60.0)
     assert found["how"] == "checkpointing=full, liger=on"
@@ -219,6 +220,54 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (8 + 3) * 4
 
 
+def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_run_again(cwd, monkeypatch):
+    """Groups of a case with images: a group ends at the first that fits, or at an error that memory does not explain."""
+    speeds = {"a=1": None, "a=2": 5.0, "b=1": 9.0, "c=1": "ImportError", "d=1": 3.0}
+    ran = []
+
+    def run(command, **_):
+        given = json.loads(command[-1])
+        word = next(word for word in speeds if given.get(word[0]) == word[2])
+        ran.append(word)
+        speed = speeds[word]
+        if isinstance(speed, float):
+            measured = dict(tokens_per_second=speed, second_step_at=0.0, step_seconds=1.0, memory_gib=1.0)
+            Path(given["out"]).write_text(json.dumps({**measured, "first_loss": 1.0, "loss": 1.0}))
+            return SimpleNamespace(returncode=0, stdout="", stderr="")
+        return SimpleNamespace(returncode=1, stdout="", stderr=speed or "CUDA out of memory")
+
+    monkeypatch.setattr(bench_peers.subprocess, "run", run)
+    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
+    groups = ((("a=1",), ("a=2",)), (("b=1",),), (("c=1",), ("d=1",)))
+    monkeypatch.setattr(bench_peers, "settings_to_try", lambda *_: groups)
+    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=1, json=cwd / "p.json", again=False)
+    found = bench_peers.run_peer("vl_7b_mixed", "trl", args, 60.0)
+    assert ran == ["a=1", "a=2", "b=1", "c=1"]
+    assert (found["how"], found["tokens_per_second"]) == ("b=1", 9.0)
+    assert found["tried"][:2] == ["a=1: does not fit", "c=1: failed: ImportError"]
+    assert bench_peers.run_peer("vl_7b_mixed", "trl", args, 60.0) == found
+    assert ran[4:] == ["c=1"], "only what failed runs again"
+
+
+@pytest.mark.parametrize("name", ["vl_7b_1024", "vl_7b_mixed"])
+def test_documents_with_images_have_the_requested_tokens_in_fxtune(name, fxtune_words, cwd, monkeypatch):
+    tiny = dict(image_documents.SHAPES["qwen2_5_vl_tiny"])
+    tiny["text_config"] = dict(tiny["text_config"], max_position_embeddings=32768)
+    monkeypatch.setitem(bench_peers.SHAPES, "qwen2_5_vl_7b", tiny)
+    case = replace(bench_peers.CASES[name], warm_up=0, length=16128)
+    monkeypatch.setitem(bench_peers.CASES, name, replace(case, ours=("techniques=lora", "run.device=cpu")))
+    plan = RunBuilder(load(fxtune_words(name, "--steps", "1"))).read()[1].training
+    summary = plan.summary()
+    assert summary["dropped"] == summary["truncated"] == summary["split"] == 0
+    if name == "vl_7b_1024":
+        assert (summary["segments"], summary["tokens"]) == (12, bench_peers.step_tokens(case)), "a step is a full row"
+    else:
+        assert summary["segments"] >= 12
+        assert summary["tokens"] >= 2 * case.length
+    assert 0.1 < summary["supervised_share"] < 0.3
+
+
 def test_peer_that_is_not_compared_in_a_case_is_reported(cwd, monkeypatch):
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
     args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=2)
@@ -228,8 +277,8 @@ def test_peer_that_is_not_compared_in_a_case_is_reported(cwd, monkeypatch):
 def test_full_fine_tuning_is_sharded_on_several_cards_only():
     case = bench_peers.CASES["8b_full_2x8192"]
     alone, sharded = (bench_peers.settings_to_try(case, "trl", gpus) for gpus in (1, 2))
-    assert alone == (("checkpointing=none", "liger=on"), ("checkpointing=full", "liger=on"))
-    assert sharded == (("fsdp=recompute", "liger=on"),)
+    assert alone == ((("checkpointing=none", "liger=on"), ("checkpointing=full", "liger=on")),)
+    assert sharded == ((("fsdp=recompute", "liger=on"),),)
 
 
 def test_peers_see_the_first_cards_only(monkeypatch):
@@ -294,7 +343,9 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(peer_tools.time, "perf_counter", lambda: float(next(now)))
     clock = peer_tools.make_clock({"warm_up": 2, "steps": 3})
-    trainer = SimpleNamespace(training_step=lambda model, inputs, items: "loss")
+    trainer = SimpleNamespace(
+        training_step=lambda model, inputs, items: "loss", get_batch_samples=lambda *_: "samples"
+    )
     peer_tools.count_tokens(trainer, clock)
     logged = []
     for step in range(5):
@@ -310,3 +361,5 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     assert [int(count) for count in clock.tokens] == [16, 13, 16]
     assert len(clock.step_seconds()) == 3
     assert clock.seconds == pytest.approx(5.0), "from before the first measured step until after the last"
+    assert trainer.get_batch_samples(None, 1, None) == "samples"
+    assert clock.waited == 1.0

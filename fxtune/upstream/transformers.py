@@ -242,9 +242,13 @@ def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+    from fxtune.upstream.image_processing import with_fewer_passes
+
     kind: Any = PROCESSOR_MAPPING[type(config)]
     own: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _accept_any})
-    parts = {"image_processor": AutoImageProcessor.from_pretrained(folder), "tokenizer": tokenizer}
+    # The PIL backend, so that the pixels do not depend on whether torchvision is installed.
+    image_processor = with_fewer_passes(AutoImageProcessor.from_pretrained(folder, backend="pil"))
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     given, _ = kind.get_processor_dict(folder)
     processor = own.from_args_and_dict([parts.get(name) or _NoVideo() for name in kind.get_attributes()], given)
     processor.__class__ = kind  # so that it pickles

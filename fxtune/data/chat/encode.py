@@ -61,7 +61,7 @@ from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import ImageReference, find_image
 from fxtune.errors import DataError
-from fxtune.system.resource_limits import LimitExceeded, limit_resources
+from fxtune.system.resource_limits import LimitExceeded, limit_resources, unlimited
 
 NO_TOKEN = "the tokenizer makes no token of this text"
 MAX_TEMPLATES = 100
@@ -327,7 +327,8 @@ class Encoder:
     @staticmethod
     def _found(place: str, value: Any, folder: Path | None) -> ImageReference:
         try:
-            return find_image(value, folder)
+            with unlimited():
+                return find_image(value, folder)
         except RowError as reason:
             raise RowError(f"{place}: {reason}") from None
 
@@ -496,7 +497,8 @@ class Encoder:
         placed, parts, at, moves = [], [], 0, []
         for match, image in zip(found, images, strict=True):
             try:
-                letters = self.images.text(*image.size, tokens[match.group()])
+                with unlimited():
+                    letters = self.images.text(*image.size, tokens[match.group()])
             except RowError as reason:
                 raise RowError(f"{image.name}: {reason}") from None
             placed.append((image, letters.ids))

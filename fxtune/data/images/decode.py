@@ -51,7 +51,8 @@ def decode(data: bytes) -> Image:
 
     with _opened(data) as image:
         image.load()
-        return _as_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)  # a copy costs as much as the processor
+        return _as_rgb(image)
 
 
 @contextmanager
@@ -98,4 +99,4 @@ def _as_rgb(image: Image) -> Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

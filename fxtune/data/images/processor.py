@@ -146,9 +146,10 @@ class ImageProcessor:
         return Image.fromarray(shown.permute(1, 2, 0).numpy())
 
     def _written(self, height: int, width: int, placeholder: str) -> ImageText:
-        from PIL import Image
+        from fxtune.upstream.image_processing import blank
 
-        ids = list(self._call([placeholder], [[Image.new("RGB", (width, height))]])["input_ids"][0])
+        image = blank(self.processor.image_processor, height, width)
+        ids = list(self._call([placeholder], [[image]])["input_ids"][0])
         added = [index for index, token in enumerate(ids) if token in self._added]
         if not added:
             raise RowError(f"the model's processor makes no token of an image of {width} x {height} pixels")

@@ -1,0 +1,131 @@
+"""The arithmetic of transformers' image processors in fewer passes over the pixels.
+
+What: the methods of PilBackend that the image processors of all families inherit: `process_image`, `resize`, `rescale`
+  and `normalize`.
+Why: they copy the whole picture five times, resize it with Pillow, and rescale it as float64. A JPEG of 12 megapixels
+  takes 182 ms there, and 50 ms here (docs/log.md). transformers' other backend needs torchvision, which PyPI's build
+  of torch for the CPU does not load.
+Gone: the methods of PilBackend are called as they are, which gives the same pixels.
+
+Pixels are resized by torch's kernel for bytes, which torchvision calls, too. Kernel and Pillow differ by rounding: by
+0.2 of 255 levels on average where an image is tall and narrow, elsewhere in one value of 300. From exact arithmetic
+both differ by 0.1 to 0.2 levels. Filters that the kernel does not have, such as Lanczos, are Pillow's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from transformers.image_processing_backends import PilBackend
+from transformers.image_transforms import get_resize_output_image_size
+from transformers.image_utils import ChannelDimension, SizeDict
+
+MODES = {None: "bilinear", Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
+"""Filters by their names in torch. None: PilBackend's own default."""
+
+
+def blank(image_processor: Any, height: int, width: int) -> Any:
+    """A black image of this size for `image_processor`, which resizes it at no cost if it has fewer passes."""
+    return _blank(height, width) if isinstance(image_processor, FewerPasses) else Image.new("RGB", (width, height))
+
+
+def _blank(height: int, width: int) -> np.ndarray:
+    """uint8 [3, height, width], all of it one byte in memory."""
+    return np.broadcast_to(np.uint8(0), (3, height, width))
+
+
+def _is_blank(image: Any) -> bool:
+    return isinstance(image, np.ndarray) and not any(image.strides)
+
+
+class FewerPasses(PilBackend):
+    """Stands between the class of an image processor and PilBackend."""
+
+    family: type
+    """transformers' class."""
+
+    def process_image(self, image: Any, *args: Any, **options: Any) -> np.ndarray:
+        if _is_blank(image):
+            return image
+        if isinstance(image, Image.Image) and image.mode == "RGB":
+            return np.array(image).transpose(2, 0, 1)
+        return super().process_image(image, *args, **options)
+
+    def resize(  # type: ignore[override]
+        self, image: np.ndarray, size: SizeDict, resample: Any = None, **options: Any
+    ) -> np.ndarray:
+        if size.shortest_edge and not size.longest_edge:
+            side = size.shortest_edge
+            first = ChannelDimension.FIRST
+            target = get_resize_output_image_size(image, side, default_to_square=False, input_data_format=first)
+        elif size.height and size.width and not (size.shortest_edge or size.max_height):
+            target = size.height, size.width
+        else:
+            return super().resize(image, size, resample=resample, **options)
+        if image.shape[-2:] == tuple(target):
+            return image
+        if _is_blank(image):
+            return _blank(*target)
+        if resample not in MODES or image.dtype != np.uint8 or len(image) != 3:
+            return super().resize(image, size, resample=resample, **options)
+        pixels = torch.from_numpy(image)[None]
+        resized = F.interpolate(pixels, size=tuple(target), mode=MODES[resample], antialias=True)
+        return resized[0].contiguous().numpy()  # by channel, so that the passes after this one are fast
+
+    def rescale(self, image: np.ndarray, scale: float, **options: Any) -> np.ndarray:  # type: ignore[override]
+        scaled = image.astype(np.float32, order="C")
+        scaled *= np.float32(scale)
+        return scaled
+
+    def normalize(  # type: ignore[override]
+        self, image: np.ndarray, mean: Any, std: Any, **options: Any
+    ) -> np.ndarray:
+        mean, std = (np.asarray(values, np.float32).reshape(-1, 1, 1) for values in (mean, std))
+        normalized = image.astype(np.float32)
+        normalized -= mean
+        normalized /= std
+        return normalized
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (self.family, vars(self))
+
+
+class _ResizedByMethod:
+    """Before Gemma 4's image processor, which resizes by a function of its Python module."""
+
+    def aspect_ratio_preserving_resize(
+        self, image: np.ndarray, patch_size: int, max_patches: int, pooling_kernel_size: int, resample: Any
+    ) -> np.ndarray:
+        size = _proportional(self.family)(*image.shape[-2:], patch_size, max_patches, pooling_kernel_size)  # type: ignore[attr-defined]
+        return self.resize(image, SizeDict(height=size[0], width=size[1]), resample)  # type: ignore[attr-defined]
+
+
+def _proportional(family: type) -> Any:
+    """Gemma 4's function: (height, width, patch_size, max_patches, pooling_kernel_size) to the size that the model
+    sees; None for another family."""
+    return getattr(sys.modules[family.__module__], "get_aspect_ratio_preserving_size", None)
+
+
+@functools.cache
+def _class_between(family: type) -> type:
+    before = (_ResizedByMethod,) if _proportional(family) and hasattr(family, "aspect_ratio_preserving_resize") else ()
+    return type(family.__name__, (*before, family, FewerPasses), {"family": family})
+
+
+def with_fewer_passes(image_processor: Any) -> Any:
+    """An image processor of the PIL backend with the same settings and fewer passes; another one as it is."""
+    if not isinstance(image_processor, PilBackend):
+        return image_processor
+    return _restored(type(image_processor), vars(image_processor))
+
+
+def _restored(family: type, settings: dict[str, Any]) -> Any:
+    made: Any = object.__new__(_class_between(family))
+    vars(made).update(settings)
+    return made

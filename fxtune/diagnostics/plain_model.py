@@ -189,7 +189,9 @@ class PlainModel(LanguageModel):
         images: list[dict[str, Tensor]] = [{} for _ in bounds]
         if batch.images is not None:
             kind, dtype = kind_of(self.model.config), base_dtype(self.model)
-            given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
+            given = {
+                name: x.to(ids.device, dtype if x.is_floating_point() else x.dtype) for name, x in batch.images.items()
+            }
             images = kind.divided_images(self.model, given, [ids[begin:end] for begin, end in bounds])
         for (begin, end), own in zip(bounds, images, strict=True):
             document = ids[begin:end], targets[begin:end]

@@ -1,7 +1,7 @@
 """FlashAttention-4 as fxtune's own operators, so that torch.compile sees no graph break and checkpointing policies can
 name them.
 
-They compute causal attention over documents that follow one another (or over rows of one document each) with the CuTe
+They compute attention over documents that follow one another (or over rows of one document each) with the CuTe
 kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute), whose own entry points torch.compile
 cannot trace. A checkpointing policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and then
 nothing is computed twice. On an H200, forward and backward, they reach 516 TFLOP/s in rows of 4k and 610 at 64k; the
@@ -51,8 +51,9 @@ def flash4(
     softcap: float,
     sinks: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention.
+    """Attention inside documents, causal or two-way.
 
     Args:
         q: [tokens, heads, d], or [rows, length, heads, d] if `cu_seqlens` is None and each row is one document;
@@ -68,6 +69,7 @@ def flash4(
         cu_seqlens_k: int32 [documents + 1], as `cu_seqlens`, for k and v, which have any number of tokens. Each
             document has at least as many keys as queries. Its last query attends to its last key, and so on backwards.
             Keys after the last document have no influence, and an arbitrary gradient. None: as `cu_seqlens`.
+        causal: False: each token attends to all tokens of its document, without `window`, `sinks` and `cu_seqlens_k`.
 
     Returns:
         out: like q with v's last dimension, contiguous.
@@ -75,7 +77,7 @@ def flash4(
             length]; it has no gradient.
     """
     out, lse = _results(q, k, v, cu_seqlens)
-    options = _options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window)
+    options = _options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window, causal)
     flash_attn.forward(package())(q, k, v, **options, softcap=softcap or None, learnable_sink=sinks, out=out, lse=lse)
     return out, lse
 
@@ -94,6 +96,7 @@ def flash4_backward(
     window: int,
     softcap: float,
     cu_seqlens_k: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms they are
     the same bits each time."""
@@ -105,7 +108,7 @@ def flash4_backward(
         out,
         dout.contiguous(),
         lse,
-        **_options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window),
+        **_options(cu_seqlens, cu_seqlens_k, max_seqlen, scale, window, causal),
         softcap=softcap,
         dq=dq,
         dk=dk,
@@ -158,12 +161,13 @@ def reference(
     softcap: float,
     sinks: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """flash4 in plain torch, document by document, in float32 (float64 for float64)."""
     out, lse = _results(q, k, v, cu_seqlens)
     for rows, columns, keys in _documents(q, cu_seqlens, cu_seqlens_k):
         qd, kd, vd = q[rows], k[keys], v[keys]
-        scores = _scores(qd, kd, scale, window, softcap)[0]
+        scores = _scores(qd, kd, scale, window, softcap, causal)[0]
         sums = scores.logsumexp(-1)
         lse[columns] = sums if sinks is None else torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
         probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
@@ -184,13 +188,14 @@ def reference_backward(
     window: int,
     softcap: float,
     cu_seqlens_k: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """flash4_backward in plain torch: P = exp(S - lse), dS = P * (dO V^T - sum(dO * O)) (arXiv 2205.14135, appendix
     B)."""
     dq, dk, dv = _gradients(q, k, v)
     for rows, columns, keys in _documents(q, cu_seqlens, cu_seqlens_k):
         qd, kd, vd, od, dod = q[rows], k[keys], v[keys], out[rows], dout[rows]
-        scores, slope = _scores(qd, kd, scale, window, softcap)
+        scores, slope = _scores(qd, kd, scale, window, softcap, causal)
         probabilities = (scores - lse[columns].unsqueeze(-1)).exp()
         o, do = (_heads_first(x, scores.dtype) for x in (od, dod))
         dscores = probabilities * (do @ _per_head(vd, qd).mT - (do * o).sum(-1, keepdim=True)) * slope * scale
@@ -215,7 +220,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, *ctx.options, sinks, cu_seqlens_k = inputs
+    q, k, v, cu_seqlens, *ctx.options, sinks, cu_seqlens_k, ctx.causal = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, sinks, cu_seqlens_k)
@@ -223,25 +228,28 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 10
+        return (None,) * 11
     *tensors, sinks, cu_seqlens_k = ctx.saved_tensors
-    gradients = torch.ops.fxtune.flash4_backward(dout, *tensors, *ctx.options, cu_seqlens_k)
+    gradients = torch.ops.fxtune.flash4_backward(dout, *tensors, *ctx.options, cu_seqlens_k, ctx.causal)
     dsinks = None
     if sinks is not None and ctx.needs_input_grad[8]:
         out, lse = tensors[3:5]
         dot = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
         token_gradients = -(sinks.to(lse.dtype)[:, None] - lse).exp() * dot
         dsinks = token_gradients.sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
-    return *gradients, None, None, None, None, None, dsinks, None
+    return *gradients, None, None, None, None, None, dsinks, None, None
 
 
 flash4.register_autograd(_backward, setup_context=_setup)
 
 
-def _flops(q: torch.Size, k: torch.Size, v: torch.Size, cu_seqlens: Any, max_seqlen: int, *_: Any, **__: Any) -> int:
-    """FLOPs of the causal forward pass, from shapes alone: torch's estimate of what to save passes nothing else."""
+def _flops(
+    q: torch.Size, k: torch.Size, v: torch.Size, cu_seqlens: Any, max_seqlen: int, *rest: Any, **named: Any
+) -> int:
+    """FLOPs of the forward pass, from shapes alone: torch's estimate of what to save passes nothing else."""
     tokens, length = (q[0], max_seqlen) if len(q) == 3 else (q[0] * q[1], q[1])
-    return tokens * length * q[-2] * (q[-1] + v[-1])
+    causal = named.get("causal", not (rest and rest[-1] is False))
+    return tokens * length * q[-2] * (q[-1] + v[-1]) * (1 if causal else 2)
 
 
 def _backward_flops(
@@ -267,7 +275,7 @@ def _gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _options(
-    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen: int, scale: float, window: int
+    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen: int, scale: float, window: int, causal: bool
 ) -> dict[str, Any]:
     """Arguments that the package's forward and backward pass share."""
     bound = None if cu_seqlens is None else max(max_seqlen, MIN_BOUND)
@@ -277,7 +285,7 @@ def _options(
         max_seqlen_q=bound,
         max_seqlen_k=bound,
         softmax_scale=scale,
-        causal=True,
+        causal=causal,
         window_size_left=window - 1 if window else None,
     )
 
@@ -293,7 +301,7 @@ def _documents(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None
             yield slice(start, end), (slice(None), slice(start, end)), slice(*ends)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Scores of one document, [heads, queries, keys], -inf where masked, and the derivative of the soft cap there."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
@@ -301,6 +309,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float) -> 
     if softcap:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped * capped
+    if not causal:
+        return scores, slope
     at = torch.arange(len(k), device=q.device)
     back = at[len(k) - len(q) :, None] - at[None, :]
     return scores.masked_fill((back < 0) | (back >= (window or len(k))), float("-inf")), slope

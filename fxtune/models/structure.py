@@ -43,6 +43,12 @@ def towers(model: nn.Module) -> list[nn.Module]:
     return kind_of(base.config).towers(base)
 
 
+def tower_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of towers(), first to last, with or without adapters."""
+    base = _base(model)
+    return kind_of(base.config).tower_layers(base)
+
+
 def projectors(model: nn.Module) -> list[nn.Module]:
     """The modules of a model between its towers and its decoder, with or without adapters."""
     base = _base(model)

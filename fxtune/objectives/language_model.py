@@ -203,8 +203,10 @@ class LanguageModel:
         keys = None
         if batch.cu_seqlens_k is not None and batch.key_index is not None and batch.key_copies is not None:
             keys = KeyBounds(batch.cu_seqlens_k, batch.key_index, batch.key_copies)
-        images = batch.images, batch.rope_positions
-        return model_inputs(self.model, *tensors, batch.pieces, self.context_group, keys, *images)
+        images = batch.images
+        if images is not None and not self.prepared.reads_sizes_on_host:
+            images = {name: tensor.to(batch.input_ids.device) for name, tensor in images.items()}
+        return model_inputs(self.model, *tensors, batch.pieces, self.context_group, keys, images, batch.rope_positions)
 
     def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size

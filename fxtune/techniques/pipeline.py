@@ -25,6 +25,7 @@ from fxtune.models import load as models
 from fxtune.models.dims import position_limit
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig
+from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
@@ -33,7 +34,7 @@ from fxtune.models.weights import bytes_of
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
-from fxtune.techniques.attention import context, recurrent
+from fxtune.techniques.attention import context, recurrent, tower
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, SHARES_PROMPT, Attention
 from fxtune.techniques.base import Evidence, Technique
@@ -289,6 +290,9 @@ class Pipeline(Techniques):
                 "is read. Name the tokens."
             )
         built = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
+        replace_patch_embeddings(built.module)
+        tower.prepare(built.module)
+        built.reads_sizes_on_host = True
         if self.lora.enabled:
             self.lora.choose_tokens(built.module, tokenizer, special_tokens)
         built.routers = observe_routers(built.module, world.device)

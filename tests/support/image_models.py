@@ -208,6 +208,14 @@ CONFIGS = {
     "smolvlm": ("smolvlm", IDEFICS),
     "idefics3": ("idefics3", IDEFICS),
 }
+SHAPES = [
+    [4, (1, 2), 5],
+    [6],
+    [3, (2, 2), 3, (1, 3), 6],
+    [2, (3, 1), 7],
+    [9],
+]
+"""Documents: tokens of text, and images of several sizes."""
 FREE_SIZES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "pixtral", "mistral3", "llava_onevision", "gemma4"}
 """Whose images have sizes of their own."""
 
@@ -381,3 +389,23 @@ def plain_loss(built, documents: list[Document]) -> torch.Tensor:
             logits, torch.where(later == IMAGE_TOKEN, IGNORE_INDEX, later), reduction="sum", ignore_index=IGNORE_INDEX
         )
     return total
+
+
+def documents(family: str, model) -> list[Document]:
+    """A document of each of SHAPES."""
+    return [document(family, model, parts, seed) for seed, parts in enumerate(SHAPES)]
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_alike(found, expected):
+    """A key's bias adds one number to all scores of a query, so its gradient is 0 but for rounding: it is compared with
+    the gradient of the key's weight."""
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        scale = expected[name.replace("k_proj.bias", "k_proj.weight")].norm()
+        assert (gradient - expected[name]).norm() < 1e-5 * scale, name

@@ -22,6 +22,8 @@ TARGET_COUNTS = 16
 """How many numbers of targets with_rounded_targets() allows for one shape."""
 MIN_TARGETS = 128
 """Rows in one tile of the head's matmul."""
+ON_HOST = {"image_grid_thw", "image_sizes", "batch_num_images"}
+"""Tensors of images that stay in host memory: sizes and counts, by which models shape other tensors."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Batch:
     """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step, or over an evaluation's data."""
     images: dict[str, torch.Tensor] | None = None
     """Arguments of the model's forward for all images of the micro-batch, in the order of its documents
-    (`pixel_values`, `image_grid_thw`, ...). None: there is no image."""
+    (`pixel_values`, `image_grid_thw`, ...). None: there is no image. ON_HOST stay in host memory."""
     rope_positions: torch.Tensor | None = None
     """int64 [3, rows, length]: time, height and width of each token for rotary embeddings, from 0 on in each document
     (M-RoPE). None: the rotary embeddings take `position_ids`."""
@@ -131,7 +133,9 @@ class Batch:
             name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         if self.images is not None:
-            changed["images"] = {name: change(tensor) for name, tensor in self.images.items()}
+            changed["images"] = {
+                name: tensor if name in ON_HOST else change(tensor) for name, tensor in self.images.items()
+            }
         return replace(self, **changed)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:

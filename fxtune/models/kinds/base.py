@@ -107,6 +107,10 @@ class Kind(ABC):
         """The modules of a model without adapters that make features of images."""
         return []
 
+    def tower_layers(self, model: Any) -> list[nn.Module]:
+        """The layers of towers() of a model without adapters, first to last."""
+        return []
+
     def projectors(self, model: Any) -> list[nn.Module]:
         """The modules of a model without adapters between its towers, or inside them, and its decoder."""
         return []

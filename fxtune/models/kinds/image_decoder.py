@@ -97,6 +97,15 @@ class ImageDecoder(Decoder):
     def towers(self, model: Any) -> list[nn.Module]:
         return [model.model.get_submodule(FAMILIES[model.config.model_type].tower)]
 
+    def tower_layers(self, model: Any) -> list[nn.Module]:
+        beside = {part for projector in self.projectors(model) for part in projector.modules()}
+        found: list[nn.Module] = []
+        for tower in self.towers(model):
+            lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList) and part not in beside]
+            sizes = [sum(weight.numel() for weight in layers.parameters()) for layers in lists]
+            found += lists[sizes.index(max(sizes))]
+        return found
+
     def tower_configs(self, config: Any) -> list[Any]:
         return [config.vision_config]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import base_dtype, towers
+from fxtune.models.structure import base_dtype
 from fxtune.techniques.attention.backends.registry import called
 from fxtune.techniques.attention.packed import document_mask, no_mask
 from fxtune.upstream.transformers import attention_of
@@ -29,20 +29,10 @@ OF_DOCUMENTS = (
 """Arguments of model_inputs() for the attention of the decoder. Some families hand them to their tower, too."""
 
 
-def keep_from_towers(model: nn.Module) -> None:
-    """Let the towers of a model for images run without the bounds of the text's documents."""
-
-    def remove(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return positional, {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
-
-    for tower in towers(model):
-        tower.register_forward_pre_hook(remove, with_kwargs=True)
-
-
 def image_arguments(
-    model: nn.Module, images: dict[str, torch.Tensor], device: torch.device
+    model: nn.Module, images: dict[str, torch.Tensor], device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of images on this device, with pixels in the dtype of the model's weights."""
+    """The tensors of images on this device (None: where they are), with pixels in the dtype of the model's weights."""
     dtype = base_dtype(model)
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
 
@@ -86,7 +76,7 @@ def model_inputs(
     if images is not None:
         if pieces > 1:
             raise ConfigError("parallel.context: rows with images cannot be cut into pieces. Set it to 1.")
-        inputs.update(image_arguments(model, images, input_ids.device))
+        inputs.update(image_arguments(model, images))
         if (blocks := kind.image_blocks(config, input_ids)) is not None:
             if keys is not None:
                 raise ConfigError(

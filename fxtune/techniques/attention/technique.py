@@ -38,12 +38,11 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import context, isolation, recurrent
+from fxtune.techniques.attention import context, isolation, recurrent, tower
 from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER
 from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
 from fxtune.techniques.attention.backends.sdpa import SDPA
-from fxtune.techniques.attention.inputs import keep_from_towers
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import attention_of, set_attention
 
@@ -169,15 +168,16 @@ class Attention(AttentionOptions, Technique):
         backend.prepare()
         set_attention(hf_config, backend.implementation)
         # Attention in a tower is not causal, which kernels for packed documents are.
-        for tower in kind_of(hf_config).tower_configs(hf_config):
-            set_attention(tower, (EAGER if backend is EAGER else SDPA).implementation)
+        for of_tower in kind_of(hf_config).tower_configs(hf_config):
+            set_attention(of_tower, (EAGER if backend is EAGER else SDPA).implementation)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
             context.register(self._backend(model.module.config))
         if self._packed:
             recurrent.separate(model.module)
-        keep_from_towers(model.module)
+        if self._backend(model.module.config) is not EAGER:
+            tower.attend_at_once(model.module, world.device)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         backend = self._backend(model.module.config)
@@ -197,6 +197,8 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).reads_images:
                     evidence.append(self._isolation_of_images(model.module))
+            if seen_in_tower := tower.observe(model.module):
+                evidence.append(Evidence("attention", *seen_in_tower))
             if self._shares:
                 evidence.append(self._shared(model.module))
         yield from evidence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import image_models
-from support.image_models import CONFIGS
+from support.image_models import CONFIGS, assert_alike, documents, gradients
 
 from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
@@ -15,34 +15,6 @@ from fxtune.models.probe import probe_logits
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
-
-SHAPES = [
-    [4, (1, 2), 5],
-    [6],
-    [3, (2, 2), 3, (1, 3), 6],
-    [2, (3, 1), 7],
-    [9],
-]
-"""Documents: tokens of text, and images of several sizes."""
-
-
-def documents(family, model):
-    return [image_models.document(family, model, parts, seed) for seed, parts in enumerate(SHAPES)]
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def assert_alike(found, expected):
-    """A key's bias adds one number to all scores of a query, so its gradient is 0 but for rounding: it is compared with
-    the gradient of the key's weight."""
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        scale = expected[name.replace("k_proj.bias", "k_proj.weight")].norm()
-        assert (gradient - expected[name]).norm() < 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

@@ -1,0 +1,56 @@
+"""Patch embeddings of towers for images as one matrix product.
+
+Each patch of an image passes through a convolution whose kernel is as large as its step. No two places of the kernel
+overlap, so it is a product of the flattened patch and the flattened kernel. As a convolution it may take a hundred
+times as long: in bfloat16 cuDNN has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100
+in sglang-omni#539). No family of kinds/image_families.py has another convolution in its tower, so there is nothing for
+cuDNN's autotuner or for channels-last memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxtune.models.replacement import InPlaceOf, places, put
+from fxtune.models.structure import towers
+
+
+class PatchEmbedding(InPlaceOf):
+    """Takes the place of a convolution without overlap. Its weight keeps the convolution's shape [width, channels,
+    *kernel], in files, too."""
+
+    kernel_size: tuple[int, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[images, width, *counts] of pixels [images, channels, *sizes]: `counts` patches that fit on each side."""
+        images, channels, *sizes = pixels.shape
+        counts = [size // side for size, side in zip(sizes, self.kernel_size, strict=True)]
+        for dimension, (count, side) in enumerate(zip(counts, self.kernel_size, strict=True), 2):
+            pixels = pixels.narrow(dimension, 0, count * side)
+        split = [number for pair in zip(counts, self.kernel_size, strict=True) for number in pair]
+        at = range(2, 2 + len(split))
+        patches = pixels.reshape(images, channels, *split).permute(0, *at[::2], 1, *at[1::2])
+        flat = patches.reshape(images * math.prod(counts), channels * math.prod(self.kernel_size))
+        return F.linear(flat, self.weight.flatten(1), self.bias).view(images, *counts, -1).movedim(-1, 1)
+
+
+def replace_patch_embeddings(model: nn.Module) -> None:
+    """Let the towers of a model compute their patch embeddings as a product. Names and weights stay."""
+    where = places(model)
+    for tower in towers(model):
+        for module in [*tower.modules()]:
+            if _is_patch_embedding(module):
+                put(where, module, PatchEmbedding(module))
+
+
+def _is_patch_embedding(module: Any) -> bool:
+    if type(module) not in (nn.Conv2d, nn.Conv3d) or tuple(module.kernel_size) != tuple(module.stride):
+        return False
+    padded = module.padding != "valid" and any(module.padding)
+    return not padded and module.groups == 1 and set(module.dilation) == {1}

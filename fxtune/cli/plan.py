@@ -41,7 +41,7 @@ HOST_GIB = 128.0
 """Host memory for each GPU, unless --host-gib says otherwise."""
 BAR = 60
 """Columns of the bar of a card's memory."""
-COLOURS = ("blue", "magenta", "cyan", "yellow", "white")
+COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "white")
 
 
 def run(
@@ -68,15 +68,16 @@ def run(
         raise HubError(f"{error} {_shapes(str(config.model.path))}") from error
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
-        rows, few = [], list[str]()
+        rows, few, assumed = [], list[str](), ""
         for name in CARD_MODELS:
             found = _try(config, name, gpus, host_gib, lengths)
-            few = found.few_steps if isinstance(found, RunForecast) else few
+            if isinstance(found, RunForecast):
+                few, assumed = found.few_steps, found.assumed
             rows.append(_figures(name, found, gpus, price))
             if isinstance(found, RunForecast) and not found.fits:
                 rows[-1]["fitting_gpus"] = fitting_count(config, found, gpus, lengths)
         say(_cards_table(rows, gpus))
-        _say_lengths(counted)
+        _say_lengths(counted, assumed)
         for line in few:
             say(line)
         say("One of them in detail: --gpu NAME.")
@@ -89,7 +90,7 @@ def run(
         say(note)
     say(_bar(forecast))
     say(_table(forecast, figures, gpus, price))
-    _say_lengths(counted)
+    _say_lengths(counted, forecast.assumed)
     for line in forecast.few_steps:
         say(line)
     if not forecast.fits:
@@ -121,6 +122,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
     if isinstance(forecast, str):
         return {"gpu": name, "gpus": gpus, "refused": forecast}
     need, seconds = forecast.need, forecast.seconds
+    images = forecast.lengths.images if forecast.lengths else None
     return {
         "gpu": name,
         "device": forecast.facts.device_name,
@@ -141,6 +143,10 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "cost": None if price is None or seconds is None else price * gpus * seconds / 3600,
         "disk_gib": forecast.disk_bytes / GIB,
         "sampled": forecast.lengths.sampled if forecast.lengths else None,
+        "images": images and images.images,
+        "image_tokens": images and images.features,
+        "patches": images and images.patches,
+        "tower_seconds": forecast.tower_seconds,
     }
 
 
@@ -173,12 +179,31 @@ def _reference(forecast: RunForecast) -> str:
     return f"{seconds} before the first step; {size} beside the cached tokens"
 
 
+def _images(lengths: Lengths | None) -> str:
+    """The images of an epoch; empty for rows without images."""
+    if lengths is None or lengths.images is None:
+        return ""
+    images, share = lengths.images, lengths.images.features / lengths.epoch
+    stored = f"; {format_bytes(lengths.image_bytes)} beside the cached tokens" if lengths.image_bytes else ""
+    return (
+        f"{images.images:,.0f} an epoch, {images.features:,.0f} tokens ({share:.0%} of all), {images.patches:,.0f} "
+        f"patches{stored}"
+    )
+
+
 def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: float | None) -> Any:
     facts, steps, seconds = forecast.facts, forecast.steps, forecast.seconds
     cards = f"{gpus} x {facts.device_name}" if gpus > 1 else facts.device_name
     rows = [
         ("ranks", f"{gpus} ({facts.degrees})" if gpus > 1 else ""),
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
+        (
+            "tower",
+            f"{forecast.tower_seconds:,.3g} s of a step ({forecast.tower_seconds / forecast.step_seconds:.0%})"
+            if forecast.tower_seconds
+            else "",
+        ),
+        ("images", _images(forecast.lengths)),
         ("reference", _reference(forecast)),
         ("steps", "" if steps is None else f"{steps:,}, {forecast.tokens or 0:,.0f} tokens"),
         (
@@ -222,11 +247,13 @@ def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
     return table(title, ["card", "memory", "a step", "tokens/s", "time", "cost"], cells)
 
 
-def _say_lengths(counted: Lengths | str) -> None:
+def _say_lengths(counted: Lengths | str, assumed: str) -> None:
     if isinstance(counted, str):
         say(f"Only a step is known, because the data is not here; --tokens N gives the tokens of an epoch. {counted}")
     elif counted.sampled:
         say(f"Tokens are extrapolated from {counted.sampled}.")
+    if assumed:
+        say(f"Images are counted {assumed}.")
 
 
 def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: float, lengths: Lengths | None) -> None:

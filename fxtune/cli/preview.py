@@ -47,7 +47,7 @@ from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.estimate.traffic import step_traffic
-from fxtune.training.run_forecast import seconds_here
+from fxtune.training.run_forecast import micro_batch_images, seconds_here
 from fxtune.training.step_count import few_steps
 
 SAMPLES = 6
@@ -146,6 +146,7 @@ def run(
         seed=config.run.seed,
         accept=accept,
     )
+    settled = settled.with_images(data.training.epoch_images()[1])
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     rows = list(shown_rows(data.training))
     print_samples(rows, data.training, TokenTexts(tokenizer, signs), console)
@@ -395,7 +396,8 @@ def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
         rows["sent in a step"] = f"{sizes}; {traffic.total / rates(facts).peer * 1e3:,.2g} ms at the links' full rate"
     if facts.device == "cuda":
         summary = plan.summary()
-        seconds = own * micro_batch_seconds(facts, kept, summary["supervised_tokens"] / summary["computed_tokens"])
+        supervised = summary["supervised_tokens"] / summary["computed_tokens"]
+        seconds = own * micro_batch_seconds(facts, kept, supervised, images=micro_batch_images(facts, plan))
         speed = plan.tokens(plan.last_stage) / seconds
         rows["a step"] = f"at least {seconds:,.2g} s, at most {speed:,.0f} tokens/s in all, by the kernels' rates"
     elif whole := seconds_here(facts, plan):

@@ -33,6 +33,10 @@ class Facts(MachineFacts):
     rows: tuple[int, ...] = ()
     """The possible lengths of a batch's rows in tokens: one length with packing, or one for each bucket."""
     micro_batch_size: int = 1
+    image_features: int = 0
+    """Tokens of the row with the most features of images that are such features; known when the data is read."""
+    trains_images: bool = False
+    """Whether full fine-tuning trains the parts for images, too."""
     optimizer: str = "adamw"
     stochastic_rounding: bool = False
     """Whether the optimizer rounds weights stochastically."""

@@ -32,6 +32,7 @@ def decide_rows(
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),
         sequence_length=data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,
+        trains_images=config.optimizer.lr_vision is not None and not config.techniques.lora.enabled,
         optimizer=config.optimizer.name.value,
         stochastic_rounding=config.optimizer.stochastic_rounding,
         moments=config.optimizer.moments.value,

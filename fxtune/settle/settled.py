@@ -55,9 +55,26 @@ class Settled:
     def using(self, techniques: Pipeline) -> Settled:
         return replace(self, techniques=techniques, facts=replace(self.facts, techniques=techniques))
 
+    def with_images(self, features: int, decides: bool = True) -> Settled:
+        """This for data whose row with the most features of images has so many. `decides`: decide each `auto` again,
+        because images take memory."""
+        facts = replace(self.facts, image_features=features)
+        if features == self.facts.image_features or not decides:
+            return replace(self, facts=facts)
+        facts = replace(facts, techniques=self.config.techniques)
+        techniques, decided = self.config.techniques.possible(facts)[0].decided(facts)
+        new = [line for line in decided if line not in self.notes]
+        topics = {_topic(line) for line in new}
+        notes = (*(line for line in self.notes if _topic(line) not in topics), *new)
+        return replace(self, techniques=techniques, facts=replace(facts, techniques=techniques), notes=notes)
+
     def without(self, key: str, why: str) -> Settled:
         """This without the technique or the option `key`, which turned out not to act on the built model."""
         return self.using(withdrawal.without(self.techniques, key)).noting(withdrawal.line(key, why))
+
+
+def _topic(note: str) -> str:
+    return note.partition(":")[0]
 
 
 def settle(

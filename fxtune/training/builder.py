@@ -89,6 +89,8 @@ class RunBuilder:
         """The plans whose documents need the stored log-probabilities of a reference."""
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans; None: all documents of their tables."""
+        self.keeps_decisions = False
+        """Whether each `auto` has its decision from the start of a resumed run."""
         self.special_tokens: list[int] = []
         """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
         _reset_process()
@@ -147,6 +149,7 @@ class RunBuilder:
             accept=config.objective.accept,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
+        self.settled = self.settled.with_images(data.training.epoch_images()[1], not self.keeps_decisions)
         added, notes = config.model.add_tokens, list[str]()
         if added or self.techniques.lora.train_tokens == AUTO:
             self.special_tokens = used_special_tokens(data.tables, tokenizer)
@@ -441,6 +444,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     require_equal_parts(builder.world.degrees, config.train.micro_batches)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
         builder = RunBuilder(replace(config, techniques=techniques), threads=threads)
+    builder.keeps_decisions = bool(check.before)
     data, rows = builder.config.data, dict[str, Any]()
     if undecided:
         rows |= {"packing": data.packing, "buckets": list(data.buckets)}

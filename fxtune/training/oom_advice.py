@@ -83,7 +83,9 @@ def to_text(needed: int, changes: list[Change], phase: MemoryPhase, rows: int, r
 
 def _phase_bytes(need: Need, phase: MemoryPhase) -> int:
     if phase is not MemoryPhase.training:
-        need = replace(need, kept=0, backward=0, loss=need.loss if phase is MemoryPhase.forward else 0)
+        need = replace(need, kept=0, backward=0)
+    if phase is MemoryPhase.weights:
+        need = replace(need, loss=0, images=0, tower=0)
     return need.device
 
 

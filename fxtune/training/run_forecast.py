@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from fxtune.config.root import Config
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import Plan
@@ -21,7 +23,9 @@ from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
 from fxtune.facts.run import Facts
-from fxtune.models.load import load_tokenizer
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
+from fxtune.models.load import load_config, load_tokenizer
 from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.images import image_processor
@@ -32,7 +36,13 @@ from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
 from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
 from fxtune.techniques.estimate.recomputation import recompute_plan
-from fxtune.techniques.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds
+from fxtune.techniques.estimate.step_time import (
+    forward_seconds,
+    micro_batch_seconds,
+    tower_seconds,
+    update_seconds,
+)
+from fxtune.techniques.estimate.tower import tower_shape
 from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import oom_advice
@@ -48,6 +58,8 @@ START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
 (docs/performance.md), of a small one on a CPU (README)."""
 SHORT = 10.0
 """Seconds of steps below which a run on a CPU is not forecast."""
+IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024
+"""Without the data: the share of the tokens that are of images, and the tokens of an image of a size of its own."""
 FORWARD = 0.35
 """The time of a forward pass as a share of a training step's, without recomputation."""
 
@@ -69,11 +81,32 @@ class Lengths:
     """Tokens of whole documents for each token of `epoch`."""
     sampled: str = ""
     """What was counted in place of everything; empty: everything."""
+    images: TowerWork | None = None
+    """The images of an epoch; None: it has none."""
+    fullest: int = 0
+    """Features of images in the row that has the most."""
+    image_bytes: int = 0
+    """Bytes of images that rows hold themselves, which are stored beside the cached tokens."""
+    assumed: str = ""
+    """What was assumed of the images in place of the data; empty: nothing."""
 
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
-        """An epoch of `tokens` tokens: full rows of one document, every token supervised."""
-        return Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
+        """An epoch of `tokens` tokens: full rows of one document, every token supervised. A model that reads images
+        has images of IMAGE_TOKENS tokens in IMAGE_SHARE of the tokens."""
+        lengths = Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
+        shape = _tower_shape(config)
+        if shape is None:
+            return lengths
+        each = shape.tile or config.data.image_tokens.max or IMAGE_TOKENS
+        work = replace(shape, tiles=None).work(*np.array([[each], [0], [0]])).scaled(IMAGE_SHARE * tokens / each)
+        assumed = f"as if {IMAGE_SHARE:.0%} of the tokens were of images, {each:,} for each"
+        return replace(lengths, images=work, fullest=int(IMAGE_SHARE * config.data.sequence_length), assumed=assumed)
+
+
+def _tower_shape(config: Config) -> TowerShape | None:
+    hf_config = load_config(config.model, config.objective.needs.head)
+    return kind_of(hf_config).tower_shape(hf_config)
 
 
 @dataclass(frozen=True)
@@ -103,6 +136,10 @@ class RunForecast:
     """Seconds before the first step in which the log-probabilities of a stored reference are computed."""
     reference_bytes: int = 0
     """The files of a stored reference, beside the cached tokens: a float32 for each token."""
+    tower_seconds: float = 0.0
+    """The part of `step_seconds` that the tower for images and its projector take."""
+    assumed: str = ""
+    """What was assumed of the images, because the data is not here."""
     few_steps: list[str] = field(default_factory=list)
     """A line if the steps are too few to learn from."""
 
@@ -134,12 +171,14 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     Reads the model's config, and no weight. Raises as settle().
     """
     settled = settle(config, machine, gpus, present=gpus)
-    return _forecast(settled, lengths)
+    assumed = lengths or Lengths.full_rows(settled.facts.row_length, settled.config)
+    return _forecast(settled.with_images(assumed.fullest), lengths, assumed)
 
 
-def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
+def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> RunForecast:
     config, facts = settled.config, settled.facts
     train, plan = config.train, recompute_plan(settled.techniques)
+    images = assumed.images and assumed.images.scaled(train.micro_batch_size * facts.row_length / assumed.padded)
     supervised, attended = (lengths.supervised_share, lengths.attended) if lengths else (1.0, None)
     used = lengths.epoch / lengths.padded if lengths else 1.0
     own = -(-train.global_batch_size // train.micro_batch_size // facts.degrees.data_ranks)
@@ -154,14 +193,15 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
     if lengths and steps and steps == train.max_steps:
         passes = min(steps * row_tokens / lengths.padded, train.epochs or math.inf)
     objective = _compared(config, passes)
-    micro = micro_batch_seconds(facts, plan, supervised, attended, objective.forward_passes)
+    micro = micro_batch_seconds(facts, plan, supervised, attended, objective.forward_passes, images)
+    tower = tower_seconds(facts, images) + objective.forward_passes * tower_seconds(facts, images, trains=False)
     compute = own * micro + update_seconds(facts)
     step = compute + _exchange_seconds(facts, own, compute)
     stored, stored_bytes = 0.0, 0
     if lengths and isinstance(objective, WithReference) and objective.reference is Reference.stored:
         batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
         stored_bytes = int(4 * lengths.whole * (lengths.epoch + lengths.held_out))
-        stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended)
+        stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended, images)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)
@@ -186,6 +226,8 @@ def _forecast(settled: Settled, lengths: Lengths | None) -> RunForecast:
         trained * size,
         stored,
         stored_bytes,
+        own * tower,
+        assumed.assumed,
         list(few_steps(train, steps, lengths.padded / facts.row_length)) if lengths else [],
     )
 
@@ -206,7 +248,9 @@ def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | N
     computed = summary["computed_tokens"]
     row = computed / (1 - summary["padding_share"]) / summary["rows"]
     supervised = summary["supervised_tokens"] / computed
-    micro = micro_batch_seconds(facts, kept, supervised, _attended(plan), forward_passes)
+    micro = micro_batch_seconds(
+        facts, kept, supervised, _attended(plan), forward_passes, micro_batch_images(facts, plan)
+    )
     micro *= row / facts.row_length
     seconds = plan.steps * (plan.micro_batches(0) * micro + update_seconds(facts))
     return seconds / cpu_speed(facts.cores) if seconds >= SHORT else None
@@ -266,6 +310,7 @@ def count_tokens(config: Config) -> Lengths | str:
         )
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
+    images, fullest = _epoch_images(_tower_shape(config), plan)
     whole = bool(config.data.eval_limit or config.data.eval_sources)
     computed = summary["computed_tokens"]
     padded = computed / (1 - summary["padding_share"])
@@ -277,7 +322,27 @@ def count_tokens(config: Config) -> Lengths | str:
         held_out if whole else int(held_out * scale),
         summary["tokens"] / computed,
         sampled,
+        images and images.scaled(scale),
+        fullest,
+        int(sum(table.embedded_bytes for table in prepared.tables) * scale),
     )
+
+
+def micro_batch_images(facts: Facts, plan: Plan) -> TowerWork | None:
+    """The images of a micro-batch of the longest rows, with as many as rows of the first epoch have on average."""
+    if (images := _epoch_images(tower_shape(facts), plan)[0]) is None:
+        return None
+    summary = plan.summary()
+    padded = summary["computed_tokens"] / (1 - summary["padding_share"])
+    return images.scaled(facts.micro_batch_size * facts.row_length / padded)
+
+
+def _epoch_images(shape: TowerShape | None, plan: Plan) -> tuple[TowerWork | None, int]:
+    """The images of the first epoch, and the features in the row that has the most; None and 0 without images."""
+    images, fullest = plan.epoch_images()
+    if shape is None or not len(images):
+        return None, 0
+    return shape.work(images.features, images.heights, images.widths), fullest
 
 
 def _attended(plan: Plan) -> float:

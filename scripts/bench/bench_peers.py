@@ -690,7 +690,7 @@ def measurement(row: dict[str, Any]) -> Measurement:
         row["case"],
         row["tool"],
         row["how"] if row.get("how", "default") != "default" else "",
-        keys=None if case.images else row.get("keys"),  # scripts/study/plan_accuracy.py forecasts no images
+        keys=row.get("keys"),
         shape=case.shape,
         rows=case.rows,
         length=case.length,

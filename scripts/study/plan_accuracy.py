@@ -4,6 +4,7 @@
     python scripts/study/plan_accuracy.py --json FILE   # also as JSON
     python scripts/study/plan_accuracy.py --measure     # on a card: first run cases of bench_peers.py, and write them to
     python scripts/study/plan_accuracy.py --measure --gpus 2 --cases 8b_4x4096,8b_full_2x8192   # the file of this card
+    python scripts/study/plan_accuracy.py --measure --cases vl_7b_1024 --set techniques.lora.vision=true   # a variant of a case
 
 The forecast of the allocator's peak is compared with the allocator's peak. What must be free is more, by fragmentation
 and workspaces; it is compared with the memory that the allocator has reserved, where that was measured. Speeds are
@@ -19,7 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 import baselines  # noqa: E402
 import bench_peers  # noqa: E402
-from ablate import SHAPES  # noqa: E402
+import image_documents  # noqa: E402
+import numpy as np  # noqa: E402
 from baselines import Baseline, Measurement  # noqa: E402
 
 from fxtune.config import compose  # noqa: E402
+from fxtune.config.root import Config  # noqa: E402
+from fxtune.models.kinds.known import kind_of  # noqa: E402
+from fxtune.models.load import load_config  # noqa: E402
 from fxtune.system.process_group import run_process  # noqa: E402
 from fxtune.system.units import GIB  # noqa: E402
 from fxtune.techniques.estimate.machines import CARD_MODELS, machine  # noqa: E402
@@ -86,10 +91,6 @@ class Row:
         return None if self.measured is None or self.calculated is None else self.measured / self.calculated - 1
 
 
-def rows() -> Iterator[Row]:
-    return map(compare, read())
-
-
 def compare(measured: Measured) -> Row:
     """A measurement with its forecast."""
     baseline, row = measured
@@ -97,13 +98,12 @@ def compare(measured: Measured) -> Row:
     assert row.shape
     assert row.rows
     assert row.length
-    architecture = ",".join(f"{key}:{str(value).lower()}" for key, value in SHAPES[row.shape].items())
     words = [
         "model.path=null",
         "model.tokenizer=builtin:tiny",
         "model.init=random",
         "model.dtype=bfloat16",
-        f"model.architecture={{{architecture}}}",
+        f"model.architecture={bench_peers.in_words(bench_peers.SHAPES[row.shape])}",
         f"data.sequence_length={row.length}",
         "data.packing=true",
         "train.max_steps=10",
@@ -112,7 +112,8 @@ def compare(measured: Measured) -> Row:
         *row.keys,
     ]
     config = compose.load(words)
-    length = Lengths(10**9, 10**9, 1.0, row.length)
+    case = bench_peers.CASES.get(row.case)
+    length = lengths_with_images(config, case) if case and case.images else Lengths(10**9, 10**9, 1.0, row.length)
     card = machine(baseline.card, HOST_GIB, config.run.memory_gib)
     found = forecast_run(config, card, baseline.cards, length)
     priced = row.tokens_per_second is not None and not row.packed and config.techniques.compile.enabled
@@ -130,16 +131,37 @@ def compare(measured: Measured) -> Row:
     )
 
 
-def measure(names: list[str], gpus: int) -> list[Measured]:
-    """Run cases of bench_peers.py on `gpus` cards of this machine, and put them into the file of its card. A case
-    that fails is printed and left out."""
+def lengths_with_images(config: Config, case: bench_peers.Case) -> Lengths:
+    """The lengths of a case whose documents have an image each, of sizes that are log-uniform between two bounds."""
+    assert case.images is not None
+    hf_config = load_config(config.model)
+    shape = kind_of(hf_config).tower_shape(hf_config)
+    assert shape is not None
+    least, most = case.images
+    features = np.rint(np.geomspace(least, most, 1000)).astype(np.int64)
+    documents = features + case.text
+    tokens = int(documents.sum())
+    answers = (1 - image_documents.QUESTION) * case.text * len(documents) / tokens
+    return Lengths(
+        tokens,
+        tokens,
+        answers,
+        float((documents**2).sum() / tokens),
+        images=shape.work(features, features, features),
+        fullest=case.length * most // (most + case.text),
+    )
+
+
+def measure(names: list[str], gpus: int, more: Sequence[str] = ()) -> list[Measured]:
+    """Run cases of bench_peers.py on `gpus` cards of this machine, with `more` keys, and put them into the file of its
+    card. A case that fails is printed and left out."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     card = baselines.card()
     if card not in CARD_MODELS:
         sys.exit(f"{card} is no card of fxtune plan.")
     found = []
     with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
-        given = argparse.Namespace(steps=None, scratch=Path(folder), smoke=False, set=[])
+        given = argparse.Namespace(steps=None, scratch=Path(folder), smoke=False, set=[*more])
         for name in names:
             case, out = bench_peers.CASES[name], Path(folder) / "bench.json"
             words = bench_peers.fxtune_words(name, given, gpus)
@@ -151,7 +173,8 @@ def measure(names: list[str], gpus: int) -> list[Measured]:
             figures = json.loads(out.read_text())
             row = Measurement(
                 name,
-                keys=list(case.keys(gpus)),
+                settings=", ".join(more),
+                keys=[*case.keys(gpus), *more],
                 shape=case.shape,
                 rows=case.rows,
                 length=case.length,
@@ -172,8 +195,10 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="first run cases on this machine's cards")
     parser.add_argument("--gpus", type=int, default=1, help="--measure: how many cards (1)")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(MEASURED_HERE))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="--measure: a further key")
     given = parser.parse_args()
-    found = [compare(measured) for measured in measure(given.cases, given.gpus)] if given.measure else list(rows())
+    measured = measure(given.cases, given.gpus, given.set) if given.measure else read()
+    found = list(map(compare, measured))
     if not found:
         sys.exit("No case was measured.")
     print(

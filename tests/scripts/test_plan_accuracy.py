@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "study"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
 import baselines
 import plan_accuracy
@@ -16,7 +17,7 @@ from baselines import Baseline, Measurement
 
 @pytest.mark.slow
 def test_forecasts_are_near_what_was_measured():
-    rows = list(plan_accuracy.rows())
+    rows = [plan_accuracy.compare(measured) for measured in plan_accuracy.read()]
     measured = [row for row in rows if row.measured_gib is not None]
     memory = {row.case: row.memory_error for row in measured}
     assert len(memory) >= 24
@@ -58,3 +59,18 @@ def test_the_newest_measurement_of_a_case_counts(tmp_path, monkeypatch):
         "moe_4x4096": 30.0,
     }
     assert abs(plan_accuracy.compare(held["8b_4x4096"]).memory_error) < 0.06
+
+
+def test_a_case_with_images_is_forecast_from_the_sizes_of_its_images():
+    keys = ["techniques=[lora,fast]"]
+    shape = {"keys": keys, "shape": "qwen2_5_vl_7b", "rows": 1, "length": 16128}
+    alone, adapted = (
+        Measurement("vl_7b_1024", memory_gib=30.0, tokens_per_second=1e4, **{**shape, "keys": [*keys, *more]})
+        for more in ([], ["techniques.lora.vision=true"])
+    )
+    text = Measurement("no case", memory_gib=30.0, tokens_per_second=1e4, **shape)
+    rows = [plan_accuracy.compare((Baseline("", "H100", "", []), row)) for row in (text, alone, adapted)]
+    gibs = [row.calculated_gib for row in rows]
+    assert gibs == sorted(gibs)
+    speeds = [row.calculated for row in rows]
+    assert speeds == sorted(speeds, reverse=True)

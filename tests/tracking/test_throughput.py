@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import image_models
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.data.batches.image_sizes import ImageSizes
+from fxtune.data.batches.image_sizes import NO_IMAGES, ImageSizes
 from fxtune.tracking.throughput import Meter, TrainingCost, memory_gib, training_cost
 
 SHAPE = dict(
@@ -144,7 +144,7 @@ class Plan:
         return 7
 
     def images(self, step):
-        return ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
+        return NO_IMAGES
 
 
 def test_meter_reads_rates_of_the_interval_and_totals_of_the_run():

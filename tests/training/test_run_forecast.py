@@ -1,10 +1,13 @@
 """A run before it is started: what is counted in its data, and what follows from it."""
 
+import base64
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.processors import write_model, write_picture_rows
 from support.rows import write_pairs
 
 from fxtune import api
@@ -17,6 +20,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques.estimate.machines import machine
 from fxtune.tracking.throughput import training_cost
 from fxtune.training import run_forecast
+from fxtune.training.builder import RunBuilder
 from fxtune.training.run_forecast import START_SECONDS, Lengths, changes_to_fit, count_tokens, forecast_run
 
 SHAPE = (
@@ -183,6 +187,63 @@ def test_tokens_are_those_of_the_data(rows):
     assert found.held_out == data.evaluation.summary()["tokens"]
     assert 0 < found.supervised_share < 1
     assert found.sampled == ""
+
+
+def with_pictures(tmp_path, *words):
+    """A config whose model and data have images."""
+    model, data = write_model("qwen2_5_vl", tmp_path / "model"), write_picture_rows(tmp_path / "data")
+    where = [f"model.path={model}", f"data.sources=[{{path: {data}}}]", f"data.cache_dir={tmp_path / 'cache'}"]
+    return compose.load([*where, "data.sequence_length=400", "data.packing=true", "techniques=lora", *words])
+
+
+def test_images_are_those_of_the_data(tmp_path):
+    config = with_pictures(tmp_path)
+    found = count_tokens(config)
+    assert found.images.images == 36
+    assert found.images.patches == found.images.positions == 4 * found.images.features
+    assert 0 < found.images.features / found.epoch < 1
+    assert found.images.features / 36 < found.fullest < 400
+    assert found.image_bytes == 0, "they are files"
+    run = forecast_run(config, machine("H200", 128), 1, found)
+    without = forecast_run(config, machine("H200", 128), 1, replace(found, images=None, fullest=0))
+    assert run.step_seconds == pytest.approx(without.step_seconds + run.tower_seconds)
+    assert run.facts.image_features == found.fullest
+    assert run.need.images > without.need.images == 0
+    assert run.assumed == ""
+
+
+def test_images_in_rows_take_their_bytes_beside_the_cached_tokens(tmp_path):
+    config = with_pictures(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "data" / "rows.jsonl").read_text().splitlines()]
+    files = [(tmp_path / "data" / name).read_bytes() for row in rows for name in row["images"]]
+    for row in rows:
+        data = [base64.b64encode((tmp_path / "data" / name).read_bytes()).decode() for name in row["images"]]
+        row["images"] = [f"data:image/png;base64,{image}" for image in data]
+    (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert count_tokens(config).image_bytes == sum(map(len, set(files)))
+
+
+def test_without_the_data_images_are_assumed_and_this_is_said(tmp_path):
+    config = with_pictures(tmp_path, "data.image_tokens.max=16")
+    unknown = forecast_run(config, machine("H200", 128), 1, None)
+    assert unknown.assumed == "as if 50% of the tokens were of images, 16 for each"
+    assert unknown.need.images > 0
+    assert unknown.tower_seconds > 0
+    known = Lengths.full_rows(1_000_000, config)
+    assert known.images.images == pytest.approx(0.5 * 1_000_000 / 16)
+    assert forecast().assumed == ""
+
+
+def test_a_run_counts_the_images_of_its_data(tmp_path):
+    config = with_pictures(tmp_path, f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "tracking.display=plain")
+    lengths = count_tokens(config)
+    builder = RunBuilder(config)
+    builder.read()
+    assert builder.facts.image_features == lengths.fullest
+    again = builder.settled.with_images(2 * lengths.fullest)
+    need, larger = (found.techniques.memory_need(found.facts) for found in (builder.settled, again))
+    assert 0 < need.images < larger.images
+    assert again.notes == builder.settled.notes, "nothing else is decided"
 
 
 def test_large_files_are_extrapolated_from_their_first_rows(rows, monkeypatch):

@@ -26,6 +26,9 @@ class ImageSizes(NamedTuple):
         return len(self.features)
 
 
+NO_IMAGES = ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
+
+
 def image_sizes(tables: Sequence[TokenTable], found: Spans) -> ImageSizes:
     """The images of documents. An image in a shared prompt counts once, as it is computed once."""
     parts = []
@@ -38,6 +41,4 @@ def image_sizes(tables: Sequence[TokenTable], found: Spans) -> ImageSizes:
         counts = end - first
         indices = np.repeat(end - counts.cumsum(), counts) + np.arange(counts.sum())
         parts.append((*table.image_sizes(indices), np.repeat(own, counts)))
-    if not parts:
-        return ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
-    return ImageSizes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return ImageSizes(*(np.concatenate(columns) for columns in zip(*parts, strict=True))) if parts else NO_IMAGES

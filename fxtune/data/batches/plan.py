@@ -20,7 +20,7 @@ import numpy as np
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
-from fxtune.data.batches.image_sizes import ImageSizes, image_sizes
+from fxtune.data.batches.image_sizes import NO_IMAGES, ImageSizes, image_sizes
 from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
 from fxtune.data.stages import Stage, StepRows
@@ -246,6 +246,18 @@ class Plan:
     def images(self, step: int) -> ImageSizes:
         """The images of a step, on all ranks."""
         return image_sizes(self.tables, self.row_sequence.spans(self._rows(step)[0]))
+
+    def epoch_images(self) -> tuple[ImageSizes, int]:
+        """The images of the first epoch, and the most features in one of its rows."""
+        if all(table.images is None for table in self.tables):
+            return NO_IMAGES, 0
+        epoch = self.row_sequence.epoch(0)
+        found = self.row_sequence.spans(epoch.segments)
+        images = image_sizes(self.tables, found)
+        rows = np.arange(len(found))  # without packing each document has one
+        if self.stream.settings.packing:
+            rows = np.repeat(np.arange(len(epoch)), np.diff(epoch.offsets))[found.segment]
+        return images, int(np.bincount(rows[images.document], images.features).max(initial=0))
 
     def epoch(self, steps: int) -> float:
         """How many epochs are complete after `steps` steps."""

@@ -114,7 +114,7 @@ class TokenTable:
         self.is_grouped = "groups.npy" in meta["sizes"]
         stored = [key for key in (PROMPTS, IMAGES) if f"{key}.npy" in meta["sizes"]]
         self.image_processor = image_processor if IMAGES in stored else None
-        self._features: dict[tuple[int, ...], int] = {}
+        self._features: dict[int, int] = {}
         for key in [*ARRAYS, *["labels"] * self.is_grouped, *stored]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
         if reference:
@@ -154,16 +154,25 @@ class TokenTable:
         heights and widths in pixels; int64 arrays."""
         assert self.images is not None
         found = self.images[indices]
-        sizes = np.stack([found[name].astype(np.int64) for name in ("tokens", "height", "width")], -1)
+        heights, widths = (found[name].astype(np.int64) for name in ("height", "width"))
         # The tokens of an image depend on its size alone.
-        known, first, which = np.unique(sizes, axis=0, return_index=True, return_inverse=True)
+        known, first, which = np.unique(heights << 32 | widths, return_index=True, return_inverse=True)
         features = np.zeros(len(known), np.int64)
-        for at, (size, image) in enumerate(zip(map(tuple, known.tolist()), first.tolist(), strict=True)):
+        for at, (size, image) in enumerate(zip(known.tolist(), first.tolist(), strict=True)):
             if size not in self._features:
-                start = int(found["start"][image])
-                self._features[size] = self._count_features(self.ids[start : start + size[0]])
+                start, tokens = (int(found[name][image]) for name in ("start", "tokens"))
+                self._features[size] = self._count_features(self.ids[start : start + tokens])
             features[at] = self._features[size]
-        return features[which.reshape(-1)], sizes[:, 1], sizes[:, 2]
+        return features[which.reshape(-1)], heights, widths
+
+    @property
+    def embedded_bytes(self) -> int:
+        """Bytes of the images that the rows themselves hold, and that are stored beside the table."""
+        if self.images is None:
+            return 0
+        embedded = self.images[~self.images["is_file"]]
+        first = np.unique(embedded["at"], return_index=True)[1]
+        return int(embedded["bytes"][first].sum())
 
     def _count_features(self, ids: np.ndarray) -> int:
         if self.image_processor is None:

@@ -140,7 +140,8 @@ def _merged_squares(config: Any) -> TowerShape:
     side = vision.spatial_merge_size
     window = getattr(vision, "window_size", 0) // (side * vision.patch_size) * side
     full = len(getattr(vision, "fullatt_block_indexes", ()))
-    return _tower_shape(config, merged=float(side**2), window=window**2, full_layers=full)
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return _tower_shape(config, merged=float(side**2), window=window**2, full_layers=full, levels=levels)
 
 
 def _squares(config: Any) -> TowerShape:

@@ -16,19 +16,18 @@ import numpy as np
 class TowerWork(NamedTuple):
     """What some images are to a tower and its projector, in all."""
 
-    images: int
-    positions: int
+    images: float
+    positions: float
     """Positions of all sequences: patches and class tokens."""
-    patches: int
-    features: int
+    patches: float
+    features: float
     """What the projector makes. Some families drop features later, or add ends of lines."""
     pairs: float
     """Pairs of a query and a key that all layers compute. The windows at the edges of an image count as whole ones."""
 
     def scaled(self, factor: float) -> TowerWork:
         """The work of `factor` times as many images."""
-        images, positions, patches, features = (round(count * factor) for count in self[:4])
-        return TowerWork(images, positions, patches, features, self.pairs * factor)
+        return TowerWork(*(count * factor for count in self))
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class TowerShape:
     window: int = 0
     """Patches of a window in which the layers attend that are not among `full_layers`; 0: no layer has windows."""
     full_layers: int = 0
+    levels: int = 1
+    """How many features of each square of patches the decoder gets: one for its input, and others for its layers."""
     tiles: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     """From heights and widths of images in pixels to tiles, where the number of features does not tell them."""
 

@@ -20,7 +20,8 @@ Layers with low levels come first (`RecomputePlan.levels`), and the memory of th
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
 the tensors of two layers. Outside the layers there are weights, for each trained parameter its gradient and the
 optimizer's moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the
-layers' backward pass begins.
+layers' backward pass begins. The images of a micro-batch add their pixels and features, and their tower runs before
+the decoder (tower.py).
 
 Gradients do not exist together with all kept tensors: the backward pass frees a layer's tensors and leaves
 its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
@@ -55,6 +56,7 @@ from fxtune.models.dims import Shape
 from fxtune.models.structure import normalizes_queries
 from fxtune.techniques.attention.backends.registry import backend_of
 from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
+from fxtune.techniques.estimate.tower import has_gradients, image_adapters, image_memory, image_numbers
 from fxtune.techniques.lora.targets import gate_up_parts
 from fxtune.techniques.quantize.quantized_experts import leaves_linears
 from fxtune.techniques.quantized_modules import bytes_per_weight
@@ -112,11 +114,16 @@ class Need:
     """Gradients in `trained` that exist only after the loss: all, unless gradients are held from step to step."""
     update: int = 0
     """Bytes that the end of the backward pass or the optimizer's step adds to the gradients."""
+    images: int = 0
+    """Pixels and features of images, and what a tower with gradients keeps."""
+    tower: int = 0
+    """Bytes that a tower for images adds to `images` while it runs, with the gradients that exist then."""
 
     @property
     def passing(self) -> int:
         """The peak of activations and of the gradients that each step makes and frees."""
-        return max(self.kept + max(self.backward, self.loss), self.gradients + self.update)
+        decoder = self.kept + max(self.backward, self.loss)
+        return self.images + max(decoder, self.gradients + self.update, self.tower)
 
     @property
     def allocated(self) -> int:
@@ -136,7 +143,8 @@ class Need:
             "weights": self.weights,
             held: self.trained - self.gradients,
             "for other ranks": self.exchange,
-            "gradients and activations" if self.gradients else "activations": self.passing,
+            "images": self.images,
+            "gradients and activations" if self.gradients else "activations": self.passing - self.images,
             "workspaces and fragmentation": self.device - self.allocated,
         }
         return {name: size for name, size in parts.items() if size}
@@ -189,6 +197,9 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
     # A tied weight has two gradients, which are added up.
     update = max(undone, trained.end if shape.tied and not freed else 0)
+    images = image_memory(facts, layer.number, shape.hidden)
+    # A tower without gradients runs before the decoder; the backward pass of another one comes last.
+    before = gradients if has_gradients(facts) and not held_on else 0
     return Need(
         weights,
         trained.moments + gradients,
@@ -199,6 +210,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         exchange_bytes(facts),
         0 if held_on else gradients,
         update,
+        images.held,
+        images.peak + before,
     )
 
 
@@ -373,7 +386,11 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     moment = BYTES[facts.moments] if facts.stochastic_rounding else number
     moment = 4 if "8bit" in facts.optimizer else moment
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
+    beside = parameters.beside if (parameters := image_numbers(facts)) else 0
     if not lora.enabled:
+        frozen = beside
+        if parameters and facts.trains_images:
+            total, frozen = total + parameters.images, beside - parameters.images
         # Divided weights are gathered in autocast's dtype, so nothing is copied.
         cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
         copies = 2 * total if cast else 0
@@ -383,7 +400,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
         extra = rest * (MOMENTS["adamw"] - moments) * moment
         layer = shape.linear_parameters // shape.layers
         trained = Trained(int(total * moments * moment + extra), number * total, number * layer, number * end)
-        return number * total + copies, trained
+        return number * (total + frozen) + copies, trained
     adapters = trained_parameters(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
@@ -398,7 +415,10 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
     of_experts = _expert_parameters(facts, shape)
-    copied = adapters if not quantize.enabled else of_experts  # beside the frozen weights; experts keep theirs
+    around += beside * number
+    copied = (
+        adapters - image_adapters(facts) if not quantize.enabled else of_experts
+    )  # beside the frozen weights; experts keep theirs
     packed = number * copied if is_fused(facts) else 0
     trained = Trained(int(4 * adapters * moments), 4 * adapters, 4 * adapters // shape.layers, 0)
     return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, trained
@@ -430,7 +450,8 @@ def trained_parameters(facts: Facts) -> int:
     """How many numbers the optimizer updates."""
     shape, lora = shape_of(facts), facts.techniques.lora
     if not lora.enabled:
-        return shape.linear_parameters + shape.other_parameters
+        whole = image_numbers(facts) if facts.trains_images else None
+        return shape.linear_parameters + shape.other_parameters + (whole.images if whole else 0)
     widths, layers = shape.linears, lora.layers_to_transform or range(shape.layers)
     adapted = [
         _ranks(lora, path, layers) * sum(widths[name])
@@ -438,7 +459,7 @@ def trained_parameters(facts: Facts) -> int:
         if (name := path.partition(".")[2]) in lora.target_modules or "all-linear" in lora.target_modules
         if not (shape.expert_count > 1 and name in MLP)
     ]
-    return sum(adapted) + _expert_parameters(facts, shape)
+    return sum(adapted) + _expert_parameters(facts, shape) + image_adapters(facts)
 
 
 def _ranks(lora: LoraOptions, path: str, layers: Sequence[int], rank: int | None = None) -> int:

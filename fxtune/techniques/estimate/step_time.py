@@ -17,6 +17,7 @@ from itertools import combinations_with_replacement
 
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.tower_shape import TowerWork
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,
@@ -31,6 +32,7 @@ from fxtune.techniques.estimate.memory import (
     unpacked_bytes,
 )
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
+from fxtune.techniques.estimate.tower import has_gradients, planned_cost
 
 ROWS = 4096
 """An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
@@ -127,11 +129,12 @@ def micro_batch_seconds(
     supervised: float = 1.0,
     attended: float | None = None,
     forward_passes: int = 0,
+    images: TowerWork | None = None,
 ) -> float:
     """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
     as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
-    of the row. `forward_passes`: passes without gradient beside, as of a reference. The optimizer is left out, see
-    update_seconds().
+    of the row. `forward_passes`: passes without gradient beside, as of a reference. `images`: of the micro-batch. The
+    optimizer is left out, see update_seconds().
 
     scripts/study/plan_accuracy.py compares it with what was measured on an H200.
     """
@@ -139,15 +142,33 @@ def micro_batch_seconds(
     layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
     layers = Shape.of(facts.text).layers
     both = layers * (layer.forward + layer.backward(trained) + _elementwise(facts)) + (2 + trained) * head
-    training = max(both + overhead(facts, plan, layer), layers * LAUNCH)
-    return training + (forward_passes * forward_seconds(facts, supervised, attended) if forward_passes else 0.0)
+    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + tower_seconds(facts, images)
+    reference = forward_seconds(facts, supervised, attended, images) if forward_passes else 0.0
+    return training + forward_passes * reference
 
 
-def forward_seconds(facts: Facts, supervised: float = 1.0, attended: float | None = None) -> float:
+def forward_seconds(
+    facts: Facts, supervised: float = 1.0, attended: float | None = None, images: TowerWork | None = None
+) -> float:
     """Seconds of a pass without gradient over one micro-batch of full rows; arguments as in micro_batch_seconds()."""
     layer, layers = _seen(facts, attended), Shape.of(facts.text).layers
     pass_ = layers * (layer.forward + FORWARD_MOVED * _elementwise(facts)) + _head_seconds(facts, supervised)
-    return max(pass_, layers * LAUNCH * FORWARD_MOVED)
+    return max(pass_, layers * LAUNCH * FORWARD_MOVED) + tower_seconds(facts, images, trains=False)
+
+
+def tower_seconds(facts: Facts, images: TowerWork | None, trains: bool = True) -> float:
+    """Seconds of the tower and its projector for some images at the decoder's rates: forward, and backward where they
+    are trained and `trains` is set. 0 for None."""
+    if images is None or (cost := planned_cost(facts, trains)) is None:
+        return 0.0
+    shape, card = cost.shape, rates(facts)
+    attention, backward = cost.per_pair * images.pairs, trains and has_gradients(facts)
+    h, q, i = shape.width, shape.heads_width, shape.inner
+    forward_moved = 4 * h + 4 * q + 3 * i + FORWARD_MOVED * GATED_PASSES * i
+    passes = forward_moved + backward * (4 * h + 4 * q + 3 * i + (1 - FORWARD_MOVED) * GATED_PASSES * i)
+    moved = number_bytes(facts) * images.positions * shape.layers * passes
+    products = (cost.flops(images) - attention) / card.matmul + attention / card.attention
+    return max(products + moved / card.memory, shape.layers * LAUNCH * (1 if backward else FORWARD_MOVED))
 
 
 def _head_seconds(facts: Facts, supervised: float) -> float:

@@ -1,24 +1,39 @@
-"""What the images of a step cost: the FLOPs of a tower and its projector.
+"""What the images of a step cost: the FLOPs and the memory of a tower and its projector.
 
 FLOPs are counted as tracking/throughput.py counts a decoder's. Frozen parts run forward only. If something in the
 tower is trained, gradients pass through all of it but its patch embedding, whose input are pixels; if only the
 projector is trained, they end in the projector.
+
+Memory, in bytes for each position of the tower, with h, q and i for the widths of its hidden states, its heads and its
+MLP. A frozen tower runs without gradient, on all images of a micro-batch at once, and before the decoder keeps
+anything. So its peak is one layer: the hidden states before and after a norm, and either queries, keys and values
+(with rotary embeddings also in float32, twice) or what the MLP makes. A tower with gradients keeps the inputs of its
+linears, norms and activations in each layer until the decoder's backward pass has ended. Pixels stay on the device for
+the whole step, beside the pixels of the next micro-batch, and the features for the forward pass.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from fxtune.facts.options import LoraOptions
+from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
-from fxtune.models.structure import projectors, towers
+from fxtune.models.structure import beside_text, for_images, projectors, skeleton, towers
 from fxtune.techniques.estimate.matmuls import matmul_sizes, weight_flops
+from fxtune.techniques.lora.targets import select
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
+PIXEL_BYTES = 4
+"""Bytes of a pixel's number in a batch."""
+BATCHES = 2
+"""Micro-batches whose pixels are on a GPU: the next one is copied while one is computed."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +139,152 @@ def weight_count(module: nn.Module) -> int:
 def _is_kernel(name: str, weight: nn.Parameter) -> bool:
     """Whether the parameter is the kernel of a patch embedding: [width, channels, *sides of a patch]."""
     return name == "weight" and weight.dim() > 3
+
+
+@dataclass(frozen=True)
+class ImageNumbers:
+    """What the forecasts need of the parts for images, from a model without weights."""
+
+    beside: int
+    """Parameters that no text reaches."""
+    images: int
+    """Parameters that images reach and text does not."""
+    pixels: int
+    """Numbers of a patch."""
+    is_gated: bool
+    """Whether the MLPs of the tower multiply two products."""
+    rotates: bool
+    """Whether the tower has rotary embeddings."""
+    parts: ImageParts | None
+    """None: the model has a tower that fxtune does not run, such as for sound."""
+
+
+def image_numbers(facts: Facts) -> ImageNumbers | None:
+    """None for a model without parts beside its text model."""
+    if not any(name.endswith("_config") and name != "text_config" for name in facts.model):
+        return None
+    model = skeleton(facts.model)
+    return None if model is None else _numbers(model)
+
+
+@functools.lru_cache(maxsize=4)
+def _numbers(model: nn.Module) -> ImageNumbers:
+    parts = ImageParts.of(model)
+    paths = [path for tower in towers(model) for path, _ in tower.named_modules()]
+    return ImageNumbers(
+        sum(weight.numel() for weight in beside_text(model)),
+        sum(weight.numel() for weight in for_images(model)),
+        max(map(_patch_numbers, parts.embedding)) if parts else 0,
+        any(path.rpartition(".")[2] == "gate_proj" for path in paths),
+        any("rotary" in path for path in paths),
+        parts,
+    )
+
+
+def _patch_numbers(embedding: nn.Module) -> int:
+    """Numbers of a patch that a module of the patch embedding multiplies; 0 for a module without products."""
+    if sizes := matmul_sizes(embedding):
+        return sizes[0]
+    own = embedding.named_parameters(recurse=False)
+    return max((weight[0].numel() for name, weight in own if _is_kernel(name, weight)), default=0)
+
+
+def tower_shape(facts: Facts) -> TowerShape | None:
+    """None for a model that reads no images."""
+    numbers = image_numbers(facts)
+    return None if numbers is None or numbers.parts is None else numbers.parts.shape
+
+
+def image_adapters(facts: Facts) -> int:
+    """Parameters of the adapters of the tower and its projector."""
+    lora = facts.techniques.lora
+    if not lora.enabled or not (lora.vision or lora.projector) or image_numbers(facts) is None:
+        return 0
+    model = skeleton(facts.model)
+    assert model is not None
+    options = (tuple(values) for values in (lora.target_modules, lora.exclude_modules, lora.layers_to_transform))
+    return lora.r * _adapted_widths(model, lora.vision, lora.projector, *options)
+
+
+@functools.lru_cache(maxsize=4)
+def _adapted_widths(
+    model: nn.Module,
+    vision: bool,
+    projector: bool,
+    targets: tuple[str, ...],
+    excluded: tuple[str, ...],
+    layers: tuple[int, ...],
+) -> int:
+    """The widths of the inputs and outputs of all linears for images that get adapters."""
+    lora = LoraOptions(
+        vision=vision,
+        projector=projector,
+        target_modules=[*targets],
+        exclude_modules=[*excluded],
+        layers_to_transform=[*layers],
+    )
+    beside = {id(module) for module in ImageParts.of(model) or ()}
+    adapted = (model.get_submodule(path) for path in select(model, lora).modules)
+    return sum(sum(matmul_sizes(module) or ()) for module in adapted if id(module) in beside)
+
+
+def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
+    """The cost of images in a run, without the products of adapters; None if the model reads none. `trains`: with the
+    backward pass of what is trained."""
+    numbers, lora = image_numbers(facts), facts.techniques.lora
+    if numbers is None or numbers.parts is None:
+        return None
+    below = trains and has_gradients(facts)
+    found = numbers.parts.cost(lambda _: trains and facts.trains_images, below, 0)
+    if trains and lora.enabled and lora.projector and not below:  # gradients of inputs
+        return replace(found, per_feature=2 * found.per_feature)
+    return found
+
+
+def has_gradients(facts: Facts) -> bool:
+    """Whether gradients pass through the tower."""
+    lora = facts.techniques.lora
+    return facts.trains_images or (lora.enabled and lora.vision)
+
+
+@dataclass(frozen=True)
+class ImageMemory:
+    """Bytes on one rank."""
+
+    held: int = 0
+    """For a whole step: pixels, features, and what a tower with gradients keeps."""
+    peak: int = 0
+    """What the tower adds while it runs, or in its backward pass."""
+
+
+def image_memory(facts: Facts, number: int, hidden: int) -> ImageMemory:
+    """Memory of the images of a micro-batch whose rows are all as full of images as the fullest. `number`: bytes of a
+    number; `hidden`: width of the decoder."""
+    numbers = image_numbers(facts)
+    features = min(facts.image_features * facts.micro_batch_size, facts.tokens)
+    if not features or numbers is None or numbers.parts is None:
+        return ImageMemory()
+    shape = numbers.parts.shape
+    positions, pixels = shape.positions(features), features * shape.merged * numbers.pixels
+    held = pixels * PIXEL_BYTES * (BATCHES if facts.device == "cuda" else 1)
+    held += features * hidden * number * shape.levels
+    working = positions * _working_bytes(numbers, number)
+    if has_gradients(facts):
+        kept = positions * _kept_bytes(numbers, number)
+        return ImageMemory(int(held + shape.layers * kept), int(2 * working))
+    return ImageMemory(int(held), int(max(working, pixels * number)))
+
+
+def _working_bytes(numbers: ImageNumbers, number: int) -> float:
+    """Bytes for each position while a layer runs."""
+    assert numbers.parts is not None
+    h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
+    attention = number * (2 * h + 4 * q) + numbers.rotates * 4 * 4 * q
+    return max(attention, number * (2 * h + (3 if numbers.is_gated else 2) * i))
+
+
+def _kept_bytes(numbers: ImageNumbers, number: int) -> float:
+    """Bytes for each position that a layer with gradients keeps."""
+    assert numbers.parts is not None
+    h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
+    return number * (4 * h + 4 * q + (4 if numbers.is_gated else 2) * i)

@@ -1,4 +1,4 @@
-"""The FLOPs of towers and projectors against torch's count."""
+"""The FLOPs of towers and projectors against torch's count, and the parts of their memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,22 @@ from support import image_models
 from support.image_models import CONFIGS, IMAGE_TOKEN
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxtune.facts.options import LoraOptions, Techniques
+from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import projectors, towers
-from fxtune.techniques.estimate.tower import ImageParts, tower_cost
+from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
+from fxtune.techniques.estimate.memory import forecast, trained_parameters
+from fxtune.techniques.estimate.recomputation import RecomputePlan
+from fxtune.techniques.estimate.tower import (
+    BATCHES,
+    PIXEL_BYTES,
+    ImageParts,
+    image_adapters,
+    image_memory,
+    image_numbers,
+    tower_cost,
+)
+from fxtune.techniques.lora.targets import select
 from fxtune.tracking.throughput import training_cost
 
 SIZES = {"gemma4": (3, 3), "llava_onevision": (1, 2)}
@@ -119,3 +132,79 @@ def test_a_decoder_does_not_count_the_linears_of_its_tower_for_tokens():
     model.model.visual = torch.nn.ModuleDict({"merger": torch.nn.Identity()})
     assert training_cost(model).per_token == alone.per_token
     assert alone.tower.per_position > 0
+
+
+def facts_of(family, *, lora=None, **more):
+    techniques = Techniques(lora=LoraOptions(**({"enabled": False} if lora is None else lora)))
+    known = dict(sequence_length=64, rows=(64,), dtype="bfloat16", techniques=techniques)
+    return Facts(device="cuda", **{"model": image_models.config(family).to_dict(), **known, **more})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_are_those_of_the_model(family):
+    model, numbers = image_models.model(family), image_numbers(facts_of(family))
+    assert numbers.beside == sum(weight.numel() for weight in beside_text(model))
+    assert numbers.images == sum(weight.numel() for weight in for_images(model))
+    images, sizes = images_of(family, model)
+    work = numbers.parts.shape.work(*sizes)
+    assert numbers.pixels * work.patches == images["pixel_values"].numel()
+    frozen, trained = (facts_of(family, trains_images=trains) for trains in (False, True))
+    assert trained_parameters(trained) - trained_parameters(frozen) == numbers.images
+    weights = [forecast(facts, RecomputePlan()).weights for facts in (frozen, trained)]
+    without = forecast(facts_of(family, model={**frozen.text, "model_type": "none"}), RecomputePlan()).weights
+    assert weights == [without + 2 * numbers.beside] * 2
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("parts", [("vision",), ("projector",), ("vision", "projector")])
+def test_adapters_are_those_of_the_model(family, parts):
+    options = dict(enabled=True, r=3, **dict.fromkeys(parts, True))
+    model = image_models.model(family)
+    alone = {id(module) for part in (*towers(model), *projectors(model)) for module in part.modules()}
+    paths = [path for path in select(model, LoraOptions(**options)).modules if id(model.get_submodule(path)) in alone]
+    if not paths:
+        assert image_adapters(facts_of(family, lora=options)) == 0
+        return
+    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=paths))
+    made = sum(weight.numel() for name, weight in adapted.named_parameters() if is_adapter(name))
+    facts = facts_of(family, lora=options)
+    assert image_adapters(facts) == made
+    plain = facts_of(family, lora={"enabled": True, "r": 3})
+    assert trained_parameters(facts) - trained_parameters(plain) == made
+    assert forecast(facts, RecomputePlan()).weights - forecast(plain, RecomputePlan()).weights == 4 * made
+
+
+def test_memory_of_a_frozen_tower_is_its_pixels_features_and_one_layer():
+    """Qwen2.5-VL with 16 features, 64 patches of 96 numbers; h = q = 16, i = 24."""
+    facts = facts_of("qwen2_5_vl", image_features=16)
+    found = image_memory(facts, 2, hidden=32)
+    assert found.held == 64 * 96 * PIXEL_BYTES * BATCHES + 16 * 32 * 2
+    assert found.peak == 64 * (2 * 6 * 16 + 4 * 4 * 16)
+    # Rows are as full as the fullest, and no fuller than rows.
+    assert image_memory(facts_of("qwen2_5_vl", image_features=16, micro_batch_size=2), 2, 32).peak == 2 * found.peak
+    assert image_memory(facts_of("qwen2_5_vl", image_features=100), 2, 32).peak == 4 * found.peak
+    assert image_memory(facts_of("qwen2_5_vl"), 2, 32).held == 0
+    # Qwen3's decoder gets features for its layers, too.
+    deep = image_memory(facts_of("qwen3_vl", image_features=16), 2, hidden=32)
+    assert deep.held == found.held + 16 * 32 * 2
+
+
+def test_a_tower_with_gradients_keeps_its_layers():
+    frozen = image_memory(facts_of("qwen2_5_vl", image_features=16), 2, 32)
+    for facts in (
+        facts_of("qwen2_5_vl", image_features=16, trains_images=True),
+        facts_of("qwen2_5_vl", image_features=16, lora={"enabled": True, "vision": True}),
+    ):
+        assert image_memory(facts, 2, 32).held == frozen.held + 2 * 64 * 2 * (8 * 16 + 4 * 24)
+    projector = facts_of("qwen2_5_vl", image_features=16, lora={"enabled": True, "projector": True})
+    assert image_memory(projector, 2, 32) == frozen
+
+
+def test_images_add_to_the_peak_of_a_step():
+    plan = RecomputePlan()
+    without, with_images = (forecast(facts_of("gemma3", image_features=count), plan) for count in (0, 64))
+    assert with_images.weights == without.weights
+    assert with_images.images > 0 == without.images
+    assert with_images.passing == max(without.passing, with_images.tower) + with_images.images
+    assert with_images.parts["images"] == with_images.images
+    assert sum(with_images.parts.values()) == with_images.device

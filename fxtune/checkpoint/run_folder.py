@@ -69,6 +69,8 @@ ABOUT = "about.json"
 """The command of the run, its versions, and its data in figures, for reports."""
 TEMPLATE_TIME = "template_time"
 """The key, in that file, of the time that chat templates wrote into the tokens."""
+PICTURES = "question_images"
+"""The folder with small copies of the images of the first questions: DIGEST.jpg, by the hash of an image's file."""
 REPORT = "report.html"
 """A page about the run (fxtune/reports/page.py)."""
 _FILES = (".json", ".jsonl", ".yaml")

@@ -22,7 +22,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
 from fxtune.models.replacement import PackedExperts, PackedLinear
+from fxtune.models.structure import image_arguments
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class
@@ -57,6 +58,18 @@ TEXT = "Hello, wörld! 1+1=2\n\n\tdef f(x): return x  # 你好 <|im_start|>"
 CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
 
 
+@dataclass(frozen=True)
+class EndingProbe:
+    """A question of the data, to which the plain model's answer should end."""
+
+    prompt: list[int]
+    """Token ids up to the answer."""
+    room: int
+    """How many tokens the plain model may write."""
+    images: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Arguments of forward() for the images of the prompt."""
+
+
 def prove(
     prepared: PreparedModel,
     tokenizer: Any,
@@ -64,13 +77,12 @@ def prove(
     tensors: int,
     answer: Callable[[], Answer] | None,
     world: World,
-    question: tuple[list[int], int] | None = None,
+    question: EndingProbe | None = None,
 ) -> Proof:
     """Compare the files in `folder` with the model and the tokenizer that they were written from. Rank 0 calls it.
 
     `tensors`: how many tensors were compared already. `answer`: gives the trained model's answer to the probe; None:
-    the model's own. `question`: the token ids of a question of the data, and how many tokens the plain model may
-    write as its answer. Raises Mismatch: which file, what in it, and how it differs.
+    the model's own. Raises Mismatch: which file, what in it, and how it differs.
     """
     begin = time.perf_counter()
     model = prepared.module
@@ -104,30 +116,34 @@ def prove(
     proof = replace(proof, kl=distance, difference=difference)
     if question is not None and kind_of(model.config).writes:
         try:
-            proof = replace(proof, asked=question[1], ended_after=_ended_after(plain, model, folder, *question))
+            proof = replace(proof, asked=question.room, ended_after=_ended_after(plain, model, folder, question))
         except CODE_ERRORS as error:
             why = out_of_memory_reason(error) or first_line(error)
             proof = replace(proof, left_out=f"how an answer ends, because generation fails here: {why}")
     return replace(proof, seconds=time.perf_counter() - begin)
 
 
-def _ended_after(plain: Any, model: Any, folder: Path, prompt: list[int], room: int) -> int | None:
+def _ended_after(plain: Any, model: Any, folder: Path, question: EndingProbe) -> int | None:
     """How many tokens the plain model writes up to an end token of the exported generation config; None if there is no
-    end token among the first `room`."""
+    end token among the first `question.room`."""
     from transformers import GenerationConfig
 
     exported = (folder / GENERATION_CONFIG).exists()
     generation = GenerationConfig.from_pretrained(folder) if exported else copy.deepcopy(model.generation_config)
-    ids = torch.tensor([prompt], device=next(plain.parameters()).device)
+    ids = torch.tensor([question.prompt], device=next(plain.parameters()).device)
+    shown = image_arguments(plain, question.images, ids.device)
+    if shown:
+        shown |= kind_of(model.config).token_types(model.config, ids)
     with torch.inference_mode(), torch.autocast(ids.device.type, enabled=False), set_stance("force_eager"):
         written = plain.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             generation_config=generation,
             do_sample=False,
-            max_new_tokens=room,
+            max_new_tokens=question.room,
             pad_token_id=0,
-        )[0, len(prompt) :].tolist()
+            **shown,
+        )[0, len(question.prompt) :].tolist()
     return len(written) if written and written[-1] in end_tokens(generation) else None
 
 

@@ -15,7 +15,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.export.config import write_rope_for_4
 from fxtune.export.model_card import write_card
-from fxtune.export.read_back import prove
+from fxtune.export.read_back import EndingProbe, prove
 from fxtune.export.tokenizer import write_tokenizer
 from fxtune.export.weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.kinds.known import kind_of
@@ -39,7 +39,7 @@ def save_model(
     *,
     answer: Callable[[], Answer] | None = None,
     check: Callable[[Path], tuple[int, str]] | None = None,
-    question: tuple[list[int], int] | None = None,
+    question: EndingProbe | None = None,
     record: Callable[[Proof], None] | None = None,
     keeps: str = "",
 ) -> Path:

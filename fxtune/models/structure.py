@@ -129,6 +129,14 @@ def base_dtype(model: nn.Module) -> torch.dtype:
     return next(weight.dtype for name, weight in parameters if weight.is_floating_point() and not is_adapter(name))
 
 
+def image_arguments(
+    model: nn.Module, images: dict[str, torch.Tensor], device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of images on this device (None: where they are), with pixels in the dtype of the model's weights."""
+    dtype = base_dtype(model)
+    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
+
+
 def beside_text(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that no text reaches, outside of the decoder and the head, such as a vision tower's."""
     parts = [part for part in (backbone(model), output_head(model)) if part is not None]

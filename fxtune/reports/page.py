@@ -26,7 +26,7 @@ from fxtune.errors import StorageError
 from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
 from fxtune.reports.run_difference import NAMES, flat
-from fxtune.reports.run_files import RunFiles, as_written
+from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION, RunFiles, as_written
 from fxtune.reports.time_shares import TimeShare, time_shares
 from fxtune.system.atomic_files import replace_text
 
@@ -71,8 +71,15 @@ PREFERENCES = (
     ("Length of answers", "tokens", _both("length")),
 )
 """The same for objectives of preferences. Other runs do not have them."""
-ANSWERS = 6
-"""Questions that are shown."""
+
+
+@dataclass
+class ShownQuestion:
+    text: Any
+    pictures: list[tuple[str, str]]
+    """(data: URI of a small copy, name) of its first images."""
+    left_out: int
+    """Images of the question that are not in `pictures`."""
 
 
 @dataclass
@@ -357,16 +364,36 @@ def _sources_of(run: RunFiles) -> list[list[Any]]:
 def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:
     """The first questions: the right answer, the first run's answer before training, and each run's answer after
     it."""
-    before = {row.get("question"): row.get("answer") for run in runs for row in run.answers("before")}
-    after = [{row.get("question"): row for row in run.answers("after")} for run in runs]
-    questions = {row.get("question"): row.get("right") for own in after for row in own.values()}
-    questions = questions or {row.get("question"): row.get("right") for run in runs for row in run.answers("before")}
+    before = {_asked(row): row for run in runs for row in run.answers("before")}
+    after = [{_asked(row): row for row in run.answers("after")} for run in runs]
+    questions = {asked: row for own in after for asked, row in own.items()} or before
     rows = []
-    for question, right in list(questions.items())[:ANSWERS]:
-        answers = [before.get(question), *((own.get(question) or {}).get("answer") for own in after)]
-        rows.append([question, right, *(_judged(answer, right) for answer in answers)])
+    for asked, question in list(questions.items())[:ANSWERS]:
+        answers = [(own.get(asked) or {}).get("answer") for own in (before, *after)]
+        right = question.get("right")
+        rows.append([_shown(question, runs), right, *(_judged(answer, right) for answer in answers)])
     columns = ["before training", *(["after"] if len(runs) == 1 else [f"after, {name}" for name in names])]
     return Table(["question", "right answer", *columns], rows)
+
+
+def _asked(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a question from others: its text and the images that it shows."""
+    return str(row.get("question")), *(image.get("digest") for image in _images(row))
+
+
+def _shown(row: dict[str, Any], runs: Sequence[RunFiles]) -> ShownQuestion:
+    images = _images(row)
+    pictures = []
+    for image in images[:PICTURES_OF_QUESTION]:
+        copies = (run.picture(str(image.get("digest"))) for run in runs)
+        if (copy := next((copy for copy in copies if copy), None)) is not None:
+            pictures.append((copy, str(image.get("name"))))
+    return ShownQuestion(row.get("question"), pictures, len(images) - len(pictures))
+
+
+def _images(row: dict[str, Any]) -> list[dict[str, Any]]:
+    images = row.get("images")
+    return [image for image in images if isinstance(image, dict)] if isinstance(images, list) else []
 
 
 def _judged(answer: str | None, right: str | None) -> tuple[bool, str] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,11 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, RESULT, SETTING, metric_rows, read_config
-from fxtune.errors import ConfigError, StorageError, UserError
+from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, PICTURES, RESULT, SETTING, metric_rows, read_config
+from fxtune.errors import FILE, ConfigError, StorageError, UserError, kind_of
 from fxtune.system.atomic_files import read_json
 
 STEP = "train/step"
+ANSWERS = 6
+"""Questions that a report shows."""
+PICTURES_OF_QUESTION = 4
+"""Images of a question that a report shows."""
+LARGEST_PICTURE = 1 << 17
+"""Bytes of the largest picture that a report takes in."""
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass
@@ -128,7 +137,7 @@ class RunFiles:
         return rows
 
     def answers(self, when: str) -> list[dict[str, Any]]:
-        """The answers `before` or `after` training: question, right answer, answer."""
+        """The answers `before` or `after` training: question, right answer, answer, and the images of a question."""
         file = self.folder / f"answers_{when}.jsonl"
         if not file.is_file():
             return []
@@ -137,6 +146,17 @@ class RunFiles:
         except (OSError, ValueError) as error:
             raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
         return [row for row in rows if isinstance(row, dict)]
+
+    def picture(self, digest: str) -> str | None:
+        """A data: URI with the small copy of the image of a question, by the hash of the image's file; None if the run
+        has none."""
+        file = self.folder / PICTURES / f"{digest}.jpg"
+        try:
+            if not _DIGEST.fullmatch(digest) or kind_of(file) != FILE or file.stat().st_size > LARGEST_PICTURE:
+                return None
+            return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"
+        except OSError as error:
+            raise StorageError(f"{file} cannot be read: {error}. Bring it back, or remove it.") from error
 
     def _object(self, name: str) -> dict[str, Any]:
         file = self.folder / name

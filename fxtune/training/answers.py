@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -21,25 +22,27 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from fxtune.checkpoint.run_folder import PICTURES
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
 from fxtune.data.formats.image_parts import IMAGE, MARK, read_content
 from fxtune.data.formats.values import RowError
-from fxtune.data.images.decode import decode
 from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import ImageReference
+from fxtune.data.images.thumbnail import thumbnail
 from fxtune.data.read.row import file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import cache_keyword, without_dropout
+from fxtune.models.structure import cache_keyword, image_arguments, without_dropout
 from fxtune.plugins import METRICS
+from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION
+from fxtune.system.atomic_files import replacing
 from fxtune.system.oom import RowsPerPass
 from fxtune.system.progress import phase
-from fxtune.techniques.attention.inputs import image_arguments
 from fxtune.training.agreement import together
 
 Tokens = list[list[int]]
@@ -217,14 +220,26 @@ class AnswerEvaluation:
 
     def _write(self, when: str) -> None:
         lines = [
-            json.dumps({"question": question.text, "right": question.answer, "answer": text}, ensure_ascii=False)
+            json.dumps({**_recorded(question), "answer": text}, ensure_ascii=False)
             for question, text in zip(self.questions, self.answers[when], strict=True)
         ]
         file = self._file(when)
         try:
+            self._write_pictures()
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
             raise not_written(f"{file} cannot be written", error, "or set run.dir to another disk") from error
+
+    def _write_pictures(self) -> None:
+        """Small copies of the images of the questions that the report shows. Raises OSError."""
+        for question in self.questions[:ANSWERS]:
+            for image in question.images[:PICTURES_OF_QUESTION]:
+                file = self.folder / PICTURES / f"{_digest(image)}.jpg"
+                if file.exists():
+                    continue
+                file.parent.mkdir(exist_ok=True)
+                with suppress(RowError), replacing(file) as out:  # it may have changed since the model saw it
+                    out.write(thumbnail(image))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
         """The first `config.show` questions: (question, right answer, answer before, answer after)."""
@@ -247,8 +262,19 @@ class AnswerEvaluation:
             rows = [json.loads(line) for line in self._file(when).read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError):
             return  # not asked yet, or incomplete: the run asks again
-        if [row.get("right") for row in rows] == [question.answer for question in self.questions]:
+        asked = [(question.answer, _recorded(question).get("images")) for question in self.questions]
+        if [(row.get("right"), row.get("images")) for row in rows] == asked:
             self.answers[when] = [row["answer"] for row in rows]
+
+
+def _recorded(question: Question) -> dict[str, Any]:
+    """A question as the file of its answers has it."""
+    images = [{"name": image.name, "digest": _digest(image)} for image in question.images]
+    return {"question": question.text, "right": question.answer, **({"images": images} if images else {})}
+
+
+def _digest(image: ImageReference) -> str:
+    return f"{image.digest:016x}"
 
 
 def question_of(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
@@ -387,15 +413,12 @@ def _tensors(question: Question, processor: ImageProcessor | None) -> dict[str, 
     if not question.images:
         return {}
     assert processor is not None, "load_questions() finds images only with a processor"
-    images, reference = [], question.images[0]
     try:
-        for reference in question.images:
-            images.append(decode(reference.read()))
-        return processor.tensors(images)
+        return processor.read(question.images)
     except RowError as reason:
         raise DataError(
-            f"data.questions: {reference.name}: {reason}. It was read before the first step. Restore the file and "
-            "start the run again, which resumes it."
+            f"data.questions: {reason}. It was read before the first step. Restore the file and start the run again, "
+            "which resumes it."
         ) from None
 
 

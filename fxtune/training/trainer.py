@@ -31,10 +31,12 @@ from fxtune.config.root import Config, Export, OutOfMemory, Resume, completed
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
+from fxtune.data.formats.values import RowError
 from fxtune.data.tokenized.ends import learned_ends, short_question, used_special_tokens
 from fxtune.distributed.heartbeat import EXPORTING, FORWARD_BACKWARD, SAVING
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
+from fxtune.export.read_back import EndingProbe
 from fxtune.export.save import save_model
 from fxtune.facts.run import Facts
 from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
@@ -767,7 +769,7 @@ class Trainer:
         was proven of the files."""
         if self.world.main:
             self.run_state.make_room(export_all=not self.techniques.lora.enabled)
-        question, proofs = short_question(self.data.tables, self.ends), list[Proof]()
+        proofs = list[Proof]()
         card = {
             "data": self.plan.fingerprint,
             "weights": note,
@@ -782,11 +784,22 @@ class Trainer:
             card=card,
             world=self.world,
             answer=self._answer,
-            question=(question.prompt, question.answer_tokens + MORE_TOKENS) if question else None,
+            question=self._ending_probe(),
             record=proofs.append,
             keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
         )
         return proofs[0]
+
+    def _ending_probe(self) -> EndingProbe | None:
+        """A question of the data for the plain model; None if there is none, or its images have changed."""
+        question, processor = short_question(self.data.tables, self.ends), self.data.images
+        if question is None:
+            return None
+        try:
+            images = processor.read(question.images) if processor and question.images else {}
+        except RowError:
+            return None
+        return EndingProbe(question.prompt, question.answer_tokens + MORE_TOKENS, images)
 
     def _answer(self) -> Answer:
         """The trained model's answer to the probe of the export, with the precision of training."""

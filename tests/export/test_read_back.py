@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from support import processors
 from support.architectures import (
     architecture,
     lora,
@@ -26,12 +28,14 @@ from support.architectures import (
 )
 
 from fxtune.cli.main import main
+from fxtune.data.config import DataConfig
 from fxtune.errors import StorageError
 from fxtune.export import save, weights
-from fxtune.export.read_back import LIMIT
+from fxtune.export.read_back import LIMIT, EndingProbe
 from fxtune.export.save import save_model
 from fxtune.facts.options import Switch
-from fxtune.models.load import Init, ModelConfig
+from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.settle.images import image_processor
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 
@@ -303,3 +307,19 @@ def test_code_that_computes_something_else_is_no_export(save_mutated, adapted):
     found = re.search(r"plain peft on the plain base .* mean KL (\S+) nats", said)
     assert found
     assert float(found[1]) > LIMIT
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_the_question_whose_answer_should_end_comes_with_its_images(family, tmp_path):
+    source = ModelConfig(path=str(processors.write_model(family, tmp_path / "model")))
+    tokenizer = load_tokenizer(source)
+    images = image_processor(source, DataConfig(), tokenizer)
+    prompt = [40, *images.image_ids(30, 30), 41]
+    shown = images.tensors([Image.new("RGB", (30, 30))])
+    proofs = []
+    for tensors in (shown, images.merge([shown, shown])):
+        question = EndingProbe(prompt, 3, tensors)
+        prepared = prepared_model(Pipeline(), source)
+        save_model(prepared, tokenizer, tmp_path / "out", question=question, record=proofs.append)
+    assert (proofs[0].asked, proofs[0].left_out) == (3, "")
+    assert "generation fails" in proofs[1].left_out, "the model got two images for one"

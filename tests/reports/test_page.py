@@ -1,5 +1,6 @@
 """The page about a run, and about several."""
 
+import base64
 import json
 import re
 from html import unescape
@@ -94,6 +95,30 @@ def test_text_of_a_run_cannot_become_markup(tmp_path):
         assert not shown.handlers
         assert shown.addresses == ["data:,"]
         assert "alert(1)" in shown.text  # it is there, as text
+
+
+def test_questions_have_their_pictures(tmp_path):
+    folder = record(tmp_path / "mine")
+    (folder / "question_images").mkdir()
+    for number in (1, 2):
+        (folder / "question_images" / f"{number:016x}.jpg").write_bytes(b"picture %d" % number)
+    (folder / "question_images" / f"{3:016x}.jpg").write_bytes(bytes(1 << 20))
+    (folder / "secret.jpg").write_bytes(b"secret")
+    digests = [f"{number:016x}" for number in (1, 2, 3)] + ["../secret", EVIL]
+    for when, answer in (("before", "dunno"), ("after", "right")):
+        rows = [
+            {"question": "What?", "right": "right", "images": [{"name": EVIL, "digest": digest}], "answer": answer}
+            for digest in digests
+        ]
+        (folder / f"answers_{when}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = page(folder)
+    assert shown.tags.count("img") == 2
+    pictures = [base64.b64decode(address.split(",")[1]) for address in shown.addresses if address != "data:,"]
+    assert pictures == [b"picture 1", b"picture 2"]
+    assert shown.text.count("✗ wrong: dunno ✓ right: right") == 5, "questions with one text differ by their images"
+    assert shown.text.count("(images not shown: 1)") == 3
+    assert not shown.handlers
+    assert shown.tags.count("script") == 1
 
 
 def test_several_runs_stand_side_by_side(tmp_path):

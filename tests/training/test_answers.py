@@ -20,6 +20,7 @@ from fxtune.errors import DataError
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
+from fxtune.reports.run_files import LARGEST_PICTURE
 from fxtune.settle.images import image_processor
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import AnswerEvaluation, Question, answer, exact_match, load_questions
@@ -339,6 +340,32 @@ def test_resumed_run_keeps_its_first_answers(tmp_path):
     assert AnswerEvaluation.open(data, tokenizer, tmp_path).shown()[0][2] is None, (
         "a file that was cut short is no answer"
     )
+
+
+def test_answers_about_images_are_kept_with_small_pictures(tmp_path, vision):
+    source, tokenizer, images = vision
+    draw = random.Random(0)
+    for name, size in (("a.png", (900, 600)), ("b.png", (20, 30))):
+        Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1])).save(tmp_path / name)
+    data = write(tmp_path, _of_image("a.png"), _of_image("b.png"), _of_image("a.png"), *[_of_image("b.png")] * 9)
+    data.questions.max_new_tokens = 2
+    prepared, run = prepared_model(Pipeline(), source), tmp_path / "run"
+    run.mkdir()
+    asked = AnswerEvaluation.open(data, tokenizer, run, images)
+    asked.ask(prepared, "before")
+    asked.ask(prepared, "after")
+    pictures = {file.name: Image.open(file).size for file in run.glob("question_images/*.jpg")}
+    first, second, third, *_ = map(json.loads, (run / "answers_after.jsonl").read_text().splitlines())
+    assert first["images"] == third["images"] != second["images"]
+    assert first["images"][0]["name"] == "a.png"
+    sizes = [pictures[f"{row['images'][0]['digest']}.jpg"] for row in (first, second)]
+    assert sizes == [(320, 213), (20, 30)]
+    assert len(pictures) == 2
+    assert all(file.stat().st_size < LARGEST_PICTURE for file in run.glob("question_images/*.jpg"))
+    assert AnswerEvaluation.open(data, tokenizer, run, images).answers == asked.answers
+
+    Image.new("RGB", (20, 30)).save(tmp_path / "b.png")
+    assert not AnswerEvaluation.open(data, tokenizer, run, images).answers, "these are other questions"
 
 
 def test_no_questions_without_a_path(tmp_path):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxtune.data.formats.values import RowError
+from fxtune.data.images.decode import decode
+from fxtune.data.images.reference import ImageReference
 from fxtune.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -125,6 +127,16 @@ class ImageProcessor:
         """Arguments of the model's forward for the images of one document. Raises RowError."""
         found = self._call([next(iter(self.placeholders)) * len(images)], [list(images)], return_tensors="pt")
         return {name: value for name, value in found.items() if name not in OF_TEXT}
+
+    def read(self, references: Sequence[ImageReference]) -> Tensors:
+        """tensors() of the images at these places. Raises RowError with the name of an image that has changed."""
+        images = []
+        for reference in references:
+            try:
+                images.append(decode(reference.read()))
+            except RowError as reason:
+                raise RowError(f"{reference.name}: {reason}") from None
+        return self.tensors(images)
 
     def seen(self, image: Image) -> Image:
         """An image as the model sees it, resized; as it is where the model sees tiles of it. Raises RowError."""

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from fxtune.data.images.reference import ImageReference
 from fxtune.data.tokenized.table import TokenTable
 
 BLOCK = 1 << 24
@@ -31,6 +32,8 @@ class ShortQuestion:
     """Token ids up to the answer."""
     answer_tokens: int
     """Tokens of the answer, with the token that ends it."""
+    images: tuple[ImageReference, ...] = ()
+    """The images among the tokens of the prompt, in order."""
 
 
 def learned_ends(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:
@@ -71,5 +74,6 @@ def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optio
             if not supervised.any() or start == 0 or length > LONGEST or int(ids[start + length - 1]) not in ends:
                 continue
             if best is None or start + length < len(best.prompt) + best.answer_tokens:
-                best = ShortQuestion(ids[:start].tolist(), length)
+                images = tuple(map(table.image, table.images_in(int(begin), start)))
+                best = ShortQuestion(ids[:start].tolist(), length, images)
     return best

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import base_dtype
+from fxtune.models.structure import image_arguments
 from fxtune.techniques.attention.backends.registry import called
 from fxtune.techniques.attention.packed import document_mask, no_mask
 from fxtune.upstream.transformers import attention_of
@@ -27,14 +27,6 @@ OF_DOCUMENTS = (
     "context_ranks",
 )
 """Arguments of model_inputs() for the attention of the decoder. Some families hand them to their tower, too."""
-
-
-def image_arguments(
-    model: nn.Module, images: dict[str, torch.Tensor], device: torch.device | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors of images on this device (None: where they are), with pixels in the dtype of the model's weights."""
-    dtype = base_dtype(model)
-    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from support import processors
 from transformers import AutoTokenizer
 
 from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized import ends
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.system.hub import locate
@@ -56,3 +59,15 @@ def test_the_shortest_question_that_ends_is_tried(table):
     assert ends.short_question([built], []) is None
     built, _ = table(row([5, END], [1, 1]))
     assert ends.short_question([built], [END]) is None, "an answer without a question"
+
+
+def test_a_question_comes_with_the_images_of_its_prompt(tmp_path):
+    words, path = processors.tokenizer("llava"), processors.write_picture_rows(tmp_path / "pictures", 3)
+    rows = path.read_text().splitlines()
+    path.write_text(f"{rows[2]}\n")
+    images = ImageProcessor(processors.processor("llava", tmp_path / "model"))
+    config = DataConfig(cache_dir=str(tmp_path / "cache"))
+    built = tokenize(SourceConfig(path=str(path)), config, words, progress=False, images=images)
+    question = ends.short_question([built], [words.eos_token_id])
+    assert [Path(image.name).name for image in question.images] == json.loads(rows[2])["images"]
+    assert images.read(question.images)["pixel_values"].shape == (2, 3, 28, 28)

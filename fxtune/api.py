@@ -163,10 +163,17 @@ class Run:
         return path
 
     def generate(
-        self, prompt: str, *, show: str = "tuned", max_new_tokens: int = 256, temperature: float = 0.0
+        self,
+        prompt: str,
+        *,
+        images: Sequence[str | Path] = (),
+        show: str = "tuned",
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
     ) -> str:
-        """The answer to `prompt`, which the run's chat template writes as in training. `show`: `tuned`, or `base` for
-        the model before training. The model stays in memory for the next call. Raises as `fxtune chat`."""
+        """The answer to `prompt`, which the run's chat template writes as in training. `images`: files that a model
+        which reads images sees before the prompt. `show`: `tuned`, or `base` for the model before training. The model
+        stays in memory for the next call. Raises as `fxtune chat`."""
         from fxtune.cli.chat import Chat, load_speakers
 
         if show not in ("tuned", "base"):
@@ -174,10 +181,10 @@ class Run:
         output = find_output(str(self.folder))
         if show not in self._speakers:
             self._speakers[show] = load_speakers(output, show, trust_remote_code=False)
-        speakers, tokenizer = self._speakers[show]
+        speakers, tokenizer, processor = self._speakers[show]
         pieces: list[str] = []
-        Chat(speakers, tokenizer, output.config, max_new_tokens, temperature).answer(
-            speakers[0], prompt, pieces.append
+        Chat(speakers, tokenizer, output.config, max_new_tokens, temperature, processor).answer(
+            speakers[0], prompt, pieces.append, [str(file) for file in images]
         )
         return "".join(pieces).strip()
 

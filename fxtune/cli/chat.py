@@ -8,14 +8,23 @@
 RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Prompts are written as
 in training, by the run's chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends.
 Each line of a pipe is a separate conversation. Answers are the most likely tokens, unless --temperature is above 0.
+
+Models that read images see the files that a line names before its prompt, or that lines before the prompt name:
+
+    > /image receipt.jpg What is the total?
+    > /image "before the storm.png" /image after.png
+    > What has changed?
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,21 +33,31 @@ from rich.table import Column, Table
 
 from fxtune.cli.merge import open_adapter, stored_dtype
 from fxtune.cli.run_output import OutputKind, RunOutput, find_output
+from fxtune.config import compose
 from fxtune.data.chat.encode import EncodedGroup, Encoder
+from fxtune.data.config import DataConfig, ImageTokensConfig
 from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.values import RowError
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.images.reference import ImageReference, find_image
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.models import load as models
 from fxtune.models.end_tokens import end_tokens
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig
+from fxtune.models.structure import image_arguments
+from fxtune.settle.images import image_processor
 from fxtune.system import progress
 from fxtune.system.console import console, plain, say
 from fxtune.training.answers import question_of
-from fxtune.training.checkpoint_model import exported_model
+from fxtune.training.checkpoint_model import exported_model, run_folder
 from fxtune.upstream.transformers import set_attention
 
 Write = Callable[[str], None]
+COMMAND = "/image"
+ANYWHERE = Path(os.sep)
+"""The folder of all files: who chats may show any of them."""
 
 
 @dataclass
@@ -49,7 +68,7 @@ class Speaker:
     model: Any
     adapter_off: bool = False
     """It is the base of an adapted model."""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[Any]:
@@ -69,34 +88,43 @@ def run(
     base to show."""
     output = find_output(run)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        speakers, tokenizer = load_speakers(output, show, trust_remote_code)
-    chat = Chat(speakers, tokenizer, output.config, max_new_tokens, temperature)
+        speakers, tokenizer, images = load_speakers(output, show, trust_remote_code)
+    chat = Chat(speakers, tokenizer, output.config, max_new_tokens, temperature, images)
     try:
         if sys.stdin.isatty():
             chat.talk()
         else:
             for line in sys.stdin:
-                if prompt := line.strip():
-                    chat.reply(prompt)
+                if (prompt := line.strip()) and chat.take(prompt):
                     chat.start_anew()
     except Stopped as stop:
         stop.outcome = "the chat is over."
         raise
 
 
-def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tuple[list[Speaker], Any]:
-    """The speakers that `show` names (tuned, base or both), and the tokenizer of the run."""
+def load_speakers(
+    output: RunOutput, show: str, trust_remote_code: bool
+) -> tuple[list[Speaker], Any, ImageProcessor | None]:
+    """The speakers that `show` names (tuned, base or both), the tokenizer of the run, and the processor of images of a
+    model that reads images."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = str(output.folder)
     if output.kind is OutputKind.checkpoint:
         prepared, tokenizer, _ = exported_model(output.folder, trust_remote_code)
         tuned = prepared.module
+        source, hf_config = compose.of_run(run_folder(output.folder), trust_remote_code).model, tuned.config
     elif output.kind is OutputKind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
         tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
+        named = (output.config.get("model") or {}).get("tokenizer")  # the run has read the processor from there, too
+        source, hf_config = replace(adapter.model, tokenizer=named), adapter.hf_config
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
+        hf_config = models.load_config(source)
         tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
+    bounds = (output.config.get("data") or {}).get("image_tokens") or {}
+    data = DataConfig(image_tokens=ImageTokensConfig(**bounds))
+    images = image_processor(source, data, tokenizer, hf_config)
     if tuned is not None and not kind_of(tuned.config).writes:
         raise ConfigError(
             f"{output.folder} scores documents and writes no answers. docs/reward_models.md shows its use."
@@ -104,14 +132,14 @@ def load_speakers(output: RunOutput, show: str, trust_remote_code: bool) -> tupl
     if hasattr(tuned, "peft_config"):
         model = tuned.to(device).eval()
         speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
-        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer
+        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer, images
     speakers = []
     if show != "tuned":
         base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
         speakers.append(Speaker("base", _whole(base, device)))
     if show != "base":
         speakers.append(Speaker("tuned", tuned.to(device).eval()))
-    return speakers, tokenizer
+    return speakers, tokenizer, images
 
 
 def _whole(source: ModelConfig, device: torch.device) -> Any:
@@ -133,21 +161,30 @@ class Chat:
     """A conversation with each speaker."""
 
     def __init__(
-        self, speakers: list[Speaker], tokenizer: Any, config: dict[str, Any], max_new_tokens: int, temperature: float
+        self,
+        speakers: list[Speaker],
+        tokenizer: Any,
+        config: dict[str, Any],
+        max_new_tokens: int,
+        temperature: float,
+        images: ImageProcessor | None = None,
     ) -> None:
-        self.speakers, self.tokenizer = speakers, tokenizer
+        self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
+        self.shown: list[str] = []
+        """Files of images for the next prompt."""
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = config.get("data") or {}
         template, self.system = data.get("chat_template"), data.get("system")
         self.encoder: Encoder | None = None
         if template or tokenizer.chat_template:
             variables = data.get("chat_template_kwargs")
-            self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables)
+            self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables, images=images)
         else:
             say("The model has no chat template, so it continues your text.")
         self.start_anew()
 
     def start_anew(self) -> None:
+        self.shown.clear()
         for speaker in self.speakers:
             speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
 
@@ -155,30 +192,55 @@ class Chat:
         """Read prompts from the terminal until Ctrl-D."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  lets input() edit the line
-        say("/new starts another conversation, Ctrl-D ends.")
+        images = "/image FILE shows an image, " if self.images is not None else ""
+        say(f"{images}/new starts another conversation, Ctrl-D ends.")
         with contextlib.suppress(EOFError):
             while True:
                 prompt = input("> ").strip()
                 if prompt == "/new":
                     self.start_anew()
                 elif prompt:
-                    self.reply(prompt)
+                    self.take(prompt)
         say("")
+
+    def take(self, line: str) -> bool:
+        """Answer the prompt of a line, and return whether there was one. Images before it, `/image FILE` each, belong
+        to it, or to the next prompt."""
+        try:
+            files, prompt = _divided(line)
+            for file in files:
+                self._require_readable(file)
+        except RowError as reason:
+            say(plain(f"({reason})"))
+            return False
+        self.shown += files
+        if prompt:
+            self.reply(prompt)
+        return bool(prompt)
+
+    def _require_readable(self, file: str) -> None:
+        """Raise RowError if the model cannot be shown this image."""
+        if self.images is None:
+            raise RowError("The model reads no images, or its folder has no preprocessor_config.json.")
+        if self.encoder is None:
+            raise RowError("The model has no chat template, which would say where an image stands.")
+        find_image(file, ANYWHERE)
 
     def reply(self, prompt: str) -> None:
         """Print what each speaker answers, as it writes."""
+        shown, self.shown = self.shown, []
         if len(self.speakers) == 1:
-            self.answer(self.speakers[0], prompt, _print_piece)
+            self.answer(self.speakers[0], prompt, _print_piece, shown)
             _print_piece("\n")
         elif console().is_terminal:
-            self._reply_side_by_side(prompt)
+            self._reply_side_by_side(prompt, shown)
         else:
             for speaker in self.speakers:
                 _print_piece(f"{speaker.label}: ")
-                self.answer(speaker, prompt, _print_piece)
+                self.answer(speaker, prompt, _print_piece, shown)
                 _print_piece("\n")
 
-    def _reply_side_by_side(self, prompt: str) -> None:
+    def _reply_side_by_side(self, prompt: str, shown: Sequence[str]) -> None:
         texts = [""] * len(self.speakers)
 
         def page() -> Table:
@@ -193,14 +255,21 @@ class Chat:
                     texts[index] += piece
                     live.update(page(), refresh=True)
 
-                self.answer(speaker, prompt, write)
+                self.answer(speaker, prompt, write, shown)
 
-    def answer(self, speaker: Speaker, prompt: str, write: Write) -> None:
-        """Pass on the answer of `speaker` to `prompt`, in pieces. It and the prompt join the conversation."""
-        speaker.messages.append({"role": "user", "content": prompt})
+    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> None:
+        """Pass on the answer of `speaker` to `prompt`, in pieces. It and the prompt join the conversation. `shown`:
+        files of images."""
+        shown = [os.path.abspath(file) for file in shown]
+        parts = [{"type": "image", "image": file} for file in shown]
+        content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
+        speaker.messages.append({"role": "user", "content": content})
         try:
-            ids, ends = self._prompt(speaker.messages)
-        except DataError as error:  # of this prompt, so the conversation goes on
+            for file in shown:
+                self._require_readable(file)
+            ids, ends, references = self._prompt(speaker.messages)
+            tensors = self.images.read(references) if self.images is not None and references else {}
+        except (DataError, RowError) as error:  # of this prompt, so the conversation goes on
             speaker.messages.pop()
             write(f"({error})")
             return
@@ -212,6 +281,9 @@ class Chat:
         with speaker.speaking() as model:
             known = end_tokens(model.generation_config)
             given = torch.tensor([ids], device=model.device)
+            arguments = image_arguments(model, tensors, given.device)
+            if arguments:
+                arguments |= kind_of(model.config).token_types(model.config, given)
             streamer = _streamer(self.tokenizer, write)
             written = model.generate(
                 given,
@@ -224,21 +296,41 @@ class Chat:
                 temperature=self.temperature or None,
                 top_k=None,
                 top_p=None,
+                **arguments,
             )
         text = self.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
         speaker.messages.append({"role": "assistant", "content": text.strip() or "..."})
 
-    def _prompt(self, messages: list[dict[str, str]]) -> tuple[list[int], set[int]]:
-        """The token ids up to the answer, as in training, and the token that ends it there."""
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], set[int], Sequence[ImageReference]]:
+        """The token ids up to the answer, as in training, the token that ends it there, and the images among the
+        tokens."""
         if self.encoder is None:
-            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"], set()
+            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"], set(), ()
         row = {"messages": [*messages, {"role": "assistant", "content": "x"}]}
-        (document,) = self.encoder.encode([row])
+        (document,) = self.encoder.encode([row], [ANYWHERE])
         assert not isinstance(document, EncodedGroup)
         question = document if isinstance(document, str) else question_of(row, document, self.tokenizer)
         if isinstance(question, str):
             raise DataError(f"The prompt cannot be written by the chat template: {question}")
-        return question.prompt, set() if question.end is None else {question.end}
+        return question.prompt, set() if question.end is None else {question.end}, question.images
+
+
+def _divided(line: str) -> tuple[list[str], str]:
+    """The files that a line names, each as `/image FILE`, and the prompt after them. A file with spaces in its name
+    stands in quotes, or has a backslash before each space. Raises RowError if a name is missing."""
+    files = []
+    while line.split(maxsplit=1)[:1] == [COMMAND]:
+        reader = shlex.shlex(line.removeprefix(COMMAND), posix=True)
+        reader.whitespace_split, reader.commenters = True, ""
+        try:
+            file = reader.get_token()
+        except ValueError:
+            file = None
+        if not file:
+            raise RowError(f"{COMMAND} takes the name of a file: {COMMAND} receipt.jpg What is the total?")
+        files.append(os.path.abspath(os.path.expanduser(file)))
+        line = reader.instream.read().strip()
+    return files, line
 
 
 def _print_piece(piece: str) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
+from support import image_models, processors
 from support.architectures import lora, prepared_model, trained
+from transformers import AutoModelForImageTextToText
 
 from fxtune.cli import chat
 from fxtune.cli.main import main
-from fxtune.data.config import DataConfig, QuestionsConfig
+from fxtune.data.config import DataConfig, ImageTokensConfig, QuestionsConfig
 from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
+from fxtune.settle.images import image_processor
+from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import answer, load_questions
 
 TINY = ModelConfig(path="builtin:tiny", dtype=DType.float32)
@@ -92,7 +98,7 @@ def test_base_and_tuned_model_answer_beside_each_other(runs, expected, monkeypat
 def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(chat, "console", lambda: screen)
-    speakers, tokenizer = chat.load_speakers(chat.find_output("mine"), "both", False)
+    speakers, tokenizer, _ = chat.load_speakers(chat.find_output("mine"), "both", False)
     talk = chat.Chat(speakers, tokenizer, {}, 8, 0.0)
     typed = iter([PROMPTS[0], PROMPTS[1], "/new", PROMPTS[1]])
 
@@ -114,7 +120,7 @@ def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypat
 
 def test_answers_appear_as_they_are_written(runs, monkeypatch):
     pieces: list[str] = []
-    speakers, tokenizer = chat.load_speakers(chat.find_output("mine"), "tuned", False)
+    speakers, tokenizer, _ = chat.load_speakers(chat.find_output("mine"), "tuned", False)
     chat.Chat(speakers, tokenizer, {}, 40, 0.0).answer(speakers[0], PROMPTS[0], pieces.append)
     assert len(pieces) > 1
     assert "".join(pieces).strip() == speakers[0].messages[-1]["content"]
@@ -141,6 +147,99 @@ def test_a_prompt_that_no_template_can_write_is_refused_and_the_next_is_answered
     first, second = capsys.readouterr().out.splitlines()
     assert "lone surrogate" in first
     assert second.strip() == expected["tuned"][0]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory) -> Path:
+    """runs/mine with an adapter of a model that reads images, merged/ with both as one model, and pictures."""
+    root = tmp_path_factory.mktemp("vision")
+    source = ModelConfig(path=str(processors.write_model("qwen2_5_vl", root / "base")), dtype=DType.float32)
+    base = AutoModelForImageTextToText.from_pretrained(source.path)
+    image_models.draw_for_answers(base)
+    base.save_pretrained(source.path)
+    prepared = prepared_model(lora(), source, dtype="float32")
+    trained(prepared.module)
+    save_model(prepared, load_tokenizer(source), root / "runs" / "mine" / "adapter")
+    config = f"model: {{path: {root / 'base'}, init: pretrained}}\ndata: {{image_tokens: {{min: null, max: 9}}}}\n"
+    (root / "runs" / "mine" / "config.yaml").write_text(config)
+    draw = random.Random(0)
+    for name, size in (("one.png", (50, 30)), ("the other's.png", (30, 90))):
+        Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1])).save(root / name)
+    assert main(["merge", str(root / "runs" / "mine" / "adapter"), str(root / "merged")]) == 0
+    return root
+
+
+def _asked(root: Path, model: ModelConfig, text: str, names: list[str], most: int | None) -> str:
+    """The first 8 tokens of the answer, as training asks its questions."""
+    tokenizer, file = load_tokenizer(model), root / "q.jsonl"
+    turns = [{"role": "user", "content": "<image>" * len(names) + text}, {"role": "assistant", "content": "x"}]
+    file.write_text(json.dumps({"messages": turns, "images": names}))
+    data = DataConfig(questions=QuestionsConfig(path=str(file)), image_tokens=ImageTokensConfig(max=most))
+    images = image_processor(model, data, tokenizer)
+    prepared = prepared_model(lora() if model.adapter else Pipeline(), model, dtype="float32")
+    questions = load_questions(data, tokenizer, images)
+    return answer(prepared, tokenizer, questions, 1, 8, images=images)[0]
+
+
+@pytest.mark.parametrize("run", ["mine", "merged"])
+def test_images_before_a_prompt_are_shown_to_the_model(vision, monkeypatch, capsys, run):
+    monkeypatch.chdir(vision)
+    lines = [
+        "/image one.png What is it?",
+        '/image one.png  /image "the other\'s.png"',
+        "What's new?",
+        "What is it?",
+        "/image the\\ other\\'s.png What is it?",
+    ]
+    assert ask(monkeypatch, run, lines="\n".join(lines)) == 0
+    found = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    model = ModelConfig(path=str(vision / "merged"), dtype=DType.float32)
+    if run == "mine":
+        adapter = str(vision / "runs" / "mine" / "adapter")
+        model = ModelConfig(path=str(vision / "base"), dtype=DType.float32, adapter=adapter)
+    one, other = "one.png", "the other's.png"
+    shown = [("What is it?", [one]), ("What's new?", [one, other]), ("What is it?", []), ("What is it?", [other])]
+    most = 9 if run == "mine" else None
+    assert found == [_asked(vision, model, text, names, most) for text, names in shown]
+    assert len(set(found)) == 4, "the images must matter, or this compares nothing"
+
+
+def test_an_image_stays_in_the_conversation(vision, monkeypatch):
+    monkeypatch.chdir(vision)
+    speakers, tokenizer, images = chat.load_speakers(chat.find_output("mine"), "tuned", False)
+    talk = chat.Chat(speakers, tokenizer, {}, 8, 0.0, images)
+    pieces: list[str] = []
+    for prompt in ("/image one.png Where?", "Why?"):
+        assert talk.take(prompt)
+    with_image = speakers[0].messages[-1]["content"]
+    assert [message["role"] for message in speakers[0].messages] == ["user", "assistant"] * 2
+    speakers[0].messages[0]["content"] = "Where?"
+    del speakers[0].messages[2:]
+    talk.answer(speakers[0], "Why?", pieces.append)
+    assert speakers[0].messages[-1]["content"] != with_image
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/image none.png What is it?", "none.png: there is no such file"),
+        ("/image broken.png What is it?", "broken.png: it is no image of the formats"),
+        ("/image", "/image takes the name of a file"),
+        ("/image 'one.png What is it?", "/image takes the name of a file"),
+    ],
+)
+def test_an_image_that_cannot_be_shown_is_one_message(vision, monkeypatch, capsys, line, message):
+    monkeypatch.chdir(vision)
+    Path("broken.png").write_text("no image")
+    assert ask(monkeypatch, "mine", lines=f"{line}\nWhat?\n") == 0
+    first, *rest = " ".join(capsys.readouterr().out.splitlines()).split(")", 1)
+    assert message in first
+    assert rest
+
+
+def test_a_model_of_text_takes_no_image(runs, vision, monkeypatch, capsys):
+    assert ask(monkeypatch, "mine", lines=f"/image {vision / 'one.png'} What?\n") == 0
+    assert "The model reads no images" in " ".join(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import DType, Init, ModelConfig
+from fxtune.models.structure import decoder_layers
 
 IMAGE_TOKEN = 90
 VOCABULARY = 96
@@ -235,6 +236,16 @@ def draw(built, seed: int = 0) -> None:
         if weight.dim() > 1 and "lora_" not in name:
             spread = 0.5 if "embed" in name else 0.6 * weight[0].numel() ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
+
+
+@torch.no_grad()
+def draw_for_answers(built) -> None:
+    """Draw weights with which a token depends on the whole prompt: layers add much to the embedded tokens."""
+    draw(built)
+    built.get_input_embeddings().weight.mul_(0.1)
+    for layer in decoder_layers(built):
+        for weight in layer.parameters():
+            weight.mul_(4 if weight.dim() > 1 else 1)
 
 
 def model(family: str, vocabulary: int = VOCABULARY):

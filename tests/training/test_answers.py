@@ -19,7 +19,6 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers
 from fxtune.reports.run_files import LARGEST_PICTURE
 from fxtune.settle.images import image_processor
 from fxtune.techniques.pipeline import Pipeline
@@ -89,12 +88,7 @@ def test_batched_answers_about_images_are_those_of_plain_transformers_one_by_one
     asked = load_questions(data, tokenizer, images)
     prepared = prepared_model(Pipeline(), source, dtype="float32")
     model = prepared.module.eval()
-    image_models.draw(model)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(0.1)  # so that a token depends on more than the token before it
-        for layer in decoder_layers(model):
-            for weight in layer.parameters():
-                weight.mul_(4 if weight.dim() > 1 else 1)
+    image_models.draw_for_answers(model)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
 
     expected = []

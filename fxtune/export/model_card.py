@@ -11,6 +11,7 @@ from fxtune.export import vllm
 from fxtune.export.config import versions_of_readers
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.base import Kind
+from fxtune.models.kinds.decoder import PROCESSORS
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
@@ -37,7 +38,8 @@ def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
     }
     if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
         front_matter["base_model"] = base
-    refusals = _vllm_refusals(folder, adapter) if adapter else []
+    tensors = _tensor_names(folder) if adapter else []
+    refusals = vllm.refusals(adapter, tensors) if adapter else []
     run = config.get("run", {})
     summary = {
         "base": base,
@@ -58,6 +60,7 @@ def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
         *([kind.use] if kind.use else []),
+        *_image_note(folder, kind, base, bool(adapter), (config.get("data") or {}).get("image_tokens") or {}),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
@@ -66,6 +69,8 @@ def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
     ]
     if adapter:
         parts.append(_vllm_note(adapter, refusals) if kind.writes else "Loads in vLLM: not tried.")
+        if kind.reads_images and not refusals:
+            parts.append(_vllm_image_note(vllm.is_beside_language_model(tensors)))
     if card.get("proof"):
         parts += ["## Proof", str(card["proof"])]
     if card.get("figures"):
@@ -162,11 +167,65 @@ def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refu
     return note, f"With a version of vLLM that runs on transformers 5:\n\n```bash\n{command}\n```"
 
 
-def _vllm_refusals(folder: Path, adapter: dict[str, Any]) -> list[str]:
+def _tensor_names(folder: Path) -> list[str]:
+    """The names of the tensors in the file of an adapter."""
     from safetensors import safe_open
 
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return vllm.refusals(adapter, file.keys())
+        return list(file.keys())
+
+
+def _vllm_image_note(beside_language_model: bool) -> str:
+    """What vLLM needs for an adapter of a model that reads images. `beside_language_model`: see
+    vllm.is_beside_language_model()."""
+    if beside_language_model:
+        begin = (
+            "This adapter changes the vision tower or the projector, too, and by default vLLM applies adapters to the "
+            "language model only. Some of its model classes take the rest with `--enable-tower-connector-lora`; with "
+            "others serve the merged model: `fxtune merge . ../merged`."
+        )
+    else:
+        begin = "This adapter changes the language model only, as vLLM expects by default."
+    return (
+        f"{begin} The names of its tensors are for the base that reads images. A base of the text-only class loads "
+        "the adapter in vLLM, too, and ignores it without a warning: compare an answer with and without the adapter."
+    )
+
+
+def _image_note(folder: Path, kind: Kind, base: str, adapter: bool, bounds: dict[str, Any]) -> list[str]:
+    """How to ask a model about an image. `bounds`: `min` and `max` of data.image_tokens."""
+    if not kind.reads_images or not (adapter or any(folder.glob(PROCESSORS))):
+        return []
+    names = {"min": "shortest_edge", "max": "longest_edge"}
+    sizes = [f'"{names[name]}": {bounds[name]} * side**2' for name in names if bounds.get(name)]
+    resize = [
+        "side = processor.image_processor.merge_size * processor.image_processor.patch_size  # pixels of a token",
+        f"size = {{**dict(processor.image_processor.size), {', '.join(sizes)}}}  # data.image_tokens of training",
+        "processor.image_processor.size = size",
+    ]
+    code = "\n".join(
+        [
+            "from transformers import AutoProcessor",
+            "",
+            f'processor = AutoProcessor.from_pretrained("{base or "BASE"}")'
+            if adapter
+            else "processor = AutoProcessor.from_pretrained(folder)",
+            *(["processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template"] * adapter),
+            *(resize if sizes else []),
+            'content = [{"type": "image", "image": "picture.png"}, {"type": "text", "text": "What is it?"}]',
+            "inputs = processor.apply_chat_template(",
+            '    [{"role": "user", "content": content}],',
+            '    add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",',
+            ").to(model.device, dtype=model.dtype)",
+            "written = model.generate(**inputs, max_new_tokens=64)",
+            'print(processor.decode(written[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))',
+            "",
+        ]
+    )
+    return [
+        f"With an image (`pip install pillow torchvision`):\n\n```python\n{code}```",
+        "In a terminal: `fxtune chat .`, and then `/image picture.png What is it?`",
+    ]
 
 
 def _vllm_note(adapter: dict[str, Any], refusals: list[str]) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fxtune.models.kinds.image_families import FAMILIES
+
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes, apart from 1."""
 REFUSED = {
@@ -29,6 +31,12 @@ EMBEDDINGS = ("embed_tokens", "lm_head")
 def max_rank(r: int) -> int | None:
     """The least value of --max-lora-rank for rank `r`; None above the largest."""
     return next((rank for rank in MAX_RANKS if rank >= r), None)
+
+
+def is_beside_language_model(tensors: Iterable[str]) -> bool:
+    """Whether some tensors of an adapter belong to a vision tower or a projector. `tensors`: their names."""
+    parts = [f".{part}." for family in FAMILIES.values() for part in (family.tower, *family.projector)]
+    return any(part in name for name in tensors for part in parts)
 
 
 def refusals(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import prepared_model, trained
+from support.processors import write_model, write_picture_rows
 from support.runs import history
 
 from fxtune.cli import evaluate
-from fxtune.data.config import OnOverlap, QuestionsConfig
+from fxtune.data.config import OnOverlap, QuestionsConfig, SourceConfig
 from fxtune.errors import ConfigError, NumbersError, StorageError
 from fxtune.export.save import save_model
 from fxtune.models import load as models
@@ -38,6 +39,25 @@ def test_the_figures_are_those_of_the_run(small, cwd, capsys):
     assert base["eval/loss"] > tuned["eval/loss"]
     assert f"{tuned['eval/loss']:.4f}" in capsys.readouterr().out
     assert [file for file in sorted(cwd.rglob("*")) if file not in ran] == [], "an evaluation writes nothing"
+
+
+def test_answers_about_images_are_those_of_the_run(small, cwd, capsys):
+    model, rows = write_model("qwen2_5_vl", cwd / "model"), write_picture_rows(cwd / "pictures", 9)
+    small.model, small.data.sequence_length = models.ModelConfig(path=str(model)), 128
+    small.data.sources = [SourceConfig(path=str(rows))]
+    small.data.questions = QuestionsConfig(path=str(rows), max_new_tokens=4)
+    small.data.on_overlap, small.data.eval_fraction = OnOverlap.keep, 0.0
+    small.run.dir, small.train.max_steps = str(cwd / "run"), 1
+    trainer.run(small)
+    answers = [json.loads(line) for line in (cwd / "run" / "answers_before.jsonl").read_text().splitlines()]
+    asked = [json.loads(line) for line in rows.read_text().splitlines()]
+    for row, given in list(zip(asked, answers, strict=True))[::3]:
+        row["messages"][-1]["content"] = given["answer"]
+    (cwd / "pictures" / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    small.data.questions.path = str(cwd / "pictures" / "asked.jsonl")
+    capsys.readouterr()
+    assert evaluate.run(small)["questions/exact_match"] == pytest.approx(1 / 3)
+    assert "<image>What is 1?" in capsys.readouterr().out
 
 
 def with_adapter(small, cwd, **changes):

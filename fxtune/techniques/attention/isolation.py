@@ -42,15 +42,20 @@ MOST_DOCUMENTS = 4
 _SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64, "pad_token_id": 0}
 
 
+def document_numbers(inputs: dict[str, Any]) -> torch.Tensor:
+    """int64 [rows, tokens]: which document of its row a token belongs to, from the arguments of a forward pass."""
+    positions: torch.Tensor = inputs["position_ids"]
+    positions = positions[0] if positions.dim() == 3 else positions  # before the axes of M-RoPE
+    return (positions == 0).long().cumsum(-1) - 1
+
+
 def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, float]:
     """Change the tokens of one document at a time. Returns the number of documents, the least by which a changed
     document's own logits moved, and the most by which the logits of others did.
 
     All forward passes have the same shape, so logits that depend on nothing else stay equal bit for bit.
     """
-    ids, positions = inputs["input_ids"], inputs["position_ids"]
-    positions = positions[0] if positions.dim() == 3 else positions  # before the axes of M-RoPE
-    document = (positions == 0).long().cumsum(-1) - 1
+    ids, document = inputs["input_ids"], document_numbers(inputs)
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     before = outputs(model, **inputs).float()
     leaked, moved = 0.0, float("inf")

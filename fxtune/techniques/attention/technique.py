@@ -193,7 +193,7 @@ class Attention(AttentionOptions, Technique):
                 some = self._by_auto and [*seen] == [implementation] and text.model_type not in isolation.PROVEN
                 acted = seen.get(implementation, 0) >= layers or some
                 evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
-            if (probe["position_ids"] == 0).sum() > 1:
+            if isolation.document_numbers(probe).any():
                 evidence.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).reads_images:
                     evidence.append(self._isolation_of_images(model.module))

@@ -19,6 +19,7 @@ Models that read images see the files that a line names before its prompt, or th
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import sys
@@ -320,7 +321,8 @@ def _divided(line: str) -> tuple[list[str], str]:
     stands in quotes, or has a backslash before each space. Raises RowError if a name is missing."""
     files = []
     while line.split(maxsplit=1)[:1] == [COMMAND]:
-        reader = shlex.shlex(line.removeprefix(COMMAND), posix=True)
+        rest = io.StringIO(line.removeprefix(COMMAND))
+        reader = shlex.shlex(rest, posix=True)
         reader.whitespace_split, reader.commenters = True, ""
         try:
             file = reader.get_token()
@@ -329,7 +331,7 @@ def _divided(line: str) -> tuple[list[str], str]:
         if not file:
             raise RowError(f"{COMMAND} takes the name of a file: {COMMAND} receipt.jpg What is the total?")
         files.append(os.path.abspath(os.path.expanduser(file)))
-        line = reader.instream.read().strip()
+        line = rest.read().strip()
     return files, line
 
 

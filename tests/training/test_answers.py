@@ -353,7 +353,7 @@ def test_answers_about_images_are_kept_with_small_pictures(tmp_path, vision):
     assert first["images"] == third["images"] != second["images"]
     assert first["images"][0]["name"] == "a.png"
     sizes = [pictures[f"{row['images'][0]['digest']}.jpg"] for row in (first, second)]
-    assert sizes == [(320, 213), (20, 30)]
+    assert sizes == [(256, 171), (20, 30)]
     assert len(pictures) == 2
     assert all(file.stat().st_size < LARGEST_PICTURE for file in run.glob("question_images/*.jpg"))
     assert AnswerEvaluation.open(data, tokenizer, run, images).answers == asked.answers

@@ -7,12 +7,12 @@ from io import BytesIO
 from fxtune.data.images.decode import decode
 from fxtune.data.images.reference import ImageReference
 
-SIDE = 320
+SIDE = 256
 """Pixels of the longer side, at most."""
 
 
 def thumbnail(reference: ImageReference) -> bytes:
-    """A JPEG of the whole upright image, of some 20 KB and at most 120. Raises RowError if the image has changed."""
+    """A JPEG of the whole upright image, of some 15 KB and at most 100. Raises RowError if the image has changed."""
     image, out = decode(reference.read()), BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(out, "JPEG", quality=85, subsampling=0)

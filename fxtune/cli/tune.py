@@ -140,7 +140,7 @@ def _survey_here(config: Config, with_data: bool) -> SearchContext:
         return context
     plan = builder.read()[1].training
     mean = max(int(plan.stream.segments.length.mean()), 1)
-    return replace(context, data=plan.fingerprint, document=1 << (mean - 1).bit_length())
+    return replace(context, facts=builder.facts, data=plan.fingerprint, document=1 << (mean - 1).bit_length())
 
 
 def planned_table(planned: Iterator[tuple[str, Candidate]]) -> Any:

@@ -245,6 +245,8 @@ class Plan:
 
     def images(self, step: int) -> ImageSizes:
         """The images of a step, on all ranks."""
+        if all(table.images is None for table in self.tables):
+            return NO_IMAGES
         return image_sizes(self.tables, self.row_sequence.spans(self._rows(step)[0]))
 
     def epoch_images(self) -> tuple[ImageSizes, int]:

@@ -44,6 +44,7 @@ high.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -197,7 +198,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
     # A tied weight has two gradients, which are added up.
     update = max(undone, trained.end if shape.tied and not freed else 0)
-    images = image_memory(facts, layer.number, shape.hidden)
+    images = image_memory(facts, plan, layer.number, shape.hidden)
     # A tower without gradients runs before the decoder; the backward pass of another one comes last.
     before = gradients if has_gradients(facts) and not held_on else 0
     return Need(
@@ -370,13 +371,22 @@ def _liger_runs(facts: Facts, kernel: str) -> bool:
 
 
 def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
-    """Bytes of weights, and of gradients and moments, on one rank. Adapters are whole on each."""
+    """Bytes of weights, and of gradients and moments, on one rank. Adapters and the parts for images are whole on
+    each."""
     weights, trained = _parameter_bytes(facts, shape)
     parts = facts.degrees.shard
-    if parts == 1 or not facts.techniques.lora.enabled:
-        return -(-weights // parts), Trained(*(-(-size // parts) for size in vars(trained).values()))
-    adapters = 4 * trained_parameters(facts)
-    return -(-(weights - adapters) // parts) + adapters, trained
+    if parts == 1:
+        return weights, trained
+    parameters = image_numbers(facts)
+    whole = BYTES.get(facts.dtype, 4) * (parameters.beside if parameters else 0)
+    if facts.techniques.lora.enabled:
+        whole += 4 * trained_parameters(facts)
+        return -(-(weights - whole) // parts) + whole, trained
+    images = parameters.images if parameters and facts.trains_images else 0
+    share = 1 / parts + (1 - 1 / parts) * images / trained_parameters(facts)
+    moments, gradients = (math.ceil(size * share) for size in (trained.moments, trained.gradients))
+    layer, end = (-(-size // parts) for size in (trained.layer, trained.end))
+    return -(-(weights - whole) // parts) + whole, Trained(moments, gradients, layer, end)
 
 
 def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:

@@ -32,7 +32,7 @@ from fxtune.techniques.estimate.memory import (
     unpacked_bytes,
 )
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
-from fxtune.techniques.estimate.tower import has_gradients, planned_cost
+from fxtune.techniques.estimate.tower import has_gradients, planned_cost, tower_level
 
 ROWS = 4096
 """An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
@@ -143,6 +143,8 @@ def micro_batch_seconds(
     layers = Shape.of(facts.text).layers
     both = layers * (layer.forward + layer.backward(trained) + _elementwise(facts)) + (2 + trained) * head
     training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + tower_seconds(facts, images)
+    if has_gradients(facts) and tower_level(plan) in ("input", "attention"):
+        training += tower_seconds(facts, images, trains=False)
     reference = forward_seconds(facts, supervised, attended, images) if forward_passes else 0.0
     return training + forward_passes * reference
 

@@ -8,8 +8,9 @@ Memory, in bytes for each position of the tower, with h, q and i for the widths 
 MLP. A frozen tower runs without gradient, on all images of a micro-batch at once, and before the decoder keeps
 anything. So its peak is one layer: the hidden states before and after a norm, and either queries, keys and values
 (with rotary embeddings also in float32, twice) or what the MLP makes. A tower with gradients keeps the inputs of its
-linears, norms and activations in each layer until the decoder's backward pass has ended. Pixels stay on the device for
-the whole step, beside the pixels of the next micro-batch, and the features for the forward pass.
+linears, norms and activations in each layer until the decoder's backward pass has ended, or less with checkpointing.
+Pixels stay on the device for the whole step, beside the pixels of the next micro-batch, and the features for the
+forward pass.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
 from fxtune.models.structure import beside_text, for_images, projectors, skeleton, towers
 from fxtune.techniques.estimate.matmuls import matmul_sizes, weight_flops
+from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.lora.targets import select
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
@@ -257,7 +259,15 @@ class ImageMemory:
     """What the tower adds while it runs, or in its backward pass."""
 
 
-def image_memory(facts: Facts, number: int, hidden: int) -> ImageMemory:
+def tower_level(plan: RecomputePlan) -> str:
+    """What the layers of a tower with gradients keep: as much as the decoder layer that keeps least, where the policy
+    is of the layers' operators (see Checkpointing)."""
+    if plan.mix:
+        return min((level for level, count in plan.mix if count), key=LEVELS.index, default="input")
+    return "everything" if plan.level == "budget" else plan.level
+
+
+def image_memory(facts: Facts, plan: RecomputePlan, number: int, hidden: int) -> ImageMemory:
     """Memory of the images of a micro-batch whose rows are all as full of images as the fullest. `number`: bytes of a
     number; `hidden`: width of the decoder."""
     numbers = image_numbers(facts)
@@ -270,8 +280,10 @@ def image_memory(facts: Facts, number: int, hidden: int) -> ImageMemory:
     held += features * hidden * number * shape.levels
     working = positions * _working_bytes(numbers, number)
     if has_gradients(facts):
-        kept = positions * _kept_bytes(numbers, number)
-        return ImageMemory(int(held + shape.layers * kept), int(2 * working))
+        kept = _kept_bytes(numbers, number)
+        level = tower_level(plan)
+        again = kept["everything"] if level != "everything" else 0
+        return ImageMemory(int(held + positions * shape.layers * kept[level]), int(2 * working + positions * again))
     return ImageMemory(int(held), int(max(working, pixels * number)))
 
 
@@ -283,8 +295,17 @@ def _working_bytes(numbers: ImageNumbers, number: int) -> float:
     return max(attention, number * (2 * h + (3 if numbers.is_gated else 2) * i))
 
 
-def _kept_bytes(numbers: ImageNumbers, number: int) -> float:
-    """Bytes for each position that a layer with gradients keeps."""
+def _kept_bytes(numbers: ImageNumbers, number: int) -> dict[str, int]:
+    """Bytes for each position that a layer with gradients keeps, by level. Levels of selective checkpointing keep the
+    results of products and of attention."""
     assert numbers.parts is not None
     h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
-    return number * (4 * h + 4 * q + (4 if numbers.is_gated else 2) * i)
+    products = 3 * h + 4 * q + (2 if numbers.is_gated else 1) * i
+    counts = {
+        "everything": 4 * h + 4 * q + (4 if numbers.is_gated else 2) * i,
+        "wide": products,
+        "narrow": products,
+        "attention": h + q,
+        "input": h,
+    }
+    return {level: number * count for level, count in counts.items()}

@@ -10,6 +10,7 @@ from support import image_models
 from support.image_models import CONFIGS, IMAGE_TOKEN
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import LoraOptions, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
@@ -177,27 +178,33 @@ def test_adapters_are_those_of_the_model(family, parts):
 def test_memory_of_a_frozen_tower_is_its_pixels_features_and_one_layer():
     """Qwen2.5-VL with 16 features, 64 patches of 96 numbers; h = q = 16, i = 24."""
     facts = facts_of("qwen2_5_vl", image_features=16)
-    found = image_memory(facts, 2, hidden=32)
+    found = image_memory(facts, RecomputePlan(), 2, hidden=32)
     assert found.held == 64 * 96 * PIXEL_BYTES * BATCHES + 16 * 32 * 2
     assert found.peak == 64 * (2 * 6 * 16 + 4 * 4 * 16)
     # Rows are as full as the fullest, and no fuller than rows.
-    assert image_memory(facts_of("qwen2_5_vl", image_features=16, micro_batch_size=2), 2, 32).peak == 2 * found.peak
-    assert image_memory(facts_of("qwen2_5_vl", image_features=100), 2, 32).peak == 4 * found.peak
-    assert image_memory(facts_of("qwen2_5_vl"), 2, 32).held == 0
+    assert (
+        image_memory(facts_of("qwen2_5_vl", image_features=16, micro_batch_size=2), RecomputePlan(), 2, 32).peak
+        == 2 * found.peak
+    )
+    assert image_memory(facts_of("qwen2_5_vl", image_features=100), RecomputePlan(), 2, 32).peak == 4 * found.peak
+    assert image_memory(facts_of("qwen2_5_vl"), RecomputePlan(), 2, 32).held == 0
     # Qwen3's decoder gets features for its layers, too.
-    deep = image_memory(facts_of("qwen3_vl", image_features=16), 2, hidden=32)
+    deep = image_memory(facts_of("qwen3_vl", image_features=16), RecomputePlan(), 2, hidden=32)
     assert deep.held == found.held + 16 * 32 * 2
 
 
 def test_a_tower_with_gradients_keeps_its_layers():
-    frozen = image_memory(facts_of("qwen2_5_vl", image_features=16), 2, 32)
+    frozen = image_memory(facts_of("qwen2_5_vl", image_features=16), RecomputePlan(), 2, 32)
     for facts in (
         facts_of("qwen2_5_vl", image_features=16, trains_images=True),
         facts_of("qwen2_5_vl", image_features=16, lora={"enabled": True, "vision": True}),
     ):
-        assert image_memory(facts, 2, 32).held == frozen.held + 2 * 64 * 2 * (8 * 16 + 4 * 24)
+        assert image_memory(facts, RecomputePlan(), 2, 32).held == frozen.held + 2 * 64 * 2 * (8 * 16 + 4 * 24)
+        assert image_memory(facts, RecomputePlan("input"), 2, 32).held == frozen.held + 2 * 64 * 2 * 16
+        mixed = RecomputePlan(mix=(("wide", 1), ("everything", 1)))
+        assert image_memory(facts, mixed, 2, 32).held == frozen.held + 2 * 64 * 2 * (7 * 16 + 2 * 24)
     projector = facts_of("qwen2_5_vl", image_features=16, lora={"enabled": True, "projector": True})
-    assert image_memory(projector, 2, 32) == frozen
+    assert image_memory(projector, RecomputePlan(), 2, 32) == frozen
 
 
 def test_images_add_to_the_peak_of_a_step():
@@ -208,3 +215,17 @@ def test_images_add_to_the_peak_of_a_step():
     assert with_images.passing == max(without.passing, with_images.tower) + with_images.images
     assert with_images.parts["images"] == with_images.images
     assert sum(with_images.parts.values()) == with_images.device
+
+
+def test_parts_for_images_are_whole_on_each_rank():
+    divided = Degrees(replicate=1, shard=2)
+    for more in ({}, {"trains_images": True}):
+        alone, shared, text = (
+            forecast(facts_of("gemma3", **{**more, **other}), RecomputePlan())
+            for other in ({}, {"degrees": divided}, {"degrees": divided, "trains_images": False})
+        )
+        beside = 2 * image_numbers(facts_of("gemma3")).beside
+        assert shared.weights - beside == pytest.approx((alone.weights - beside) / 2, abs=2)
+        if more:
+            trained = image_numbers(facts_of("gemma3")).images
+            assert shared.trained - text.trained == pytest.approx(6 * trained, rel=0.01)

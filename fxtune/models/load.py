@@ -34,7 +34,7 @@ from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import ModelSource, Origin, is_commit, locate_all
 from fxtune.system.library_log import take_loggers
-from fxtune.upstream.transformers import read_processor
+from fxtune.upstream.transformers import forget_conversions, read_processor
 
 FEW = 8
 """How many tokens an error lists."""
@@ -378,6 +378,7 @@ def fill(
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
+        forget_conversions(built.module)
         drawn_shards.draw(built.module, pieces, partial(weights.draw, hf_config, dtype, world, seed, code))
     else:
         shards.read(_found(model, built), built.module, pieces, world, str(model.path), elsewhere)

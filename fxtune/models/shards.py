@@ -13,8 +13,8 @@ For formats that cannot quantize a part of a matrix (nf4, int8), read_each() han
 A module whose weight is not stored as the files have it (fp8) is one that StoresRows.
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
-memory. The files must store weights as the architecture has them: families whose weights transformers converts while
-it reads them (experts of a mixture) are refused.
+memory. The files must store weights as the architecture has them, under its names or under older names that
+transformers knows: families whose weights transformers converts while it reads them (experts of a mixture) are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
 from fxtune.models.kinds.known import kind_of
 from fxtune.system.hub import Origin
-from fxtune.upstream.transformers import not_in_files
+from fxtune.upstream.transformers import find_conversions, not_in_files, renamed
 
 MARK = "stored_pieces"
 MXFP4 = CODES, SCALES = "_blocks", "_scales"
@@ -77,6 +77,7 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.zeros_like(buffer, device=world.device)
+    find_conversions(model)
     model.initialize_weights()  # computes the buffers; on parameters without memory it does nothing
     for name, parameter in model.named_parameters():
         setattr(parameter, MARK, [Piece(name, 0, tuple(parameter.shape))])
@@ -206,7 +207,9 @@ def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], p
             handle = opened.enter_context(safe_open(file, framework="pt"))
             stored.update(dict.fromkeys(handle.keys(), handle))
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        keys = {name: key for name in wanted if (key := _key(name, stored, base.base_model_prefix)) is not None}
+        names = {**{name: key for key, name in renamed(base, stored).items()}, **{key: key for key in stored}}
+        found = {name: _key(name, names, base.base_model_prefix) for name in wanted}
+        keys = {name: names[stored_as] for name, stored_as in found.items() if stored_as is not None}
         _require_fit(stored, wanted, keys, base, _place(origin, path))
 
         def rows(name: str, first: int, end: int) -> torch.Tensor:
@@ -216,9 +219,9 @@ def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], p
         yield rows
 
 
-def _key(name: str, stored: Mapping[str, Any], prefix: str) -> str | None:
-    """The key of a parameter in the files: its name, with or without the prefix of the decoder."""
-    return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in stored), None)
+def _key(name: str, names: Mapping[str, str], prefix: str) -> str | None:
+    """The key of a parameter among the `names` of tensors: its name, with or without the prefix of the decoder."""
+    return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in names), None)
 
 
 def _require_fit(
@@ -248,7 +251,7 @@ def _require_fit(
     if troubles:
         raise StorageError(
             f"{place} cannot be read row by row, which parallel.shard and quantized models larger than the memory "
-            f"need: each tensor must have its name in the architecture. {troubles}. Use a complete copy, saved by "
+            f"need: each tensor must be stored as in the architecture. {troubles}. Use a complete copy, saved by "
             "transformers; or parallel.shard=1 and a device or host that holds the model, if this family's weights "
             "are converted as they are read (experts of a mixture)."
         )

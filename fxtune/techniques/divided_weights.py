@@ -15,7 +15,7 @@ from fxtune.distributed.sharding import Sharding, shard
 from fxtune.distributed.world import World
 from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
-from fxtune.models.structure import decoder_layers, output_head, skeleton
+from fxtune.models.structure import decoder_layers, for_images, output_head, skeleton
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
@@ -54,13 +54,27 @@ def refusals(facts: Facts) -> Iterator[str]:
 
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:
-    """Divide the weights of a built model over the ranks, in place. Vectors and adapters stay whole on each."""
+    """Divide the weights of a built model over the ranks, in place. Vectors, adapters and the parts for images stay
+    whole on each: a rank whose micro-batch has no image passes by them, so it would gather nothing when others do."""
     embedding, head = model.get_input_embeddings(), output_head(model)
     shared = {id(parameter) for parameter in embedding.parameters()}
     tied = head is None or any(id(parameter) in shared for parameter in head.parameters())
-    whole = [parameter for parameter in model.parameters() if parameter.dim() < 2 or not parameter.is_meta]
+    images = {*for_images(model)}
+    whole = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.dim() < 2 or not parameter.is_meta or parameter in images
+    ]
+    if any(parameter.requires_grad for parameter in images):
+        embedding.register_forward_hook(_with_gradient)
     autocast = getattr(torch, precision.autocast.value) if precision.casts else None
     return shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast)
+
+
+def _with_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """Let the backward pass of a rank without images go through all layers, as it does where features of images have a
+    gradient: the ranks gather each layer together."""
+    return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
 def observe(model: nn.Module, world: World) -> Evidence:

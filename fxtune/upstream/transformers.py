@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,7 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
 # Names of tensors in a checkpoint's files.
 #
 # What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which
-#   undoes it; `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
+#   undoes it; get_model_conversion_mapping(), which says under which names older files have a model's tensors; `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
 # Gone: UnavailableError before files are read or written: other names would make files that nothing can load. With
@@ -183,6 +183,33 @@ def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     except ImportError as error:
         raise gone("core_model_loading.revert_weight_conversion") from error
     return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def find_conversions(model: Any) -> None:
+    """Keep with an empty model how its family's files differ from it, for renamed() and as_stored(): transformers does
+    not know a class that torch has divided. Without the mapping of the installed version: nothing."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return
+    model._weight_conversions = get_model_conversion_mapping(model)
+
+
+def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """The name in `model` of each tensor of its files that transformers renames as it reads them, by the tensor's name
+    in the files. Of find_conversions() only what renamed a tensor is kept, as from_pretrained() does."""
+    from transformers.core_model_loading import WeightRenaming
+
+    changes = [change for change in getattr(model, "_weight_conversions", None) or () if isinstance(change, WeightRenaming)]
+    found = {}
+    for key in stored:
+        name = key
+        for change in changes:
+            name = change.rename_source_key(name)[0]
+        if name != key:
+            found[key] = name
+    model._weight_conversions = [change for change in changes if change.was_used()]
+    return found
 
 
 def not_in_files(model: Any) -> list[str]:

@@ -164,7 +164,7 @@ class Kind(ABC):
 
     def image_probe(self, model: Any) -> dict[str, torch.Tensor]:
         """The arguments of a plain forward pass over image_row(). Empty if the model reads no images, its tower takes
-        no small image, or its weights have no memory yet or are divided over ranks."""
+        no small image, or its weights have no memory yet."""
         return {}
 
     @abstractmethod

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.distributed.chunks import is_divided
 from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.image_families import FAMILIES, Tensors, in_one_row
 from fxtune.models.kinds.tower_shape import TowerShape
@@ -168,7 +167,7 @@ class ImageDecoder(Decoder):
         return torch.tensor([ids], device=base.device), images
 
     def image_probe(self, model: Any) -> Tensors:
-        if any(weight.is_meta or is_divided(weight) for weight in model.parameters()):
+        if any(weight.is_meta for weight in model.parameters()):
             return {}
         try:
             ids, images = self.image_row(model)
@@ -196,7 +195,9 @@ def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _example(base: Any) -> Tensors:
-    """The tensors of a small image on the model's device."""
+    """The tensors of a small image on the tower's device."""
     given = FAMILIES[base.config.model_type].example(base.config)
     dtypes = {name: base.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in given.items()}
-    return {name: tensor.to(base.device, dtypes[name]) for name, tensor in given.items()}
+    tower = base.model.get_submodule(FAMILIES[base.config.model_type].tower)
+    device = next(tower.parameters()).device
+    return {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}

@@ -229,7 +229,7 @@ class Attention(AttentionOptions, Technique):
     def _isolation_of_images(model: Any) -> Evidence:
         kind = kind_of(model.config)
         if not kind.image_probe(model):
-            seen = "no image was tried: the tower does not run on a small one, or its weights are divided over ranks"
+            seen = "no image was tried: the tower does not run on a small one"
             return Evidence("attention", ISOLATED, seen, True)
         if not any(feature.any() for feature in kind.image_features(model)):
             seen = "all features of an image are 0, as a new projector of Gemma 3 makes them"

@@ -30,6 +30,7 @@ from fxtune.models.prepared import AdapterTargets, kinds
 from fxtune.models.structure import (
     backbone,
     decoder_layers,
+    for_images,
     is_named,
     output_head,
     projectors,
@@ -353,12 +354,13 @@ def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
         chosen.left["their module is never called"].append(path)
 
 
-def leave_unused(model: Any, chosen: AdapterTargets) -> None:
+def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> None:
     """Move modules of `chosen` that do not change the features of an image to `chosen.left`: a last layer that the
-    projector does not read, the head of a tower that was made to classify."""
+    projector does not read, the head of a tower that was made to classify. `device`: of the model, whose weights may
+    have no memory yet."""
     places = _Places(model)
     beside = [path for path in chosen.modules if places.is_beside(path)]
-    if not beside or next(model.parameters()).is_meta:
+    if not beside:
         return
     outputs: dict[str, torch.Tensor] = {}
 
@@ -371,7 +373,7 @@ def leave_unused(model: Any, chosen: AdapterTargets) -> None:
         for path in beside
     ]
     try:
-        with without_dropout(model), torch.enable_grad():
+        with _with_memory(model, device), without_dropout(model), torch.enable_grad():
             features = kind_of(model.config).image_features(model)
             total = torch.stack([feature.float().sum() for feature in features]).sum()
             gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
@@ -383,6 +385,26 @@ def leave_unused(model: Any, chosen: AdapterTargets) -> None:
         if path not in reached:
             chosen.modules.remove(path)
             chosen.left["no feature of an image depends on them"].append(path)
+
+
+@contextmanager
+def _with_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give parameters for images that are on the meta device zeros in this context."""
+    empty = {weight for weight in for_images(model) if weight.is_meta}
+    places = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight in empty
+    ]
+    try:
+        for module, name, weight in places:
+            zeros = torch.zeros_like(weight, device=device)
+            module._parameters[name] = nn.Parameter(zeros, requires_grad=weight.requires_grad)
+        yield
+    finally:
+        for module, name, weight in places:
+            module._parameters[name] = weight
 
 
 def _is_linear(module: nn.Module) -> bool:

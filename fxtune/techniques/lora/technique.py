@@ -155,7 +155,7 @@ class Lora(LoraOptions, Technique):
             trained_tokens.start_zero_rows(base, self.token_ids)
         with targets.calls_observed(base, chosen), running_on_text(base):
             before = probe_logits(base)
-        targets.leave_unused(base, chosen)
+        targets.leave_unused(base, chosen, world.device)
         model.targets = chosen
         model.base_answer = None if before.is_meta else BaseAnswer.of(base, before)
         try:

@@ -1,0 +1,98 @@
+"""Runs of two ranks on rows with and without images: one rank's micro-batch often has an image when the other's has
+none."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.harness import command
+from support.killing import Reference, tail
+from support.processors import write_model, write_picture_rows
+from support.ranks import ONE_THREAD
+from support.runs import losses
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+pytestmark = pytest.mark.slow
+ROWS = (
+    "model.init=pretrained",
+    "model.path=model",
+    "model.architecture={}",
+    "data.sources=[{path: pictures/rows.jsonl}]",
+    "data.packing=false",
+    "train.epochs=null",
+    "train.max_steps=5",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+    "checkpoint.every=2",
+)
+"""36 rows, of which each third has no image. In some steps no rank has an image."""
+TOWER = ("techniques.lora.vision=on", "techniques.lora.projector=on")
+FULL = ("techniques.lora.enabled=false", "optimizer.lr_vision=1e-3")
+LOWER = "techniques.lora.exclude_modules=[language_model.layers.0,language_model.layers.1,language_model.layers.2]"
+ADAPTER, MODEL = "adapter/adapter_model.safetensors", "model/model.safetensors"
+
+
+def made(folder: Path, family: str, *words: str) -> list[str]:
+    folder.mkdir()
+    write_model(family, folder / "model")
+    write_picture_rows(folder / "pictures")
+    return command(folder, *ROWS, *words)
+
+
+def deepened(folder: Path) -> None:
+    """Give the text model in `folder` four layers."""
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.num_hidden_layers = 4
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def assert_alike(one: Path, other: Path, tolerance: float) -> None:
+    assert losses(one / "run") == pytest.approx(losses(other / "run"), abs=tolerance)
+    file = next(file for file in (ADAPTER, MODEL) if (one / "run" / file).exists())
+    ours, theirs = load_file(one / "run" / file), load_file(other / "run" / file)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, atol=tolerance, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen2_5_vl", TOWER),
+        ("llava", FULL),
+        ("gemma3", (*TOWER, "train.global_batch_size=6")),
+        ("idefics3", (*FULL, "train.global_batch_size=6")),
+    ],
+)
+def test_two_ranks_learn_what_one_process_learns(family, words, ranks, forks, tmp_path):
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    Reference.of(forks, made(alone, family, *words), alone, **ONE_THREAD)
+    assert ranks.run(made(two, family, *words), two, **ONE_THREAD) == [0, 0], tail(two)
+    assert_alike(alone, two, 1e-5 if "train.global_batch_size=6" in words else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen2_5_vl", ()),
+        ("llava", TOWER),
+        ("gemma3", FULL),
+        ("internvl", (FULL[0], "train.global_batch_size=6")),
+    ],
+)
+def test_two_ranks_with_parts_of_the_weights_learn_what_one_process_learns(family, words, ranks, forks, tmp_path):
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    Reference.of(forks, made(alone, family, *words), alone, **ONE_THREAD)
+    assert ranks.run(made(two, family, *words, "parallel.shard=2"), two, **ONE_THREAD) == [0, 0], tail(two)
+    assert_alike(alone, two, 1e-4)
+
+
+def test_ranks_gather_lower_layers_together_where_only_images_have_a_gradient_there(ranks, tmp_path):
+    """The adapters of the tower are below layers without adapters."""
+    words = made(tmp_path / "run", "llava", *TOWER, LOWER, "parallel.shard=2")
+    deepened(tmp_path / "run" / "model")
+    assert ranks.run(words, tmp_path / "run") == [0, 0], tail(tmp_path / "run")

@@ -200,7 +200,9 @@ def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
     in the files. Of find_conversions() only what renamed a tensor is kept, as from_pretrained() does."""
     from transformers.core_model_loading import WeightRenaming
 
-    changes = [change for change in getattr(model, "_weight_conversions", None) or () if isinstance(change, WeightRenaming)]
+    changes = [
+        change for change in getattr(model, "_weight_conversions", None) or () if isinstance(change, WeightRenaming)
+    ]
     found = {}
     for key in stored:
         name = key

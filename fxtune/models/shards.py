@@ -14,7 +14,8 @@ A module whose weight is not stored as the files have it (fp8) is one that Store
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
 memory. The files must store weights as the architecture has them, under its names or under older names that
-transformers knows: families whose weights transformers converts while it reads them (experts of a mixture) are refused.
+transformers knows. Families whose weights transformers converts while it reads them (experts of a mixture) are
+refused.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
 # Names of tensors in a checkpoint's files.
 #
 # What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which
-#   undoes it; get_model_conversion_mapping(), which says under which names older files have a model's tensors; `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
+#   undoes it; get_model_conversion_mapping(), which says under which names older files have a model's tensors;
+#   `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
 # Gone: UnavailableError before files are read or written: other names would make files that nothing can load. With

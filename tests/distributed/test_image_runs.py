@@ -3,7 +3,6 @@ none."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest

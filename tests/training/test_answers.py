@@ -17,6 +17,7 @@ from support.sharded import run_ranks
 from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.reports.run_files import LARGEST_PICTURE
@@ -101,6 +102,37 @@ def test_batched_answers_about_images_are_those_of_plain_transformers_one_by_one
         new = ids[0, len(question.prompt) :]
         expected.append(tokenizer.decode(new, skip_special_tokens=True).strip())
     given = answer(prepared, tokenizer, asked, batch_size=len(asked), max_new_tokens=9, images=images)
+    assert given == expected
+    assert len(set(given)) > 3, "the prompts must matter, or this compares nothing"
+
+
+class _DrawnImages:
+    """In place of the processor: the images of a question are the tensors of a document of image_models."""
+
+    def __init__(self, config) -> None:
+        self.merge, self.rope_positions = kind_of(config).merge(config), kind_of(config).rope_positions(config)
+
+    def read(self, documents):
+        (document,) = documents
+        return document.images
+
+
+@pytest.mark.parametrize("family", slow_but(list(image_models.CONFIGS), "gemma4", "llava_onevision", "mistral3"))
+def test_each_family_answers_in_a_batch_as_alone(family):
+    model = image_models.model(family)
+    image_models.draw_for_answers(model)
+    parts = ([4, (1, 2), 5], [6], [3, (2, 2), 3, (1, 3), 6], [2, (3, 1), 17], [9])
+    documents = [image_models.document(family, model, own, seed) for seed, own in enumerate(parts)]
+    expected, asked = [], []
+    for document in documents:
+        ids = document.ids[None]
+        given = {"attention_mask": torch.ones_like(ids), **document.images, **image_models.type_ids(model, ids)}
+        written = model.generate(ids, **given, max_new_tokens=9, do_sample=False, eos_token_id=1, pad_token_id=0)
+        new = [token for token in written[0, ids.shape[1] :].tolist() if token != 1]
+        expected.append(TOKENIZER.decode(new, skip_special_tokens=True).strip())
+        asked.append(Question("?", document.ids.tolist(), "!", images=(document,) if document.images else ()))
+    images = _DrawnImages(model.config)
+    given = answer(PreparedModel(model), TOKENIZER, asked, batch_size=5, max_new_tokens=9, images=images)
     assert given == expected
     assert len(set(given)) > 3, "the prompts must matter, or this compares nothing"
 

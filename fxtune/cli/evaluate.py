@@ -82,7 +82,7 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
         partial(models.load_tokenizer, config.model, builder.settled.hf_config), "waiting for the tokenizer"
     )
     rows, accept = config.train.micro_batch_size, config.objective.accept
-    images = image_processor(config.model, data, tokenizer, builder.settled.hf_config)
+    images = image_processor(config.model, data, tokenizer, builder.settled.hf_config, builder.facts.dtype)
     prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, accept=accept, images=images)
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []

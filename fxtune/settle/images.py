@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fxtune.data.config import DataConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.models.kinds.known import kind_of
@@ -11,9 +13,10 @@ from fxtune.models.load import ModelConfig, load_config, load_processor
 
 
 def image_processor(
-    model: ModelConfig, data: DataConfig, tokenizer: Any, hf_config: Any = None
+    model: ModelConfig, data: DataConfig, tokenizer: Any, hf_config: Any = None, weights: str = "float32"
 ) -> ImageProcessor | None:
     """None for a model that reads no images, or has no files that say how. `hf_config`: by default of load_config().
+    `weights`: the dtype of the model's weights (Facts.dtype).
 
     Raises ConfigError if data.image_tokens does not act on the model, StorageError if the files cannot be read.
     """
@@ -23,6 +26,7 @@ def image_processor(
     if processor is None:
         data.image_tokens.require_unset()
         return None
-    made = ImageProcessor(processor, kind.merge(hf_config), kind.rope_positions(hf_config))
+    pixels = kind.pixel_dtype(hf_config, getattr(torch, weights))
+    made = ImageProcessor(processor, kind.merge(hf_config), kind.rope_positions(hf_config), pixels)
     made.bound(data.image_tokens.min, data.image_tokens.max)
     return made

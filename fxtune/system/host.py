@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -14,6 +15,8 @@ from fxtune.errors import StorageError
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Options of glibc's mallopt(), from malloc.h."""
 
 
 def memory() -> tuple[int, int]:
@@ -80,6 +83,18 @@ def cores() -> int:
             if quota > 0:  # version 1 writes -1, version 2 `max`, if there is no quota
                 allowed = min(allowed, math.ceil(quota / period))
     return allowed
+
+
+def reuse_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for its next requests (glibc; elsewhere nothing happens).
+
+    glibc returns a freed block of more than 32 MiB to the system, which has to clear its pages when they are needed
+    again. Decoding and copying photographs of 12 megapixels takes half of its time for that.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def process_age(process: int | str = "self") -> float:

@@ -132,7 +132,9 @@ class RunBuilder:
         tokenizer = self.world.main_first(
             partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
         )
-        read_images = partial(image_processor, config.model, config.data, tokenizer, self.settled.hf_config)
+        read_images = partial(
+            image_processor, config.model, config.data, tokenizer, self.settled.hf_config, self.facts.dtype
+        )
         prepare = partial(
             prepare_data,
             config.data,

@@ -11,6 +11,7 @@ from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.needs import unread_warnings
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
+from fxtune.data.batches.loader import settle_loader
 from fxtune.errors import StorageError
 from fxtune.system.startup import StartupTimer
 from fxtune.system.units import format_seconds
@@ -94,11 +95,18 @@ class RunLog:
 def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
     """Lines on the values chosen for `auto` and null, and on the data."""
     facts, device = builder.facts, builder.world.device
-    loader = config.loader.resolved(device, any(table.images is not None for table in data.tables))
+    loader, image_bytes = settle_loader(config.loader, builder.own(data.training), device)
     yield (
         f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned "
         f"memory {'on' if loader.pin_memory else 'off'}"
     )
+    wanted = config.loader.resolved(device, image_bytes > 0)
+    if (loader.num_workers, loader.prefetch_factor) != (wanted.num_workers, wanted.prefetch_factor):
+        yield (
+            f"{loader.num_workers} loader processes keep {loader.prefetch_factor} batches each ready, not "
+            f"{wanted.num_workers} and {wanted.prefetch_factor}: the images of a batch take {image_bytes / 1e6:,.0f} "
+            "MB, and those that are ready at most a quarter of the free memory and half of /dev/shm"
+        )
     yield from config.techniques.ignored_options()
     yield from unread_warnings(config)
     yield from builder.settled.notes

@@ -1,4 +1,5 @@
-"""Private parts of other libraries that fxtune uses, a module for each library; no other code of fxtune uses any.
+"""Private parts of other libraries that fxtune uses, a module for each library (transformers has two); no other code
+of fxtune uses any.
 
 Each entry says what it is, why no public way serves, and what happens in a version of the library without it.
 """

@@ -77,7 +77,7 @@ def write_rows(folder: Path, megapixels: float) -> tuple[Path, list[str]]:
         paths.append(str(folder / f"{number}.jpg"))
         shifted = np.roll(pixels, (number * 517, number * 731), (0, 1))
         Image.fromarray(shifted).save(paths[-1], quality=90)
-    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A picture."}]
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A picture. " * 27}]
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": turns, "images": [path]}) + "\n" for path in paths))
     return rows, paths

@@ -78,3 +78,25 @@ def test_cpu_quota_of_a_control_group_counts(tmp_path, monkeypatch, files):
     monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "self")
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(8)))
     assert host.cores() == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
+def test_freed_memory_is_used_again():
+    """A large block at the place of one that was freed needs no new pages."""
+    code = """
+import resource, sys
+from fxtune.system.host import reuse_freed_memory
+if sys.argv[1] == "reuse":
+    reuse_freed_memory()
+faults = []
+for _ in range(4):
+    block = b"x" * (64 << 20)
+    del block
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[0])
+"""
+    own, reused = (
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, cwd=ROOT).stdout)
+        for how in ("own", "reuse")
+    )
+    assert reused < own / 10

@@ -6,6 +6,7 @@ Files are read again for each use: the tensors of an image are many times as lar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,6 +16,25 @@ from fxtune.data.images.decode import decode
 from fxtune.data.images.processor import ImageProcessor, Tensors
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
+
+PROBED = 8
+"""Images of a micro-batch whose tensors are made to estimate the size of all."""
+
+
+def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndarray, length: np.ndarray) -> int:
+    """About how many bytes the tensors of the images of these documents take (BatchSpec has the arrays)."""
+    processor = next((table.image_processor for table in tables if table.images is not None), None)
+    parts = zip(source.tolist(), start.tolist(), length.tolist(), strict=True)
+    of_table = [(tables[at], tables[at].images_in(first, count)) for at, first, count in parts]
+    indices = list(chain.from_iterable([(table, index) for index in found] for table, found in of_table))
+    if processor is None or not indices:
+        return 0
+    probed = indices[:: -(-len(indices) // PROBED)]
+    try:
+        tensors = processor.merge([processor.blank_tensors([table.image(index).size]) for table, index in probed])
+    except RowError:  # the step with this image says so
+        return 0
+    return sum(tensor.nbytes for tensor in tensors.values()) * len(indices) // len(probed)
 
 
 class BatchImages:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import shutil
 import sys
 import threading
 import time
@@ -32,16 +33,22 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
+from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
-from fxtune.system.host import cores
+from fxtune.system.host import cores, memory, reuse_freed_memory
 from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.signals import leave_signals_to_main_process
 from fxtune.upstream.torch import end_workers, workers
 
 MAX_WORKER_DEATHS = 3
 """Deaths of workers in a run after which none is started."""
+MEMORY_SHARE = 0.25
+"""Of the memory that is free when the loader starts, for images of batches that are ready."""
+SHARED_SHARE = 0.5
+SHARED_MEMORY = Path("/dev/shm")
+"""Where workers put batches."""
 SHUTDOWN_SECONDS = 2.0
 """How long workers may take to end by themselves before they are killed; one may be reading from a slow disk."""
 
@@ -56,7 +63,8 @@ class LoaderConfig:
     persistent_workers: bool = True
     """Keep the workers of an evaluation for the next one."""
     prefetch_factor: int = field(default=4, metadata={"min": 1, "max": 1024})
-    """Batches that a worker keeps ready."""
+    """Batches that a worker keeps ready; fewer, and fewer workers, where their images would take more than a quarter
+    of the free memory or half of /dev/shm."""
 
     def resolved(self, device: torch.device, with_images: bool = False) -> LoaderConfig:
         """A copy with every null replaced by its value. Raises ConfigError for a setting that `device` cannot have."""
@@ -66,6 +74,31 @@ class LoaderConfig:
         most = 8 if with_images else 2
         workers = self.num_workers if self.num_workers is not None else min(most, cores() - 1) if cuda else 0
         return replace(self, num_workers=workers, pin_memory=cuda if self.pin_memory is None else self.pin_memory)
+
+    def bounded(self, batch_bytes: int, free: int, shared: int) -> LoaderConfig:
+        """A copy for batches of so many bytes, of which those that are ready take at most MEMORY_SHARE of `free`
+        memory and SHARED_SHARE of `shared` memory: a worker keeps fewer ready, or there are fewer workers."""
+        if not self.num_workers or not batch_bytes:
+            return self
+        room = int(min(free * MEMORY_SHARE, shared * SHARED_SHARE)) // batch_bytes
+        workers = min(self.num_workers, room)
+        return replace(
+            self, num_workers=workers, prefetch_factor=min(self.prefetch_factor, max(room // max(workers, 1), 1))
+        )
+
+
+def settle_loader(config: LoaderConfig, plan: Plan, device: torch.device) -> tuple[LoaderConfig, int]:
+    """(the loader of a plan on this machine, the bytes of images in one of its larger batches). Raises ConfigError as
+    resolved()."""
+    with_images = any(table.images is not None for table in plan.tables)
+    resolved = config.resolved(device, with_images)
+    if not with_images or not resolved.num_workers or not plan.steps:
+        return resolved, 0
+    specs = [plan.batch_spec(step, 0) for step in sorted({0, plan.steps // 2, plan.steps - 1})]
+    size = max(image_bytes(plan.tables, spec.source, spec.start, spec.length) for spec in specs)
+    free, shared = memory()[1], SHARED_MEMORY
+    space = shutil.disk_usage(shared).free if shared.is_dir() else free
+    return resolved.bounded(size, free // plan.sizes.ranks, space // plan.sizes.ranks), size
 
 
 @dataclass
@@ -86,8 +119,9 @@ class Loader:
 
     def __init__(self, plan: Plan, config: LoaderConfig, device: torch.device) -> None:
         self.plan = plan
-        self.config = config.resolved(device, any(table.images is not None for table in plan.tables))
+        self.config, _ = settle_loader(config, plan, device)
         self.device = device
+        self._with_images = any(table.images is not None for table in plan.tables)
         self._specs = _SpecSampler(plan)
         self._deaths = 0
         self._loader: Optional[DataLoader[Batch | DataError]] = self._make_loader(self.config.num_workers or 0)
@@ -138,7 +172,7 @@ class Loader:
         parallel: dict[str, Any] = dict(
             num_workers=workers,
             multiprocessing_context=_safe_context(),
-            worker_init_fn=partial(_init_worker, LIBRARY_LOG.file),
+            worker_init_fn=partial(_init_worker, LIBRARY_LOG.file, self._with_images),
             persistent_workers=self.config.persistent_workers,
             prefetch_factor=self.config.prefetch_factor,
         )
@@ -284,10 +318,12 @@ def _safe_context() -> Any:
     return context
 
 
-def _init_worker(log: Optional[Path], worker: int) -> None:
+def _init_worker(log: Optional[Path], with_images: bool, worker: int) -> None:
     # It also ends the worker with the main process. torch's watchdog would not: a worker's parent is the fork server.
     leave_signals_to_main_process()
     LIBRARY_LOG.collect_in_worker(log)
+    if with_images:
+        reuse_freed_memory()
     sys.excepthook = _ignore_broken_connection
 
 

@@ -36,8 +36,8 @@ from fxtune.data.read.row import Row, RowShard, converted, rename_columns, row_s
 from fxtune.data.read.text import text_rows
 from fxtune.errors import DataError, nearest
 
-SHARD_BYTES = 1 << 20
-"""Bytes that a worker takes at a time, about a second of work."""
+SHARD_BYTES, SHARD_BYTES_WITH_IMAGES = 1 << 20, 16 << 10
+"""Bytes that a worker takes at a time: about a second of work, or a hundred rows that name an image."""
 HEAD_ROWS = 100
 """Rows that are read to detect the format."""
 
@@ -90,18 +90,19 @@ class Source:
     def shards(self) -> Iterator[Shard]:
         """The pieces of the source, in order. A worker can read each; it has at most a few megabytes, or one row."""
         limit = self.config.limit
+        shard_bytes = SHARD_BYTES_WITH_IMAGES if self.keeps_images else SHARD_BYTES
         at_once = self.kind == "jsonl" and not self.parts
         if at_once and (limit is None or not any(file.compressed for file in self.files)):
             for file in self.files:
                 if file.compressed:
-                    yield from row_shards(self._read([file]), SHARD_BYTES)
+                    yield from row_shards(self._read([file]), shard_bytes)
                 else:
                     config = self.config
                     yield from line_shards(
-                        file.path, file.name, file.size, SHARD_BYTES, config.columns, self._converter
+                        file.path, file.name, file.size, shard_bytes, config.columns, self._converter
                     )
         else:
-            yield from row_shards(islice(self._read_parts(), limit), SHARD_BYTES)
+            yield from row_shards(islice(self._read_parts(), limit), shard_bytes)
 
     def rows(self) -> Iterator[Row]:
         """All rows in order, bad rows included."""

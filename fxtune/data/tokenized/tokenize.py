@@ -52,6 +52,8 @@ IMAGES_VERSION = 1
 """Part of the cache's key of a table for a model that reads images, as ENCODING_VERSION."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
+IN_PROCESS_SECONDS = 3.0
+"""After so long, workers take the rest of a small source for a model that reads images."""
 BATCH_ROWS = 256
 BATCH_BYTES = 512 << 10
 
@@ -242,21 +244,26 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
 
 def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Generator[tuple[EncodedShard, int]]:
     """(tokens of a shard, its size in bytes) for each shard in order, made in this process or in workers."""
-    workers = data.workers or cores()
+    workers, left = data.workers or cores(), source.shards()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
+        began = time.perf_counter()
         try:
-            for shard in source.shards():
+            for shard in left:
                 yield encode_shard(shard, encoder), shard.size
+                # A row with images takes as long as they do, and is short.
+                if encoder.images is not None and workers > 1 and time.perf_counter() - began > IN_PROCESS_SECONDS:
+                    break
+            else:
+                return
         except MemoryError as problem:
             raise HardwareError(
                 f"There is not enough memory to tokenize {source.name}. A row needs 300 times its size: split "
                 "the longest rows."
             ) from problem
-        return
     sizes: deque[int] = deque()
 
     def shards() -> Iterator[Shard]:
-        for shard in source.shards():
+        for shard in left:
             sizes.append(shard.size)
             yield shard
 

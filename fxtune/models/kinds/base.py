@@ -136,6 +136,10 @@ class Kind(ABC):
         """From the tensors of the images of each document to the tensors of a micro-batch. Picklable."""
         raise NotImplementedError(f"{type(self).__name__} reads no images")
 
+    def pixel_dtype(self, config: Any, weights: torch.dtype) -> torch.dtype:
+        """The dtype in which pixels can be delivered to a model with such weights for the same bits as in float32."""
+        return torch.float32
+
     def divided_images(
         self, model: Any, images: dict[str, torch.Tensor], documents: Sequence[torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:

@@ -127,6 +127,9 @@ class ImageDecoder(Decoder):
     def merge(self, config: Any) -> Callable[[Sequence[Tensors]], Tensors]:
         return FAMILIES[config.model_type].merge
 
+    def pixel_dtype(self, config: Any, weights: torch.dtype) -> torch.dtype:
+        return weights if FAMILIES[config.model_type].casts_pixels else torch.float32
+
     def divided_images(self, model: Any, images: Tensors, documents: Sequence[torch.Tensor]) -> list[Tensors]:
         base, family = _base(model), FAMILIES[model.config.model_type]
         with torch.no_grad():

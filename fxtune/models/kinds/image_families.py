@@ -83,6 +83,8 @@ class Family:
     divide: Callable[[Tensors, Sequence[int]], list[Tensors]] = divided
     token_types: str = ""
     """The argument of forward() that says which tokens are of an image."""
+    casts_pixels: bool = True
+    """Whether forward() brings the pixels to the dtype of the tower's weights before it computes with them."""
     m_rope: bool = False
     two_way: Callable[[Any], bool] = lambda config: False
     """From a config: whether the tokens of an image see each other."""
@@ -211,6 +213,7 @@ FAMILIES: dict[str, Family] = {
         "vision_tower",
         ("embed_vision",),
         example=_listed_patches,
+        casts_pixels=False,
         shape=_pooled,
         token_types="mm_token_type_ids",
         two_way=lambda config: config.text_config.use_bidirectional_attention == "vision",

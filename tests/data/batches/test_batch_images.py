@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from PIL import Image
 from support.processors import FAMILIES, processor
 
+from fxtune.data.batches import loader as loading
+from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.build import plan_training
-from fxtune.data.batches.loader import Loader, LoaderConfig
+from fxtune.data.batches.loader import Loader, LoaderConfig, settle_loader
 from fxtune.data.batches.shared_prompts import shared_tokens
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.tokenized import tokenize as tokenizing
+from fxtune.data.tokenized.process_pool import map_in_order
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
@@ -302,3 +307,69 @@ def test_documents_of_a_group_with_other_images_share_nothing_of_them(tmp_path, 
     table = table_of(qwen, path)
     second = table.placed_images(int(table.offsets[1]), int(table.offsets[2] - table.offsets[1]))[1]
     assert 0 < shared_tokens(table)[1] <= second.start
+
+
+def test_the_size_of_the_images_of_a_batch_is_known_before_any_is_decoded(tmp_path, images):
+    path = write_rows(tmp_path / "data", ROWS)
+    plan = plan_of(images, path)
+    for step in range(plan.steps):
+        spec, found = plan.batch_spec(step, 0), plan.batch(step, 0).images
+        expected = sum(tensor.nbytes for tensor in (found or {}).values())
+        assert image_bytes(plan.tables, spec.source, spec.start, spec.length) == expected
+
+
+def test_batches_that_are_ready_take_a_share_of_the_memory():
+    config = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=False)
+    plenty = 1 << 40
+    assert config.bounded(0, 0, 0) == config
+    assert config.bounded(100, plenty, plenty) == config
+    for size, free, shared in (
+        (100, 12_800, plenty),
+        (100, plenty, 6_400),
+        (100, 6_400, plenty),
+        (100, 1_700, plenty),
+    ):
+        bounded = config.bounded(size, free, shared)
+        ready = bounded.num_workers * bounded.prefetch_factor * size
+        assert 0 < ready <= min(free / 4, shared / 2)
+        assert bounded.num_workers == min(8, ready // size)
+    # The main process builds batches that /dev/shm cannot hold.
+    assert config.bounded(100, plenty, 100).num_workers == 0
+
+
+def test_a_loader_keeps_as_many_batches_ready_as_fit(tmp_path, qwen, monkeypatch):
+    plan = plan_of(qwen, write_rows(tmp_path / "data", ROWS))
+    config = LoaderConfig(num_workers=2, prefetch_factor=4)
+    _, size = settle_loader(config, plan, CPU)
+    monkeypatch.setattr(loading, "memory", lambda: (0, 4 * 3 * size))
+    settled, _ = settle_loader(config, plan, CPU)
+    assert (settled.num_workers, settled.prefetch_factor) == (2, 1)
+    loader = Loader(plan, config, CPU)
+    try:
+        assert len([batch for step in loader.steps() for batch in step.micro_batches]) == plan.steps
+    finally:
+        loader.close()
+
+
+def test_workers_take_the_rest_of_a_small_file_with_images(tmp_path, qwen, monkeypatch):
+    path = write_rows(tmp_path / "data", ROWS * 60)
+    expected = table_of(qwen, path)
+    assert path.stat().st_size < tokenizing.IN_PROCESS_BYTES
+    shards = []
+
+    def counted(setup, argument, tasks, processes):
+        for result in map_in_order(setup, argument, tasks, processes):
+            shards.append(len(result.lengths))
+            yield result
+
+    monkeypatch.setattr(tokenizing, "map_in_order", counted)
+    monkeypatch.setattr(tokenizing, "IN_PROCESS_SECONDS", 0.0)
+    data = replace(data_config(path), cache_dir=str(tmp_path / "other"), workers=2)
+    found = tokenize(data.sources[0], data, qwen.processor.tokenizer, progress=False, images=qwen)
+    assert 0 < sum(shards) < len(found), "the first rows were tokenized in this process"
+    assert found.fingerprint == expected.fingerprint
+    shards.clear()
+    monkeypatch.setattr(tokenizing, "IN_PROCESS_SECONDS", 600.0)
+    data = replace(data, cache_dir=str(tmp_path / "third"))
+    tokenize(data.sources[0], data, qwen.processor.tokenizer, progress=False, images=qwen)
+    assert not shards

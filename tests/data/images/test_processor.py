@@ -72,3 +72,20 @@ def test_the_key_of_the_cache_has_the_settings_of_the_processor(tmp_path):
     assert first.identity == second.identity
     second.processor.image_processor.size = {"shortest_edge": 784, "longest_edge": 8 * 784}
     assert first.identity != second.identity
+
+
+def test_pixels_of_another_dtype(images):
+    picture = Image.effect_noise((60, 40), 80).convert("RGB")
+    half = ImageProcessor(images.processor, pixels=torch.bfloat16).tensors([picture])
+    for name, tensor in images.tensors([picture]).items():
+        assert half[name].dtype == (torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+        assert torch.equal(half[name], tensor.to(half[name].dtype))
+
+
+def test_blank_tensors_are_those_of_black_images(images):
+    sizes = [(56, 84)]
+    black = images.tensors([Image.new("RGB", (width, height)) for height, width in sizes])
+    blank = images.blank_tensors(sizes)
+    assert blank.keys() == black.keys()
+    for name, tensor in black.items():
+        assert torch.equal(blank[name], tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import image_models
@@ -30,6 +32,22 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family, packed, back
     loss = LanguageModel(PreparedModel(model)).summed_loss(image_models.batch(model, rows, packed))
     assert abs(loss.item() - expected.item()) < 1e-5 * expected.item()
     assert_alike(gradients(model, loss), wanted)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_pixels_are_delivered_in_the_dtype_of_the_weights_for_the_same_bits(family):
+    model = image_models.model(family).bfloat16()
+    kind = kind_of(model.config)
+    dtype = kind.pixel_dtype(model.config, torch.bfloat16)
+    assert (dtype == torch.float32) == (family == "gemma4")
+    assert kind.pixel_dtype(model.config, torch.float32) == torch.float32
+    rows = [[image_models.document(family, model, [3, (2, 2), 3], 0)]]
+    whole = image_models.batch(model, rows)
+    cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in whole.images.items()}
+    language_model = LanguageModel(PreparedModel(model))
+    with torch.no_grad():
+        expected, found = (language_model.log_probs(batch) for batch in (whole, replace(whole, images=cast)))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -172,6 +172,34 @@ def remove_forward_hooks(module: nn.Module) -> None:
     module._forward_hooks.clear()
 
 
+def remove_recorders(module: nn.Module) -> None:
+    """Remove transformers' hooks on `module` and inside it that record results, such as attention's weights.
+
+    What: _forward_hooks of nn.Module.
+    Why: transformers installs them all as soon as one result is asked for (LLaVA asks for the tower's hidden states,
+    which a hook of a whole layer records), and torch.compile cannot trace them.
+    Gone: AttributeError in the proof before the first step, for towers of such families with techniques.compile.
+    """
+    for part in module.modules():
+        hooks = part._forward_hooks
+        for number in [key for key, hook in hooks.items() if hook.__module__ == "transformers.utils.output_capturing"]:
+            del hooks[number]
+
+
+def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, for compiled code that takes any size of all its dimensions but the last of several.
+
+    What: torch._dynamo.maybe_mark_dynamic, _is_view of tensors.
+    Why: torch.compile(dynamic=True) takes sizes for one that are equal by chance in the first call, and compiles again
+    when they differ. It also compiles for the size of the tensor that a view is part of, so a view is copied.
+    Gone: AttributeError in the proof before the first step, for models that read images with techniques.compile.
+    """
+    tensor = tensor.clone() if tensor._is_view() else tensor
+    for dimension in range(max(tensor.dim() - 1, 1)):
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    return tensor
+
+
 def end_workers(batches: Any) -> Callable[[], None] | None:
     """The function that ends the worker processes of a pass over a DataLoader; None if it has none.
 

@@ -156,9 +156,9 @@ class Kind(ABC):
         attention is causal in images, too."""
         return None
 
-    def image_features(self, model: Any) -> list[torch.Tensor]:
-        """What the towers and projectors make of a small image: the tensors that the decoder gets. The model, without
-        adapters or with adapters, must have weights."""
+    def image_features(self, model: Any, images: int = 1) -> list[torch.Tensor]:
+        """What the towers and projectors make of small images, all alike: the tensors that the decoder gets. The
+        model, without adapters or with adapters, must have weights."""
         return []
 
     def image_row(self, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

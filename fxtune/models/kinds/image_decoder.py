@@ -153,9 +153,10 @@ class ImageDecoder(Decoder):
         begins = inside & ~F.pad(inside, (1, -1))
         return torch.where(inside, begins.cumsum(-1), 0)
 
-    def image_features(self, model: Any) -> list[torch.Tensor]:
+    def image_features(self, model: Any, images: int = 1) -> list[torch.Tensor]:
         base = _base(model)
-        found = base.model.get_image_features(**_example(base), return_dict=True)
+        given = self.merge(base.config)([_example(base)] * images)
+        found = base.model.get_image_features(**given, return_dict=True)
         return [*_tensors([found.pooler_output, getattr(found, "deepstack_features", None) or ()])]
 
     def image_row(self, model: Any) -> tuple[torch.Tensor, Tensors]:

@@ -43,7 +43,7 @@ from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER
 from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
 from fxtune.techniques.attention.backends.sdpa import SDPA
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.upstream.transformers import attention_of, set_attention
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -229,8 +229,7 @@ class Attention(AttentionOptions, Technique):
     def _isolation_of_images(model: Any) -> Evidence:
         kind = kind_of(model.config)
         if not kind.image_probe(model):
-            seen = "no image was tried: the tower does not run on a small one"
-            return Evidence("attention", ISOLATED, seen, True)
+            return Evidence("attention", ISOLATED, NO_IMAGE, True)
         if not any(feature.any() for feature in kind.image_features(model)):
             seen = "all features of an image are 0, as a new projector of Gemma 3 makes them"
             return Evidence("attention", ISOLATED, seen, True)

@@ -27,14 +27,14 @@ from fxtune.errors import nearest
 from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton
+from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
-from fxtune.techniques.checkpointing.verify import Proof
+from fxtune.techniques.checkpointing.verify import Proof, tower_evidence
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
@@ -273,6 +273,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         plan = RecomputePlan.of(self)
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
+        self._wrap_tower(model.module)
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
             patch = upstream.with_activation_budget(self.budget)
             backbone(model.module).register_forward_pre_hook(lambda *_: patch.__enter__())
@@ -286,6 +287,24 @@ class Checkpointing(CheckpointingOptions, Technique):
             sizes = frozenset([*wide, sum(wide)])
             all_saved, pieces = self.offload_what is Offloaded.kept, world.context_ranks
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
+
+    def _wrap_tower(self, model: nn.Module) -> None:
+        """Let a tower that is trained keep as much as the decoder layer that keeps least. Its linears count by their
+        own names."""
+        options, layers = self._of_tower(model), tower_layers(model)
+        selects = options is not None and options.policy is Policy.selective
+        contexts = options._rule(layers).contexts() if options is not None and selects else None
+        for layer in layers if options is not None else ():
+            layer.forward = partial(_checkpointed, layer.forward, contexts)
+
+    def _of_tower(self, model: nn.Module) -> Checkpointing | None:
+        """The options for the layers of the tower; None if they keep everything, or have nothing to keep."""
+        layers = tower_layers(model)
+        if not any(weight.requires_grad for layer in layers for weight in layer.parameters()):
+            return None
+        least = next((level for level in LEVELS if self.mix.get(level)), "")
+        options = self._uniform(least, ()) if least else self
+        return replace(options, mlp_tiles=1) if options.policy in (Policy.selective, Policy.full) else None
 
     def _by_level(self, layers: list[nn.Module]) -> dict[str, Checkpointing]:
         """For each level of RecomputePlan.levels(), the options of its layers."""
@@ -359,6 +378,10 @@ class Checkpointing(CheckpointingOptions, Technique):
         yield from Proof(model, probe, RecomputePlan.of(self), rules, [*self.save, *self.recompute]).evidence(
             description
         )
+        if (options := self._of_tower(model.module)) is not None:
+            of_tower = tower_layers(model.module)
+            rule = Rule(()) if options.policy is Policy.full else options._rule(of_tower)
+            yield tower_evidence(model.module, of_tower, rule)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from fxtune.distributed.chunks import is_divided
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, outputs, without_dropout
+from fxtune.models.structure import backbone, beside_text, decoder_layers, outputs, without_dropout
 from fxtune.system.nested import leaves
-from fxtune.techniques.base import Evidence
+from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
 from fxtune.techniques.estimate.recomputation import RecomputePlan
@@ -65,8 +66,11 @@ class Proof:
         self.layers, self.tokens = decoder_layers(model), probe["input_ids"].numel()
         self.levels, self.sending = plan.levels(len(self.layers)), plan.sending(len(self.layers))
         self.layer_tokens = self.tokens * len(self.layers)
+        beside = {id(parameter) for parameter in beside_text(model)}
         self.trained = next(
-            parameter for parameter in model.parameters() if parameter.requires_grad and not is_divided(parameter)
+            parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad and not is_divided(parameter) and id(parameter) not in beside
         )
         self.counts = Counts([rules[level] for level in self.levels])
 
@@ -220,6 +224,26 @@ class Proof:
             " or ".join(f"{forward} forward and {again} again" for forward, again in tile_calls),
             fits and any(again for _, again in tile_calls),
         )
+
+
+def tower_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
+    """Whether the layers of a tower that is trained run again in the backward pass of a small image. A projector may
+    not read the last ones."""
+    kind, asked = kind_of(model.config), f"{len(layers)} layers of the tower recomputed"
+    if not kind.image_probe(model):
+        return _evidence(asked, NO_IMAGE, True)
+    trained = [weight for layer in layers for weight in layer.parameters() if weight.requires_grad]
+    counts = Counts([rule] * len(layers))
+
+    def forward() -> torch.Tensor:
+        return torch.stack([feature.float().mean() for feature in kind.image_features(model)]).sum()
+
+    with without_dropout(model):
+        counts.run(layers, forward, lambda total: torch.autograd.grad(total, trained, allow_unused=True))
+    twice = sum(calls > 1 for calls in counts.first)
+    again = sorted({name for name, count in counts.all() if count.saved and count.recomputed})
+    note = f", and {', '.join(again)} ran again" if again else ""
+    return _evidence(asked, f"{twice} ran twice{note}", twice >= max(1, len(layers) - 1) and not again)
 
 
 class Counts(upstream.TorchDispatchMode):

@@ -26,6 +26,10 @@ from fxtune.upstream import torch as upstream
 
 METRICS_LIMIT = 4096
 """Compilations whose metrics torch keeps; its default is 64."""
+TOWER = "of images"
+"""Stands for the shape of rows where layers of a tower are compiled."""
+VARIANTS = 4
+"""How many times max_recompiles is allowed there: for one image and for several, and for the proof's arguments."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class CompileReport:
     recompiles: list[str]
     """One line for each reason: which function, why, how many times."""
     lengths: dict[str, int]
-    """Graphs by the shape of the rows, such as `1x4096`."""
+    """Graphs by the shape of the rows, such as `1x4096`; TOWER for images of any size."""
     seconds: float
     """Spent compiling forward and backward, including loading from disk."""
     from_disk: int
@@ -112,6 +116,13 @@ class CompileMonitor:
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """compiled(...). Raises ConfigError if it cannot be compiled as the recipe says, or if a limit is exceeded."""
+        return self._call(_shape(args, kwargs), compiled, *args, **kwargs)
+
+    def call_in_tower(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """call() for a layer of a tower, whose graph serves images of all sizes."""
+        return self._call(TOWER, compiled, *args, **kwargs)
+
+    def _call(self, shape: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stats, reasons = upstream.counters()["stats"], upstream.graph_breaks()
         graphs_before, breaks_before, begun = stats["unique_graphs"], len(reasons), time.time()
         _UNKNOWN_WRITES.take()  # left by another function
@@ -128,7 +139,7 @@ class CompileMonitor:
             raise ConfigError(message)
         if stats["unique_graphs"] != graphs_before or len(reasons) != breaks_before:
             self.graphs += stats["unique_graphs"] - graphs_before
-            self._count(_shape(args, kwargs), reasons[breaks_before:], begun)
+            self._count(shape, reasons[breaks_before:], begun)
             self._check_limits()
         return result
 
@@ -179,8 +190,8 @@ class CompileMonitor:
                 f"techniques.compile.max_graph_breaks={self.max_graph_breaks}, and there are graph breaks at "
                 f"{len(self.breaks)} places:\n{places}\nChange the code there, or raise this limit."
             )
-        shape, graphs = self.lengths.most_common(1)[0]
-        if graphs - 1 > self.max_recompiles:
+        shape, graphs = max(self.lengths.items(), key=lambda item: item[1] / (VARIANTS if item[0] == TOWER else 1))
+        if graphs - 1 > self.max_recompiles * (VARIANTS if shape == TOWER else 1):
             raise ConfigError(
                 f"techniques.compile.max_recompiles={self.max_recompiles}, and rows of {shape} were compiled again "
                 f"{graphs - 1} times:\n{self._reasons()}\nA value in a guard changes from call to call: keep it "

@@ -9,9 +9,13 @@ decoder as CUDA graphs. The head and the loss are not compiled. Parameter names 
 if the device finishes a layer before the host has launched the next one; `auto` decides by the layer's arithmetic
 (LAUNCH_SECONDS). All shapes must be static, and the host must not read from the device.
 
-Shapes are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a recompilation
-costs time and changes no number, so nobody would notice: it is reported with its place and reason (report.py), and the
-run fails beyond `max_graph_breaks` and `max_recompiles`.
+Layers of a tower for images are compiled by layer, too, with one graph for images of all sizes: a micro-batch has a
+different number of patches each time. A tower whose attention splits by images on the host stays as it is
+(attention/tower.py). A tower without a trained parameter runs without gradient, so evaluation uses the same graph.
+
+Shapes of rows are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a
+recompilation costs time and changes no number, so nobody would notice: it is reported with its place and reason
+(report.py), and the run fails beyond `max_graph_breaks` and `max_recompiles`.
 
 CUDA graphs write their results to the same memory each time. So each call of a decoder is marked as a new step, and
 gradients are added to memory that the optimizer owns (`keep_gradients`): torch would take the recorded backward pass's
@@ -40,13 +44,14 @@ from fxtune.errors import ConfigError, UnavailableError
 from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
+from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers, towers, without_dropout
 from fxtune.system.compiler_cache import use_cache_folder
 from fxtune.system.facts import c_compiler
-from fxtune.techniques.attention import recurrent
+from fxtune.techniques.attention import recurrent, tower
 from fxtune.techniques.attention.backends.registry import BACKENDS
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
@@ -198,6 +203,14 @@ class Compile(CompileOptions, Technique):
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
             part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
+        self._compile_tower(model.module)
+
+    def _compile_tower(self, model: nn.Module) -> None:
+        # CUDA graphs would record each number of patches.
+        mode = "default" if self.mode is CompileMode.reduce_overhead else MODES[self.mode.value]
+        for layer in _in_tower(model):
+            compiled: Callable[..., Any] = torch.compile(layer.forward, mode=mode, fullgraph=self.fullgraph)
+            layer.forward = _TowerLayer(layer, partial(self._monitor.call_in_tower, compiled))
 
     def _parts(self, model: nn.Module) -> list[nn.Module]:
         return decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]
@@ -243,6 +256,8 @@ class Compile(CompileOptions, Technique):
             f"{entries} entries into compiled code in one forward, {new_graphs} graphs compiled again",
             entries >= parts and new_graphs == 0,
         )
+        if layers := _in_tower(model):
+            yield self._observe_tower(model, len(layers))
         report = self.report()
         yield evidence(
             f"at most {self.max_graph_breaks} graph breaks",
@@ -257,9 +272,58 @@ class Compile(CompileOptions, Technique):
                 report.skipped_cuda_graphs == 0,
             )
 
+    def _observe_tower(self, model: Any, layers: int) -> Evidence:
+        """Two passes of two small images: code for a batch of one image would be for one alone."""
+        kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the tower runs compiled code"
+        with torch.compiler.set_stance("force_eager"):
+            if not kind.image_probe(model):
+                return Evidence("compile", asked, NO_IMAGE, True)
+        with without_dropout(model), torch.enable_grad():
+            kind.image_features(model, 2)
+            graphs_before = stats["unique_graphs"]
+            with torch.autograd.profiler.profile(use_kineto=False) as profile:
+                kind.image_features(model, 2)
+        new_graphs = stats["unique_graphs"] - graphs_before
+        entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+        seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"
+        return Evidence("compile", asked, seen, entries >= layers and new_graphs == 0)
+
     def _new_monitor(self) -> CompileMonitor:
         scope = "layer" if self.scope is Scope.layers else "decoder"
         return CompileMonitor(scope, self.mode.value, self.max_graph_breaks, self.max_recompiles)
+
+
+def _in_tower(model: nn.Module) -> list[nn.Module]:
+    """The layers of towers that can be compiled: without attention that splits by images on the host."""
+    if any(tower.takes_bounds(part) and not tower.attends_at_once(part) for part in towers(model)):
+        return []
+    return tower_layers(model)
+
+
+class _TowerLayer:
+    """A call of a layer's compiled code, with images of any size, and without gradient if nothing needs it: compiled
+    code is for one of the two."""
+
+    def __init__(self, layer: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.compiled, self.called = compiled, False
+        self.parts = list(layer.children())
+        self.trained = any(weight.requires_grad for weight in layer.parameters())
+
+    def __call__(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.called:  # transformers installs its hooks when the tower first runs
+            for part in self.parts:
+                upstream.remove_recorders(part)
+            self.called = True
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (self.trained or states.requires_grad)):
+            return self.compiled(*_of_any_size((states, *args)), **_of_any_size(kwargs))
+
+
+def _of_any_size(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return upstream.of_any_size(values)
+    if isinstance(values, dict):
+        return {name: _of_any_size(value) for name, value in values.items()}
+    return type(values)(map(_of_any_size, values)) if type(values) in (list, tuple) else values
 
 
 def _layer_seconds(facts: Facts) -> float:

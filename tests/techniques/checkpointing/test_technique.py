@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support import image_models
 from support.architectures import CPU, FAMILIES, built, facts_of, lora, random_model
 from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
@@ -19,7 +20,9 @@ from support.forecasts import TECHNIQUES, card
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
-from fxtune.models.structure import decoder_layers
+from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import decoder_layers, tower_layers
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -377,3 +380,30 @@ def test_options_chosen_by_auto_are_valid_in_a_recipe(gib, length):
     need = forecast(facts, RecomputePlan.of(again))
     assert f"{need.device / GIB:.1f} of {gib}.0 GiB free" in why
     assert f"{need.host / GIB:.1f} GiB of host memory" in why
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": Policy.selective}, NARROW], ids=["full", "selective", "narrow"])
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "gemma3", "smolvlm", "llava"], "qwen2_5_vl", "llava"))
+def test_a_trained_tower_is_checkpointed_too(family, options):
+    model, results = image_models.recipe(family), []
+    for pipeline in (lora(vision=True), checkpointed(lora(vision=True), **options)):
+        adapted = with_random_lora_b(built(pipeline, model))
+        image_models.draw(adapted)  # a new projector of Gemma 3 is 0
+        batch = image_models.batch(adapted, [image_models.documents(family, adapted.get_base_model())])
+        loss = LanguageModel(PreparedModel(adapted)).summed_loss(batch)
+        results.append(image_models.gradients(adapted, loss))
+    plain, saved = results
+    assert any("vision" in name or "visual" in name for name in plain)
+    assert plain.keys() == saved.keys()
+    assert all(torch.equal(saved[name], plain[name]) for name in plain)
+    evidence = [*pipeline.checkpointing.verify(PreparedModel(adapted), make_probe(adapted))]
+    assert all(observation.acted for observation in evidence), evidence
+    assert sum("tower" in observation.asked for observation in evidence) == 1
+
+
+def test_a_frozen_tower_is_not_checkpointed():
+    pipeline = checkpointed(lora())
+    adapted = built(pipeline, image_models.recipe("qwen2_5_vl"))
+    assert not any("forward" in vars(layer) for layer in tower_layers(adapted))
+    evidence = pipeline.checkpointing.verify(PreparedModel(adapted), make_probe(adapted))
+    assert not any("tower" in observation.asked for observation in evidence)

@@ -12,7 +12,8 @@ import re
 
 import pytest
 import torch
-from support.architectures import built, enable, facts_of, lora, prepared_model, random_model
+from support import image_models
+from support.architectures import CPU, built, enable, facts_of, lora, prepared_model, random_model
 from support.cases import slow_but
 from support.compiled import compiled, learn, row
 from support.runs import history
@@ -20,8 +21,13 @@ from support.runs import history
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import tower_layers, towers
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.attention import tower
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.compile.report import TOWER
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.pipeline import make_probe
 from fxtune.tracking.tracker import DisplayKind
@@ -316,3 +322,41 @@ def test_head_without_recomputed_dropout_is_recorded():
 def test_recorded_passes_keep_gradients_in_place():
     assert Compile(enabled=True, cuda_graphs=Switch.on).keep_gradients
     assert not Compile(cuda_graphs=Switch.on).records
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl", "pixtral", "llava_onevision"], "qwen2_5_vl"))
+def test_one_graph_of_a_tower_serves_images_of_all_sizes(family, quick):
+    model, plain = image_models.model(family), image_models.model(family)
+    replace_patch_embeddings(model)
+    tower.prepare(model)
+    for part in towers(model):
+        part.requires_grad_(False)
+        if tower.takes_bounds(part):
+            tower.call(part, "fxtune_tower_flash4")
+    technique, prepared = Compile(enabled=True), PreparedModel(model, reads_sizes_on_host=True)
+    technique.apply(prepared, CPU)
+    evidence = technique.verify(prepared, make_probe(model))
+    assert [seen.acted for seen in evidence if "tower" in seen.asked] == [True]
+    language_model = LanguageModel(prepared)
+    shown = image_models.documents(family, model)
+    graphs = []
+    for documents in (shown, shown[2:], shown[:1] * 3, shown[:4] * 2):
+        batch = image_models.batch(model, [documents])
+        loss = language_model.summed_loss(batch)
+        loss.backward()
+        with torch.no_grad():
+            language_model.summed_loss(batch)
+        expected = image_models.plain_loss(plain, documents).item()
+        assert abs(loss.item() - expected) < 1e-5 * expected
+        graphs.append(technique.report().lengths[TOWER])
+    # One is of the proof, which gives fewer arguments, and one of the first bound of lengths.
+    assert graphs[0] <= 3
+    assert len(set(graphs)) == 1, technique.report().recompiles
+
+
+def test_a_tower_that_splits_by_images_is_left_as_it_is(quick):
+    model = image_models.model("qwen2_5_vl")
+    technique = Compile(enabled=True)
+    technique.apply(PreparedModel(model), CPU)
+    assert not any("forward" in vars(layer) for layer in tower_layers(model))
+    assert not any("tower" in seen.asked for seen in technique.verify(PreparedModel(model), make_probe(model)))

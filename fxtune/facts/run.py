@@ -35,6 +35,8 @@ class Facts(MachineFacts):
     micro_batch_size: int = 1
     image_features: int = 0
     """Tokens of the row with the most features of images that are such features; known when the data is read."""
+    images_see_both_ways: bool = False
+    """Whether the tokens of an image see each other in this model."""
     trains_images: bool = False
     """Whether full fine-tuning trains the parts for images, too."""
     optimizer: str = "adamw"

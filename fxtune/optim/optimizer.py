@@ -85,7 +85,11 @@ class Optimizer:
             [own for own in names if (self.divided.get(own, own) in of_images) is chosen] for chosen in (False, True)
         ]
         groups = [[own] for own in names] if self.rounds or one_by_one else [own for own in by_rate if own]
-        self.parts = [part for group in groups for part in _library_optimizers(model, config, group, rows, sharding)]
+        self.parts = []
+        for group in groups:
+            # The parts for images are whole on each rank.
+            divided = {} if of_images.intersection(group) else rows
+            self.parts += _library_optimizers(model, config, group, divided, sharding)
         self.rates = dict.fromkeys(self.parts, 1.0)
         """The learning rate of each part, as a multiple of step()'s."""
         for part in self.parts if of_images else ():
@@ -260,7 +264,7 @@ class Optimizer:
         """
         if self.averaging is None:
             return {}
-        states = {parameter: part.state.get(parameter, {}) for part in self.parts for parameter in self.names}
+        states = {parameter: part.state[parameter] for part in self.parts for parameter in part.state}
         return {
             parameter: torch.lerp(parameter, state["z"].to(parameter.device), 1 - 1 / self.averaging)
             for parameter, state in states.items()

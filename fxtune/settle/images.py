@@ -1,15 +1,19 @@
-"""The processor of a model that reads images, with the tokenizer and the settings of a run."""
+"""What images of rows need of a run: the processor of the model, and what is refused once the data is read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from fxtune.config.root import Config
 from fxtune.data.config import DataConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig, load_config, load_processor
+from fxtune.techniques.pipeline import Pipeline
 
 
 def image_processor(
@@ -30,3 +34,29 @@ def image_processor(
     made = ImageProcessor(processor, kind.merge(hf_config), kind.rope_positions(hf_config), pixels)
     made.bound(data.image_tokens.min, data.image_tokens.max)
     return made
+
+
+def refusals(config: Config, techniques: Pipeline, facts: Facts, has_images: bool) -> Iterator[str]:
+    """Yield each reason, with its key, why a run cannot train on rows that have images, or that have none, worded as
+    what to change. `facts`: with what the data has told."""
+    if not has_images:
+        asked = {
+            "techniques.lora.vision": techniques.lora.enabled and techniques.lora.vision,
+            "techniques.lora.projector": techniques.lora.enabled and techniques.lora.projector,
+            "optimizer.lr_vision": config.optimizer.lr_vision is not None,
+        }
+        if keys := [key for key, is_asked in asked.items() if is_asked]:
+            yield f"{', '.join(keys)}: no row of data.sources has an image, so nothing trains. Leave out, or add images."
+        return
+    if facts.degrees.context > 1:
+        yield "parallel.context: rows with images cannot be cut into pieces. Set it to 1."
+    if facts.images_see_both_ways and facts.shares_prompts:
+        yield (
+            f"data.share_prompts: true, but the tokens of an image in {facts.model.get('model_type')} see each other, "
+            "which needs the prompt of each answer in its row. Set it to false."
+        )
+    yield from (
+        f"techniques.attention.{reason}"
+        for reason in techniques.attention.check(facts)
+        if facts.images_see_both_ways and techniques.attention.enabled
+    )

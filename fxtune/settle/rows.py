@@ -11,6 +11,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import Dynamic, Switch
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.kinds.known import kind_of
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.optim.optimizer import undo_limit
 from fxtune.system.facts import MachineFacts
@@ -26,6 +27,7 @@ def decide_rows(
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),
+        images_see_both_ways=kind_of(hf_config).sees_both_ways(hf_config),
         head=config.objective.needs.head,
         reads_groups=config.objective.needs.reads_groups,
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
@@ -60,6 +62,11 @@ def decide_rows(
     facts = replace(facts, packing=data.packs, rows=data.row_lengths())
     if data.share_prompts == AUTO:
         why = why_whole(config, facts)
+        if facts.images_see_both_ways and not why and config.objective.needs.are_pairs:
+            why = (
+                f"the tokens of an image in {hf_config.model_type} see each other, which needs the prompt of each "
+                "answer in its row (rows without images can share: true)"
+            )
         data = replace(data, share_prompts=config.objective.needs.are_pairs and why is None)
         note += [f"share_prompts: off, because {why}"] if why else []
     return data, note, replace(facts, shares_prompts=data.shares_prompts)

@@ -45,6 +45,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.plugins import OBJECTIVES
 from fxtune.settle.images import image_processor
+from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
@@ -152,6 +153,9 @@ class RunBuilder:
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
         self.settled = self.settled.with_images(data.training.epoch_images()[1], not self.keeps_decisions)
+        has_images = any(table.images is not None for table in data.training.tables)
+        if reasons := list(image_refusals(self.config, self.techniques, self.facts, has_images)):
+            raise ConfigError("\n".join(reasons))
         added, notes = config.model.add_tokens, list[str]()
         if added or self.techniques.lora.train_tokens == AUTO:
             self.special_tokens = used_special_tokens(data.tables, tokenizer)

@@ -269,7 +269,8 @@ def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
 
     Raises KeyError if transformers has none for this config, and else what transformers raises.
     """
-    from transformers import AutoImageProcessor
+    # From its module: transformers 5.17 has only a stand-in for it at the top where torchvision is missing.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     from fxtune.upstream.image_processing import with_fewer_passes

@@ -80,7 +80,7 @@ def test_two_ranks_learn_what_one_process_learns(family, words, ranks, forks, tm
         ("qwen2_5_vl", ()),
         ("llava", TOWER),
         ("gemma3", FULL),
-        ("internvl", (FULL[0], "train.global_batch_size=6")),
+        ("internvl", (*FULL, "optimizer.name=muon", "train.global_batch_size=6")),
     ],
 )
 def test_two_ranks_with_parts_of_the_weights_learn_what_one_process_learns(family, words, ranks, forks, tmp_path):

@@ -1,5 +1,7 @@
 """Optimizers: each against its definition, with non-finite steps, and through a checkpoint, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import image_models
@@ -323,6 +325,41 @@ def test_parts_for_images_have_a_learning_rate_of_their_own():
     for name, weight in model.named_parameters():
         rate = 0.01 if ".visual." in name else 0.05
         torch.testing.assert_close(weight, before[name] - rate * gradients[name])
+
+
+@pytest.mark.parametrize("name", [OptimizerName.muon, OptimizerName.adamw_schedulefree])
+def test_each_weight_of_a_model_with_a_learning_rate_for_images_is_updated_once(name):
+    """As by one optimizer for the decoder and another one for the parts for images."""
+    if name is OptimizerName.adamw_schedulefree:
+        pytest.importorskip("schedulefree")
+
+    def trained(*, two: bool):
+        recipe = image_models.recipe("llava")
+        prepared = Pipeline().build(recipe, load_config(recipe), CPU, 0, trains_images=True)
+        model = prepared.module
+        image_models.draw(model)
+        config = OptimizerConfig(name=name, lr=0.01, lr_vision=0.002)
+        parts = {*for_images(model)}
+        shown = image_models.document("llava", model, [3, (2, 2), 5], 0)
+        LanguageModel(prepared).summed_loss(image_models.batch(model, [[shown]])).backward()
+        if not two:
+            optimizers = [Optimizer(model, config, for_images=parts)]
+            optimizers[0].step(0.01, torch.tensor(True))
+        else:
+            optimizers = []
+            for of_images in (False, True):
+                for weight in model.parameters():
+                    weight.requires_grad_((weight in parts) is of_images)
+                plain = replace(config, lr_vision=None)
+                optimizers.append(Optimizer(model, plain))
+                optimizers[-1].step(0.002 if of_images else 0.01, torch.tensor(True))
+        for optimizer in optimizers:
+            optimizer.use_averages()
+        return dict(model.named_parameters())
+
+    separate = trained(two=True)
+    for weight_name, weight in trained(two=False).items():
+        assert torch.equal(weight, separate[weight_name]), weight_name
 
 
 def test_parts_for_images_stay_as_they_are_without_a_learning_rate():

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
-from support.processors import write_model
+from support.harness import write_chats
+from support.processors import write_model, write_picture_pairs, write_picture_rows
 
-from fxtune.data.config import DataConfig, ImageTokensConfig
+from fxtune.config.root import Config
+from fxtune.data.config import DataConfig, ImageTokensConfig, SourceConfig
+from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
-from fxtune.settle.images import image_processor
+from fxtune.objectives.dpo import DPO
+from fxtune.settle.images import image_processor, refusals
+from fxtune.training.builder import RunBuilder
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +80,47 @@ def test_a_broken_processor_is_an_error_with_its_folder(tmp_path):
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuchProcessor"}))
     with pytest.raises(StorageError, match="processor of images"):
         made(folder)
+
+
+def recipe(folder, rows, family="qwen2_5_vl", **options):
+    config = Config(model=ModelConfig(path=str(write_model(family, folder / "model"))), **options)
+    config.data = DataConfig(sources=[SourceConfig(path=str(rows))], sequence_length=256, packing=True)
+    config.data.cache_dir = str(folder / "cache")
+    config.techniques.lora.enabled = True
+    config.run.device = "cpu"
+    return config
+
+
+def test_parts_for_images_are_not_trained_on_rows_without_images(tmp_path):
+    config = recipe(tmp_path, write_chats(tmp_path / "chats.jsonl"))
+    RunBuilder(config).read()
+    config.techniques.lora.vision, config.techniques.lora.projector = True, True
+    with pytest.raises(ConfigError, match=r"techniques.lora.vision, techniques.lora.projector: no row"):
+        RunBuilder(config).read()
+    config.data.sources = [SourceConfig(path=str(write_picture_rows(tmp_path / "pictures")))]
+    RunBuilder(config).read()
+
+
+def test_rows_with_images_are_not_cut_over_ranks(tmp_path):
+    config = recipe(tmp_path, write_picture_rows(tmp_path / "pictures"))
+    builder = RunBuilder(config)
+    builder.read()
+    facts = replace(builder.facts, degrees=Degrees(context=2))
+    assert not [*refusals(config, builder.techniques, builder.facts, True)]
+    assert [reason.split(":")[0] for reason in refusals(config, builder.techniques, facts, True)] == [
+        "parallel.context"
+    ]
+
+
+def test_pairs_with_images_that_see_both_ways_share_no_prompt(tmp_path):
+    """Pairs of text may, where the recipe says so."""
+    config = recipe(tmp_path, write_picture_pairs(tmp_path / "pictures"), "gemma3", objective=DPO())
+    builder = RunBuilder(config)
+    builder.read()
+    assert builder.config.data.share_prompts is False
+    assert any(note.startswith("share_prompts: off, because") for note in builder.settled.notes)
+    config.data.share_prompts = True
+    with pytest.raises(ConfigError, match=r"data.share_prompts: true, but the tokens of an image in gemma3"):
+        RunBuilder(config).read()
+    config.data.sources = [SourceConfig(path=str(write_picture_pairs(tmp_path / "text", images=False)))]
+    RunBuilder(config).read()

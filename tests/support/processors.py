@@ -174,6 +174,24 @@ def write_picture_rows(folder: Path, rows: int = 36) -> Path:
     return path
 
 
+def write_picture_pairs(folder: Path, rows: int = 12, images: bool = True) -> Path:
+    """Write pairs of answers to questions, each with an image, and the images, into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pairs.jsonl"
+    with path.open("w") as out:
+        for row in range(rows):
+            size = (20 + 3 * row, 40 - row)
+            Image.new("RGB", size, (20 * row, 200 - 10 * row, 5 * row)).save(folder / f"{row}.png")
+            mark, names = ("<image>", [f"{row}.png"]) if images else ("", [])
+            question = {"role": "user", "content": f"{mark}What is {row}?"}
+            answers = {
+                "chosen": [{"role": "assistant", "content": f"it is {row}"}],
+                "rejected": [{"role": "assistant", "content": "a dark blue lamp"}],
+            }
+            out.write(json.dumps({"prompt": [question], **answers, **({"images": names} if images else {})}) + "\n")
+    return path
+
+
 def processor(family: str, folder: Path) -> Any:
     """transformers' processor of the family, read from files in `folder`."""
     write_processor(family, folder)

@@ -151,6 +151,10 @@ class Kind(ABC):
         """What a plain forward pass of this family must be told about `ids` with images, as its processor would."""
         return {}
 
+    def sees_both_ways(self, config: Any) -> bool:
+        """Whether the tokens of an image see each other: image_blocks() is not None."""
+        return False
+
     def image_blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
         """int64 [rows, tokens]: a number for the tokens of each image, which see each other, and 0 for text. None:
         attention is causal in images, too."""

@@ -146,8 +146,11 @@ class ImageDecoder(Decoder):
         name = FAMILIES[config.model_type].token_types
         return {name: (ids == config.image_token_id).long()} if name else {}
 
+    def sees_both_ways(self, config: Any) -> bool:
+        return FAMILIES[config.model_type].two_way(config)
+
     def image_blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
-        if not FAMILIES[config.model_type].two_way(config):
+        if not self.sees_both_ways(config):
             return None
         inside = ids == config.image_token_id
         begins = inside & ~F.pad(inside, (1, -1))

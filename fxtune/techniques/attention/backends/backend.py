@@ -112,6 +112,8 @@ class Backend:
                 yield f"does not support {kind}'s {name}{shown}", "Use eager, or auto"
         if facts.deterministic and not self.deterministic:
             yield "does not guarantee the same bits each time", "Set run.deterministic=false, or use auto"
+        if facts.image_features and facts.images_see_both_ways and not self.takes_masks:
+            yield f"takes no mask for the images of {kind}, whose tokens see each other", "Use sdpa or eager, or auto"
         if facts.degrees.context > 1 and not self.pieces:
             yield "makes its mask of one piece of a row (parallel.context)", "Use flash4, sdpa or eager"
         yield from self.more_refusals(facts)
@@ -160,6 +162,10 @@ class Backend:
 
         None: it takes no mask."""
         return seen if self.core is not None else None
+
+    @property
+    def takes_masks(self) -> bool:
+        return self.given_mask(torch.ones(1, 1, 1, 1, dtype=torch.bool)) is not None
 
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
         """The mask of whole rows that the backend takes beside `cu_seqlens`; None if it reads `cu_seqlens`."""

@@ -192,3 +192,16 @@ def test_sdpa_on_a_gpu_is_flash_attention_over_documents():
     config = copy.deepcopy(load_config(random_model("llama")))
     pipeline.attention.configure(config)
     assert config._attn_implementation == "fxtune_sdpa"
+
+
+def test_images_whose_tokens_see_each_other_need_a_backend_with_masks():
+    """Known when the data is read, so rows of text alone may run on any backend."""
+    facts = machine(packages={"flash-attn-3": "1.0"}, kind="gemma3_text", images_see_both_ways=True)
+    assert chosen(facts)[0] == "flash3"
+    assert not reasons("flash3", facts)
+    with_images = replace(facts, image_features=256)
+    assert chosen(with_images)[0] == "sdpa"
+    for backend in ("flash3", "flex"):
+        assert "whose tokens see each other. Use sdpa" in reasons(backend, with_images)
+    assert not reasons("sdpa", with_images)
+    assert not reasons("flash3", replace(with_images, images_see_both_ways=False))

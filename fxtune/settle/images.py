@@ -46,7 +46,7 @@ def refusals(config: Config, techniques: Pipeline, facts: Facts, has_images: boo
             "optimizer.lr_vision": config.optimizer.lr_vision is not None,
         }
         if keys := [key for key, is_asked in asked.items() if is_asked]:
-            yield f"{', '.join(keys)}: no row of data.sources has an image, so nothing trains. Leave out, or add images."
+            yield f"{', '.join(keys)}: no row of data.sources has an image to train it. Leave it out."
         return
     if facts.degrees.context > 1:
         yield "parallel.context: rows with images cannot be cut into pieces. Set it to 1."

@@ -1,6 +1,10 @@
-"""Facts of a GPU that trains an 8B Llama, for tests of the memory and step-time estimates."""
+"""Facts of a GPU that trains an 8B Llama, and memory on a CPU, for tests of the memory and step-time estimates."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 from support.architectures import enable
 
@@ -45,3 +49,15 @@ def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> 
             "techniques": enable(**known.get("techniques", TECHNIQUES)),
         }
     )
+
+
+def allocated(run: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that `run` allocates on the CPU, by torch's profiler: at the peak, and with its result at the end."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        held = run()
+    events = seen.profiler.kineto_results.events()
+    sizes = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
+    del held
+    return max(sizes), sizes[-1]

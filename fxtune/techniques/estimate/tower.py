@@ -6,8 +6,8 @@ projector is trained, they end in the projector.
 
 Memory, in bytes for each position of the tower, with h, q and i for the widths of its hidden states, its heads and its
 MLP. A frozen tower runs without gradient, on all images of a micro-batch at once, and before the decoder keeps
-anything. So its peak is one layer: the hidden states before and after a norm, and either queries, keys and values
-(with rotary embeddings also in float32, twice) or what the MLP makes. A tower with gradients keeps the inputs of its
+anything. So its peak is one layer: four copies of its hidden states, and either queries, keys and values (in an eager
+layer of Qwen's also in float32, six times) or what the MLP makes. A tower with gradients keeps the inputs of its
 linears, norms and activations in each layer until the decoder's backward pass has ended, or less with checkpointing.
 Pixels stay on the device for the whole step, beside the pixels of the next micro-batch, and the features for the
 forward pass.
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxtune.facts.options import LoraOptions
@@ -32,8 +33,6 @@ from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.lora.targets import select
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
-PIXEL_BYTES = 4
-"""Bytes of a pixel's number in a batch."""
 BATCHES = 2
 """Micro-batches whose pixels are on a GPU: the next one is copied while one is computed."""
 
@@ -147,6 +146,8 @@ def _is_kernel(name: str, weight: nn.Parameter) -> bool:
 class ImageNumbers:
     """What the forecasts need of the parts for images, from a model without weights."""
 
+    config: Any
+    """Of the model, from transformers."""
     beside: int
     """Parameters that no text reaches."""
     images: int
@@ -155,8 +156,12 @@ class ImageNumbers:
     """Numbers of a patch."""
     is_gated: bool
     """Whether the MLPs of the tower multiply two products."""
-    rotates: bool
-    """Whether the tower has rotary embeddings."""
+    multiplies: bool
+    """Whether their activation multiplies, as gated ones do and x sigmoid(1.7 x)."""
+    joins_qkv: bool
+    """Whether queries, keys and values are one product: in Qwen's towers, which turn queries and keys in float32."""
+    norms: int
+    """Widths of the RMS norms of a layer, in all; torch's layer norms keep no copies."""
     parts: ImageParts | None
     """None: the model has a tower that fxtune does not run, such as for sound."""
 
@@ -172,13 +177,22 @@ def image_numbers(facts: Facts) -> ImageNumbers | None:
 @functools.lru_cache(maxsize=4)
 def _numbers(model: nn.Module) -> ImageNumbers:
     parts = ImageParts.of(model)
-    paths = [path for tower in towers(model) for path, _ in tower.named_modules()]
+    named = [*(part for tower in towers(model) for part in tower.named_modules())]
+    is_gated = any(path.endswith(".gate_proj") for path, _ in named)
+    configs = kind_of(model.config).tower_configs(model.config)
+    in_tower = {id(module) for module in parts.tower} if parts else set()
+    norms = (module for _, module in named if "RMSNorm" in type(module).__name__ and id(module) in in_tower)
+    # One without a weight is of the width of a head, here as of the keys' norm.
+    widths = [next((weight.numel() for weight in norm.parameters()), 0) for norm in norms]
     return ImageNumbers(
+        model.config,
         sum(weight.numel() for weight in beside_text(model)),
         sum(weight.numel() for weight in for_images(model)),
         max(map(_patch_numbers, parts.embedding)) if parts else 0,
-        any(path.rpartition(".")[2] == "gate_proj" for path in paths),
-        any("rotary" in path for path in paths),
+        is_gated,
+        is_gated or "quick_gelu" in (getattr(config, "hidden_act", "") for config in configs),
+        any(path.endswith(".qkv") for path, _ in named),
+        sum(widths) // parts.shape.layers if parts else 0,
         parts,
     )
 
@@ -276,36 +290,42 @@ def image_memory(facts: Facts, plan: RecomputePlan, number: int, hidden: int) ->
         return ImageMemory()
     shape = numbers.parts.shape
     positions, pixels = shape.positions(features), features * shape.merged * numbers.pixels
-    held = pixels * PIXEL_BYTES * (BATCHES if facts.device == "cuda" else 1)
+    dtype = kind_of(numbers.config).pixel_dtype(numbers.config, getattr(torch, facts.dtype))
+    held = pixels * dtype.itemsize * (BATCHES if facts.device == "cuda" else 1)
     held += features * hidden * number * shape.levels
-    working = positions * _working_bytes(numbers, number)
+    compiled = facts.techniques.compile.enabled and facts.device == "cuda"
+    working = positions * _working_bytes(numbers, number, compiled)
     if has_gradients(facts):
-        kept = _kept_bytes(numbers, number)
+        kept = _kept_bytes(numbers, number, compiled)
         level = tower_level(plan)
         again = kept["everything"] if level != "everything" else 0
         return ImageMemory(int(held + positions * shape.layers * kept[level]), int(2 * working + positions * again))
     return ImageMemory(int(held), int(max(working, pixels * number)))
 
 
-def _working_bytes(numbers: ImageNumbers, number: int) -> float:
-    """Bytes for each position while a layer runs."""
+def _working_bytes(numbers: ImageNumbers, number: int, compiled: bool) -> float:
+    """Bytes for each position while a layer runs without gradient."""
     assert numbers.parts is not None
     h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
-    attention = number * (2 * h + 4 * q) + numbers.rotates * 4 * 4 * q
-    return max(attention, number * (2 * h + (3 if numbers.is_gated else 2) * i))
+    attention = number * (4 * h + 5 * q)
+    if numbers.joins_qkv and not compiled:
+        attention = number * (4 * h + 3 * q) + 4 * (6 if number < 4 else 4) * q
+    return max(attention, number * (4 * h + (3 if numbers.multiplies else 2) * i))
 
 
-def _kept_bytes(numbers: ImageNumbers, number: int) -> dict[str, int]:
+def _kept_bytes(numbers: ImageNumbers, number: int, compiled: bool) -> dict[str, int]:
     """Bytes for each position that a layer with gradients keeps, by level. Levels of selective checkpointing keep the
     results of products and of attention."""
     assert numbers.parts is not None
     h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
-    products = 3 * h + 4 * q + (2 if numbers.is_gated else 1) * i
-    counts = {
-        "everything": 4 * h + 4 * q + (4 if numbers.is_gated else 2) * i,
+    copies = 0 if compiled else 4 * numbers.norms + number * max(numbers.norms - 2 * h, 0)
+    joined = 2 * q * numbers.joins_qkv  # values are a part of the product, which stays whole
+    activation = 1 + numbers.is_gated + (numbers.multiplies and not compiled)
+    products = number * (3 * h + 4 * q + (1 + numbers.is_gated) * i)
+    return {
+        "everything": number * (4 * h + 4 * q + joined + (1 + activation) * i) + copies,
         "wide": products,
         "narrow": products,
-        "attention": h + q,
-        "input": h,
+        "attention": number * (h + q),
+        "input": number * h,
     }
-    return {level: number * count for level, count in counts.items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.architectures import built, enable, facts_of, lora, tiny_model
-from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
+from support.forecasts import LLAMA, PEFT, TECHNIQUES, allocated, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
@@ -59,17 +58,6 @@ def test_layers_with_low_levels_come_first():
     assert mixed.kept == (forecast(facts, RecomputePlan("input")).kept + wide.kept) // 2
 
 
-def peak_bytes(run) -> int:
-    """Peak bytes that `run` allocates on the CPU, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        held = run()
-    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del held
-    return max(accumulate(changes))
-
-
 @pytest.mark.parametrize(("keep", "tiles"), [(True, 1), (False, 1), (False, 4)])
 def test_the_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles):
     """Backward pass, in floats per token, without the activation's kernel, which is plain torch on a CPU."""
@@ -85,7 +73,7 @@ def test_the_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles
     options = (a, b, up, down, [1.0] * 3, "dense", "dense", "silu", keep, tiles)
     x, dy = torch.ones(rows, h), torch.ones(rows, h)
     _, *kept = torch.ops.fxtune.lora_mlp(x, *options, None)
-    peak = peak_bytes(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3)) / 4 / rows
+    peak = allocated(lambda: torch.ops.fxtune.lora_mlp_backward(dy, x, *kept, *options, [True] * 3))[0] / 4 / rows
     shape = dict(
         LLAMA,
         hidden_size=h,

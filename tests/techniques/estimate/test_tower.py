@@ -7,11 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import image_models
+from support.forecasts import allocated
 from support.image_models import CONFIGS, IMAGE_TOKEN
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.facts.options import LoraOptions, Techniques
+from fxtune.facts.options import CompileOptions, LoraOptions, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
@@ -19,7 +21,6 @@ from fxtune.techniques.estimate.memory import forecast, trained_parameters
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.tower import (
     BATCHES,
-    PIXEL_BYTES,
     ImageParts,
     image_adapters,
     image_memory,
@@ -135,8 +136,9 @@ def test_a_decoder_does_not_count_the_linears_of_its_tower_for_tokens():
     assert alone.tower.per_position > 0
 
 
-def facts_of(family, *, lora=None, **more):
-    techniques = Techniques(lora=LoraOptions(**({"enabled": False} if lora is None else lora)))
+def facts_of(family, *, lora=None, compile=None, **more):
+    options = CompileOptions(**({"enabled": False} if compile is None else compile))
+    techniques = Techniques(lora=LoraOptions(**({"enabled": False} if lora is None else lora)), compile=options)
     known = dict(sequence_length=64, rows=(64,), dtype="bfloat16", techniques=techniques)
     return Facts(device="cuda", **{"model": image_models.config(family).to_dict(), **known, **more})
 
@@ -179,8 +181,10 @@ def test_memory_of_a_frozen_tower_is_its_pixels_features_and_one_layer():
     """Qwen2.5-VL with 16 features, 64 patches of 96 numbers; h = q = 16, i = 24."""
     facts = facts_of("qwen2_5_vl", image_features=16)
     found = image_memory(facts, RecomputePlan(), 2, hidden=32)
-    assert found.held == 64 * 96 * PIXEL_BYTES * BATCHES + 16 * 32 * 2
-    assert found.peak == 64 * (2 * 6 * 16 + 4 * 4 * 16)
+    assert found.held == 64 * 96 * 2 * BATCHES + 16 * 32 * 2
+    assert found.peak == 64 * (2 * 7 * 16 + 4 * 6 * 16)
+    compiled = facts_of("qwen2_5_vl", image_features=16, compile={"enabled": True})
+    assert image_memory(compiled, RecomputePlan(), 2, 32).peak == 64 * 2 * max(9 * 16, 4 * 16 + 3 * 24)
     # Rows are as full as the fullest, and no fuller than rows.
     assert (
         image_memory(facts_of("qwen2_5_vl", image_features=16, micro_batch_size=2), RecomputePlan(), 2, 32).peak
@@ -199,7 +203,9 @@ def test_a_tower_with_gradients_keeps_its_layers():
         facts_of("qwen2_5_vl", image_features=16, trains_images=True),
         facts_of("qwen2_5_vl", image_features=16, lora={"enabled": True, "vision": True}),
     ):
-        assert image_memory(facts, RecomputePlan(), 2, 32).held == frozen.held + 2 * 64 * 2 * (8 * 16 + 4 * 24)
+        assert image_memory(facts, RecomputePlan(), 2, 32).held == frozen.held + 2 * 64 * (
+            2 * (10 * 16 + 4 * 24) + 4 * 2 * 16
+        )
         assert image_memory(facts, RecomputePlan("input"), 2, 32).held == frozen.held + 2 * 64 * 2 * 16
         mixed = RecomputePlan(mix=(("wide", 1), ("everything", 1)))
         assert image_memory(facts, mixed, 2, 32).held == frozen.held + 2 * 64 * 2 * (7 * 16 + 2 * 24)
@@ -229,3 +235,46 @@ def test_parts_for_images_are_whole_on_each_rank():
         if more:
             trained = image_numbers(facts_of("gemma3")).images
             assert shared.trained - text.trained == pytest.approx(6 * trained, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+def test_memory_is_what_a_tower_allocates(family):
+    """On a CPU, where a layer of Qwen's also joins the results of its images."""
+
+    def built(layers):
+        config = image_models.config(family)
+        vision = config.vision_config
+        vision.hidden_size, vision.intermediate_size = 256, 688
+        names = ("depth", "num_heads") if family == "qwen2_5_vl" else ("num_hidden_layers", "num_attention_heads")
+        for name, value in zip(names, (layers, 4), strict=True):
+            setattr(vision, name, value)
+        if family != "qwen2_5_vl":
+            vision.image_size = 448
+        if family == "gemma3":
+            config.mm_tokens_per_image = 64
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+
+    def memory(layers, trains):
+        model = built(layers).requires_grad_(trains)
+        kind, generator = kind_of(model.config), torch.Generator().manual_seed(0)
+        images = [image_models.image(family, model.config, (16, 16), generator)]
+        if family != "qwen2_5_vl":
+            images = [{"pixel_values": torch.randn(1, 3, 448, 448)}]
+        images = kind.merge(model.config)(images)
+        seen = allocated(lambda: model.model.get_image_features(**images, return_dict=True).pooler_output)
+        features = kind.tower_shape(model.config).tile or 256
+        facts = Facts(
+            device="cpu",
+            model=model.config.to_dict(),
+            dtype="bfloat16",
+            sequence_length=features,
+            image_features=features,
+            trains_images=trains,
+            techniques=Techniques(lora=LoraOptions(enabled=False)),
+        )
+        return seen, image_memory(facts, RecomputePlan(), 2, 32)
+
+    (peak, _), found = memory(2, trains=False)
+    assert found.peak == pytest.approx(peak, rel=0.05)
+    (two, found_of_two), (four, found_of_four) = (memory(layers, trains=True) for layers in (2, 4))
+    assert found_of_four.held - found_of_two.held == pytest.approx(four[1] - two[1], rel=0.05)

@@ -144,7 +144,7 @@ def _show(
         rows.append(["questions", str(len(questions))])
     if shown := list(zip(questions, answers, strict=True))[: config.data.questions.show]:
         console.say(
-            console.answers_table([(question.text, question.answer, None, answer) for question, answer in shown])
+            console.answers_table([(question.label, question.answer, None, answer) for question, answer in shown])
         )
     for note in notes:
         console.say(note)

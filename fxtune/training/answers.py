@@ -62,6 +62,15 @@ class Question:
     images: tuple[ImageReference, ...] = ()
     """The images among the tokens of the prompt, in order."""
 
+    @property
+    def label(self) -> str:
+        """`text` for a terminal: with the names of its images in the place of their marks."""
+        parts = self.text.split(MARK)
+        names = [image.name for image in self.images][1 - len(parts) :] if len(parts) > 1 else []
+        if len(names) != len(parts) - 1:  # some marks are text
+            return self.text
+        return "".join([f"{part}[{name}] " for part, name in zip(parts, names, strict=False)] + parts[-1:])
+
 
 def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | None = None) -> list[Question]:
     """The first `data.questions.limit` rows of `data.questions.path` as questions, written by the chat template and
@@ -242,10 +251,10 @@ class AnswerEvaluation:
                     out.write(thumbnail(image))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
-        """The first `config.show` questions: (question, right answer, answer before, answer after)."""
+        """The first `config.show` questions for a terminal: (question, right answer, answer before, answer after)."""
         before, after = (self.answers.get(when) for when in ("before", "after"))
         return [
-            (question.text, question.answer, before[index] if before else None, after[index] if after else None)
+            (question.label, question.answer, before[index] if before else None, after[index] if after else None)
             for index, question in enumerate(self.questions[: self.config.show])
         ]
 

@@ -57,7 +57,7 @@ def test_answers_about_images_are_those_of_the_run(small, cwd, capsys):
     small.data.questions.path = str(cwd / "pictures" / "asked.jsonl")
     capsys.readouterr()
     assert evaluate.run(small)["questions/exact_match"] == pytest.approx(1 / 3)
-    assert "<image>What is 1?" in capsys.readouterr().out
+    assert f"[{asked[1]['images'][0]}] What is 1?" in capsys.readouterr().out
 
 
 def with_adapter(small, cwd, **changes):

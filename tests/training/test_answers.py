@@ -184,6 +184,7 @@ def test_the_text_of_a_question_has_a_mark_for_each_image(tmp_path, vision, form
     (question,) = load_questions(write(tmp_path, row), tokenizer, images)
     assert "<image>What is it?" in question.text
     assert question.text.count("<image>") == len(question.images) == 1
+    assert "[a.png] What is it?" in question.label
 
 
 def test_adapter_answers_differ_from_its_base():

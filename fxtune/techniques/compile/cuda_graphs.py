@@ -14,7 +14,8 @@ A recording reads and writes the same memory each time. Therefore:
 
 Random numbers continue as in plain code: torch passes the generator's seed and offset to a replay. The first pass of a
 shape runs without recording, on the stream that records: this compiles kernels and loads libraries. The second pass is
-recorded and replayed, as are all later ones. Shapes beyond the first MAX_SHAPES are never recorded.
+recorded and replayed, as are all later ones. Shapes beyond the first MAX_SHAPES are never recorded, nor batches with
+images: their shapes differ each time, and models read sizes of images on the host.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Recorder:
         recorded."""
         self.passes += 1
         self.scalar.fill_(scalar)
+        if getattr(batch, "images", None) is not None:
+            return self._run(batch)
         shape = tuple((name, tensor.shape) for name, tensor in _tensors(batch).items())
         if shape not in self.recordings:
             if len(self.recordings) < MAX_SHAPES:
@@ -93,7 +96,7 @@ class Recorder:
         with torch.cuda.stream(self.stream):
             out = self.function(batch, self.scalar)
         current.wait_stream(self.stream)
-        for tensor in _tensors(batch).values():
+        for tensor in (*_tensors(batch).values(), *_images(batch)):
             tensor.record_stream(self.stream)
         out.record_stream(current)
         return out
@@ -150,6 +153,11 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _images(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch's images on the device."""
+    return [tensor for tensor in (getattr(batch, "images", None) or {}).values() if tensor.is_cuda]
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:

@@ -65,6 +65,8 @@ FLOPS = 4e14
 UNRECORDABLE_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
 tensor."""
+PROBE_IMAGES = 512
+"""Small images on which a tower is compiled first, if it takes the patches of all images in one list."""
 
 
 MODES = {"default": "default", "reduce_overhead": "reduce-overhead", "max_autotune": "max-autotune-no-cudagraphs"}
@@ -129,6 +131,8 @@ class Compile(CompileOptions, Technique):
             yield f"CUDA graphs need a GPU, and the device is {facts.device}. Use auto"
         if not facts.rows:
             yield "each length of a row is recorded, and rows have any length. Set data.packing=true, or data.buckets"
+        if facts.image_features:
+            yield "the images of a micro-batch have another number of patches each time. Use auto"
         if self.mode is CompileMode.reduce_overhead:
             yield "mode=reduce_overhead records its own CUDA graphs. Set mode=default"
         if facts.in_backward:
@@ -273,16 +277,17 @@ class Compile(CompileOptions, Technique):
             )
 
     def _observe_tower(self, model: Any, layers: int) -> Evidence:
-        """Two passes of two small images: code for a batch of one image would be for one alone."""
+        """Two passes of small images, as many as give kernels sizes like those of training: torch tunes them once."""
         kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the tower runs compiled code"
         with torch.compiler.set_stance("force_eager"):
-            if not kind.image_probe(model):
+            if not (example := kind.image_probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
+        images = PROBE_IMAGES if example["pixel_values"].dim() == 2 else 2
         with without_dropout(model), torch.enable_grad():
-            kind.image_features(model, 2)
+            kind.image_features(model, images)
             graphs_before = stats["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                kind.image_features(model, 2)
+                kind.image_features(model, images)
         new_graphs = stats["unique_graphs"] - graphs_before
         entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"

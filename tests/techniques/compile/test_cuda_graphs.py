@@ -18,6 +18,7 @@ from fxtune.techniques.compile.cuda_graphs import Recorder
 class Batch:
     x: torch.Tensor
     tokens: int = 0
+    images: dict[str, torch.Tensor] | None = None
 
 
 class Stream:
@@ -89,6 +90,18 @@ def test_the_second_pass_of_a_shape_is_recorded_and_later_ones_are_replayed(cuda
     assert found == [value * rows / 2 for value in (1.0, 2.0, 3.0, 4.0) for rows in (4, 6)]
     assert (call.passes, call.replayed) == (8, 6)
     assert "6 of 8 training passes were replayed from 2 recordings" in call.summary()
+
+
+def test_batches_with_images_are_not_recorded(cuda):
+    """A recording would read the images of the pass that was recorded."""
+    call = recorder(cuda)
+    images = {"pixel_values": torch.ones(2), "image_grid_thw": torch.ones(1, 3)}
+    for _ in range(3):
+        call(Batch(torch.ones(4), images=images), 1.0)
+    assert (call.passes, call.replayed) == (3, 0)
+    for _ in range(3):
+        call(Batch(torch.ones(4)), 1.0)
+    assert call.replayed == 2
 
 
 def test_results_are_not_overwritten_by_later_passes(cuda):

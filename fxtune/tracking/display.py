@@ -227,6 +227,7 @@ COLUMNS = {
     "train/grad_norm": Column("grad_norm", ".3g", "grad"),
     "train/tokens_per_second": Column("tok/s", ".0f"),
     "train/tokens_per_second_per_rank": Column("tok/s/rank", ".0f"),
+    "train/images_per_second": Column("img/s", ".1f"),
     "train/mfu": Column("mfu", ".3f", "MFU"),
     "train/memory_gib": Column("mem_gib", ".2f", "mem"),
     "train/memory_reserved_gib": Column("reserved_gib", ".2f", live=False),

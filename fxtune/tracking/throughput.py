@@ -195,6 +195,7 @@ class Meter:
         self.peak = peak_flops(name, dtype or _matmul_dtype(model))
         self.tokens, self.supervised_tokens = tokens, supervised_tokens
         self.plan, self._device, self._clock = plan, device, clock
+        self._has_images = False
         self._reset()
 
     def add(self, step: int, waited: float) -> None:
@@ -210,6 +211,7 @@ class Meter:
             self._flops += self.cost.flops(lengths, supervised) - self.cost.flops(self.plan.shared(step), 0)
         images = self.plan.images(step)
         self._images += len(images.features)
+        self._has_images |= self._images > 0
         if self.cost and self.cost.tower and len(images.features):
             tower = self.cost.tower
             self._flops += tower.flops(tower.shape.work(images.features, images.heights, images.widths))
@@ -237,7 +239,7 @@ class Meter:
             "train/step_seconds": seconds / max(self._steps, 1),
             "train/data_wait": min((self._waited if waited is None else waited) / seconds, 1.0),
         }
-        if self._images:
+        if self._has_images:
             figures["train/images_per_second"] = self._images / seconds
         if self.ranks > 1:
             figures["train/tokens_per_second_per_rank"] = self._tokens / seconds / self.ranks

@@ -114,6 +114,10 @@ def _candidates(
         nf4 = replace(quantize, enabled=True, type=WeightFormat.nf4, head=False, embeddings=False, experts=Switch.auto)
         nf4.experts = Switch.on if takes_experts(nf4, replace(facts, techniques=techniques)) else Switch.off
         yield setting, facts, replace(techniques, quantize=nf4)
+    if lora.enabled and lora.vision:
+        yield "techniques.lora.vision=off", facts, replace(techniques, lora=replace(lora, vision=False))
+    if facts.trains_images:
+        yield "optimizer.lr_vision=null", replace(facts, trains_images=False), techniques
     if not liger.enabled:
         yield "techniques.liger.enabled=true", facts, replace(techniques, liger=replace(liger, enabled=True))
     if facts.dtype == "float32":

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import image_models
 from support.architectures import facts_of, random_model
 
 from fxtune.errors import HardwareError
+from fxtune.facts.run import Facts
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerConfig
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import oom_advice
 from fxtune.training import trainer as train
@@ -65,6 +68,21 @@ def test_the_three_changes_that_save_most_are_named_with_what_each_saves():
     assert advice(MemoryPhase.training, **ROWS)[1] == saved
     recomputing = replace(techniques, checkpointing=Checkpointing(enabled=True))
     assert 0 < need - recomputing.memory_need(facts).device < min(saved.values())
+
+
+def test_a_trained_tower_can_be_frozen():
+    """Where what its layers keep is most of the memory."""
+    vision = image_models.config("qwen2_5_vl").to_dict()
+    vision["vision_config"] |= dict(depth=40)
+    known = dict(device="cpu", sequence_length=64, rows=(64,), micro_batch_size=64, image_features=64)
+    for setting, facts, lora in (
+        ("techniques.lora.vision=off", Facts(model=vision, **known), dict(enabled=True, vision=True)),
+        ("optimizer.lr_vision=null", Facts(model=vision, trains_images=True, **known), dict(enabled=False)),
+    ):
+        techniques = Pipeline(lora=Lora(**lora)).decided(facts)[0]
+        need, changes = oom_advice.advice(facts, techniques, OptimizerConfig(), MemoryPhase.training)
+        saved = {change.setting: change.saved_bytes for change in changes}
+        assert 0.5 * need < saved[setting] < need
 
 
 def test_text_without_changes_names_general_remedies():

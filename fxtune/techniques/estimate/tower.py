@@ -251,7 +251,7 @@ def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
     if numbers is None or numbers.parts is None:
         return None
     below = trains and has_gradients(facts)
-    found = numbers.parts.cost(lambda _: trains and facts.trains_images, below, 0)
+    found = numbers.parts.cost(lambda _: below and not lora.enabled, below, 0)
     if trains and lora.enabled and lora.projector and not below:  # gradients of inputs
         return replace(found, per_feature=2 * found.per_feature)
     return found
@@ -260,7 +260,7 @@ def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
 def has_gradients(facts: Facts) -> bool:
     """Whether gradients pass through the tower."""
     lora = facts.techniques.lora
-    return facts.trains_images or (lora.enabled and lora.vision)
+    return lora.vision if lora.enabled else facts.trains_images
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,13 @@ from fxtune.checkpoint.run_folder import (
 )
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, Export, OutOfMemory, Resume, completed
+from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
 from fxtune.data.formats.values import RowError
 from fxtune.data.tokenized.ends import learned_ends, short_question, used_special_tokens
+from fxtune.data.tokenized.rows import place_of_image
 from fxtune.distributed.heartbeat import EXPORTING, FORWARD_BACKWARD, SAVING
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
@@ -389,6 +391,9 @@ class Trainer:
             except Stopped as stop:
                 self._stop(stop)
                 raise
+            except LostImageError as error:
+                self._stop_at(error)
+                raise
             finally:
                 self.close()
 
@@ -616,6 +621,20 @@ class Trainer:
         self._log_due_line()
         self._ensure_saved()
         stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
+
+    def _stop_at(self, error: LostImageError) -> None:
+        """Save the steps before an image that has gone, and let the error name its row. Ranks that share rows or
+        weights cannot save in the middle of a pass: their run goes on from its last checkpoint."""
+        data, held_out = self.config.data, self.data.evaluation
+        tables = [*self.data.tables, *(held_out.tables if held_out and data.eval_sources else ())]
+        for source, table in zip((*data.sources, *data.eval_sources), tables, strict=False):
+            if error.table is not None and table.folder == error.table.folder:
+                error.place = place_of_image(source, table, error.image, data)
+                break
+        if not self.world.shares and self.train_step.ranks_agree:
+            self.train_step.drop()
+            self._log_due_line()
+            self._ensure_saved()
 
     def _pause(self) -> dict[str, Any]:
         """Save the state. Returns the last figures of the run so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 import types
@@ -278,12 +279,34 @@ def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
     kind: Any = PROCESSOR_MAPPING[type(config)]
     own: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _accept_any})
     # The PIL backend, so that the pixels do not depend on whether torchvision is installed.
-    image_processor = with_fewer_passes(AutoImageProcessor.from_pretrained(folder, backend="pil"))
+    try:
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except ValueError:
+        if (kind_of_pil := _hidden_image_processor(folder, config)) is None:
+            raise
+        image_processor = kind_of_pil.from_pretrained(folder)
+    image_processor = with_fewer_passes(image_processor)
     parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     given, _ = kind.get_processor_dict(folder)
     processor = own.from_args_and_dict([parts.get(name) or _NoVideo() for name in kind.get_attributes()], given)
     processor.__class__ = kind  # so that it pickles
     return processor
+
+
+def _hidden_image_processor(folder: Path, config: Any) -> Any:
+    """The class of the image processor in `folder`, from its module: without torchvision transformers 5.17 shows only
+    a stand-in for the class of Idefics3 and SmolVLM, which needs no torchvision. None if there is no such class."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    values, _ = ImageProcessingMixin.get_image_processor_dict(folder)
+    name = str(values.get("image_processor_type")).removesuffix("Fast") + "Pil"
+    try:
+        module = importlib.import_module(
+            f"transformers.models.{config.model_type}.image_processing_pil_{config.model_type}"
+        )
+    except ImportError:
+        return None
+    return getattr(module, name, None)
 
 
 def _accept_any(processor: Any, name: str, argument: Any) -> type:

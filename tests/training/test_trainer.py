@@ -6,17 +6,19 @@ import itertools
 import json
 import math
 import multiprocessing
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from support.processors import write_model, write_picture_rows
 from support.runs import history, losses
 
 from fxtune.config.root import Resume
 from fxtune.data.config import OnOverlap, SourceConfig
 from fxtune.errors import ConfigError, DataError
-from fxtune.models.load import DType
+from fxtune.models.load import DType, ModelConfig
 from fxtune.optim.optimizer import Optimizer
 from fxtune.training import trainer as train
 
@@ -257,3 +259,26 @@ def test_a_resumed_run_with_an_empty_cache_learns_the_same_time(narrow, cwd, tmp
     train.run(narrow)
     assert Path("run/adapter").is_dir()
     assert json.loads(Path("run/about.json").read_text())["template_time"] == begun
+
+
+def test_an_image_that_goes_while_a_run_trains_stops_it_with_a_checkpoint(small, build, tmp_path):
+    """The error names the row. When the file is back, the same command goes on to the same end."""
+    rows = write_picture_rows(tmp_path / "pictures")
+    small.model = ModelConfig(path=str(write_model("qwen2_5_vl", tmp_path / "model")))
+    small.data.sources = [SourceConfig(path=str(rows))]
+    small.train.micro_batch_size, small.train.global_batch_size = 1, 2
+    small.checkpoint.every, small.run.dir = 0, "run"
+    undisturbed = replace(small, run=replace(small.run, dir="undisturbed"))
+    expected = train.run(undisturbed)
+    trainer, step = build(small), 3
+    places = [place for micro in range(2) for place in trainer.plan.documents(step, micro)]
+    row = next(document for _, document in places if document % 3)  # the others have no image
+    file = next((tmp_path / "pictures").glob(f"{row}-0.*"))
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(DataError, match=rf"rows\.jsonl:{row + 1}: .*{file.name}: there is no such file"):
+        trainer.run()
+    trainer.folder.release()
+    assert (Path("run") / "checkpoints" / f"step-{step:08d}").exists()
+    file.write_bytes(content)
+    assert train.run(small)["train/loss"] == expected["train/loss"]

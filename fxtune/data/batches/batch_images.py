@@ -21,6 +21,20 @@ PROBED = 8
 """Images of a micro-batch whose tensors are made to estimate the size of all."""
 
 
+class LostImageError(DataError):
+    """An image cannot be read that was read when the data was tokenized."""
+
+    def __init__(self, what: str, table: TokenTable | None = None, image: int = 0) -> None:
+        """`image`: the number in `table` of the first image of its document."""
+        super().__init__(what)
+        self.table, self.image = table, image
+        self.place = table.name if table is not None else ""
+        """Where the row is, for the message."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {super().__str__()}"
+
+
 def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndarray, length: np.ndarray) -> int:
     """About how many bytes the tensors of the images of these documents take (BatchSpec has the arrays)."""
     processor = next((table.image_processor for table in tables if table.images is not None), None)
@@ -84,7 +98,9 @@ class BatchImages:
                 images.append(decode(image.read()))
             return self.processor.tensors(images)
         except RowError as reason:
-            raise DataError(
-                f"{table.name}: {image.name if image else ''}: {reason}. It was read when the data was tokenized. "
-                "Restore the file and start the run again, which resumes it."
+            raise LostImageError(
+                f"{image.name if image else ''}: {reason}. It was read when the data was tokenized. Restore the file "
+                "and start the run again, which resumes it.",
+                table,
+                indices.start,
             ) from None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
 
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.read.row import Row
@@ -17,3 +20,13 @@ def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig
     opened = open_source(source, cache_root(data) / "datasets" if data.cache_dir else None)
     bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
     return (row for row in opened.rows() if row.value is not None and row.where not in bad)
+
+
+def place_of_image(source: SourceConfig, table: TokenTable, image: int, data: DataConfig) -> str:
+    """File and line of the row with an image of `table`, by its number there."""
+    document = int(np.searchsorted(table.offsets, table.image_starts[image], "right")) - 1
+    if table.whole is None:
+        row = int(np.searchsorted(table.groups, document, "right")) - 1
+    else:  # the pieces of a chat have its digest
+        row = int(np.argmax(table.by_row.digests == table.digests[document]))
+    return next(islice(usable_rows(source, table, data), row, None)).where

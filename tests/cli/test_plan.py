@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.processors import write_model, write_picture_rows
 
 from fxtune.cli.main import main
 from fxtune.techniques.estimate.machines import CARD_MODELS
@@ -55,6 +56,21 @@ def test_what_is_decided_for_a_card_is_not_decided_for_this_machine(words, capsy
     shown = capsys.readouterr().out
     assert "needs a GPU" not in shown
     assert "rms_norm" in shown
+
+
+def test_images_have_lines_of_their_own(tmp_path, capsys):
+    model, rows = write_model("gemma3", tmp_path / "model"), write_picture_rows(tmp_path / "data")
+    words = ["plan", f"model.path={model}", f"data.sources=[{{path: {rows}}}]", f"data.cache_dir={tmp_path / 'cache'}"]
+    words += ["data.sequence_length=400", "data.packing=true", "techniques=lora", "--gpu", "H200"]
+    found = figures(tmp_path, *words)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (found["images"], found["image_tokens"], found["patches"]) == (36, 36 * 4, 36 * 4)
+    assert 0 < found["tower_seconds"] < found["step_seconds"]
+    assert "36 an epoch, 144 tokens (5% of all), 144 patches" in shown
+    assert "Images are counted" not in shown
+    assumed = figures(tmp_path, *words, "--tokens", "8000")
+    assert assumed["images"] == 8000 / 2 / 4
+    assert "Images are counted as if 50% of the tokens were of images, 4 for each." in capsys.readouterr().out
 
 
 def test_without_the_hub_a_shape_is_proposed(capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.data.formats.values import without_nulls
-from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, too_long
+from fxtune.data.read.row import Row, bad_row, length_fault, longest_row, too_long
 from fxtune.errors import DataError
 
 Decoder = Callable[[Any], Iterable[dict[str, Any]]]
@@ -16,7 +16,7 @@ Decoder = Callable[[Any], Iterable[dict[str, Any]]]
 
 
 def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows of a Parquet file, 256 at a time. Columns that `datasets` wrote in its own encodings are decoded. Columns
+    """Rows of a Parquet file, a few at a time. Columns that `datasets` wrote in its own encodings are decoded. Columns
     of its images are left out, unless `keeps_images`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -26,8 +26,8 @@ def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[
         # No memory map: if the file shrinks while it is read, a map ends the process (SIGBUS) and raises no error.
         with pq.ParquetFile(path, buffer_size=1 << 20) as file:
             decode, columns = _decoder(file.schema_arrow, keeps_images)
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for row in arrow_rows(batch, name, number, decode):
+            for batch in file.iter_batches(batch_size=rows_at_once(keeps_images), columns=columns):
+                for row in arrow_rows(batch, name, number, decode, keeps_images):
                     number += 1
                     yield row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as problem:
@@ -81,19 +81,33 @@ def without_decoding(feature: Any) -> Any:
     return feature
 
 
-def arrow_rows(table: Any, name: str, previous: int, decode: Decoder) -> Iterator[Row]:
-    """Rows of a small Arrow table that has `previous` rows before it. Rows that are too long are never decoded.
+def rows_at_once(keeps_images: bool) -> int:
+    """How many rows are held in memory: photographs in them may have 10 MB each."""
+    return 16 if keeps_images else 256
+
+
+def arrow_rows(table: Any, name: str, previous: int, decode: Decoder, keeps_images: bool = False) -> Iterator[Row]:
+    """Rows of a small Arrow table that has `previous` rows before it. Rows above longest_row() are never decoded.
 
     Arrow gives every struct all keys, with null where a row had none; these are removed, except `content`, which
-    chat templates read.
+    chat templates read. `keeps_images`: see checked_row().
     """
-    sizes = [table.slice(at, 1).nbytes for at in range(len(table))] if table.nbytes > MAX_ROW_BYTES else []
+    limit = longest_row(keeps_images)
+    sizes = (
+        [table.slice(at, 1).nbytes for at in range(len(table))]
+        if table.nbytes > longest_row(keeps_images=False)
+        else []
+    )
     size, begin = max(1, table.nbytes // max(1, len(table))), 0
-    for end in [*(at for at, size_of_row in enumerate(sizes) if size_of_row > MAX_ROW_BYTES), len(table)]:
+    for end in [*(at for at, size_of_row in enumerate(sizes) if size_of_row > limit), len(table)]:
         decoded = decode(table.slice(begin, end - begin)) if end > begin else ()
         for at, value in enumerate(decoded, previous + begin + 1):
             kept = {key: without_nulls(item, keep=("content",)) for key, item in value.items() if item is not None}
-            yield Row(f"{name} row {at}", kept, size=size)
+            own = sizes[at - previous - 1] if sizes else size
+            if reason := length_fault(kept, own, keeps_images):
+                yield bad_row(f"{name} row {at}", reason, None)
+            else:
+                yield Row(f"{name} row {at}", kept, size=size)
         if end < len(table):
-            yield bad_row(f"{name} row {previous + end + 1}", too_long(sizes[end]), None)
+            yield bad_row(f"{name} row {previous + end + 1}", too_long(sizes[end], keeps_images), None)
         begin = end + 1

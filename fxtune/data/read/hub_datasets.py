@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.data.config import SourceConfig
-from fxtune.data.read.arrow import arrow_rows, media_columns, without_decoding
+from fxtune.data.read.arrow import arrow_rows, media_columns, rows_at_once, without_decoding
 from fxtune.data.read.row import Row
 from fxtune.errors import DataError
 from fxtune.system import hub
@@ -90,7 +90,7 @@ def concatenate(parts: list[Any]) -> Any:
 
 
 def dataset_rows(dataset: Any, name: str, limit: int | None, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows in order, read from the memory map 256 at a time. Columns of images and audio are left out, or with
+    """Rows in order, read from the memory map a few at a time. Columns of images and audio are left out, or with
     `keeps_images` only the latter. An image is not decoded: it is an object of `bytes` and `path`."""
     from datasets import Dataset, DatasetInfo, Features
 
@@ -102,8 +102,9 @@ def dataset_rows(dataset: Any, name: str, limit: int | None, keeps_images: bool 
         columns = Dataset(table, info=info)[:]
         return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
-    for start in range(0, count, 256):
-        yield from arrow_rows(dataset[start : min(start + 256, count)], name, start, decode)
+    step = rows_at_once(keeps_images)
+    for start in range(0, count, step):
+        yield from arrow_rows(dataset[start : min(start + step, count)], name, start, decode, keeps_images)
 
 
 def arrow_files(dataset: Any) -> list[Path]:

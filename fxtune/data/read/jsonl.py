@@ -12,12 +12,12 @@ from typing import Any
 
 from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
 from fxtune.data.read.row import (
-    MAX_ROW_BYTES,
     Row,
     bad_row,
     bounded_lines,
     checked_row,
     converted,
+    longest_row,
     reading,
     rename_columns,
     too_long,
@@ -36,6 +36,7 @@ class LineShard:
     first_line: int
     columns: dict[str, str] = field(default_factory=dict)
     converter: str | None = ""
+    keeps_images: bool = False
 
     @property
     def size(self) -> int:
@@ -44,12 +45,19 @@ class LineShard:
     def rows(self) -> Iterator[Row]:
         with reading(self.name), open(self.path, "rb") as file:
             file.seek(self.start)
-            renamed = rename_columns(_line_rows(file, self.name, self.first_line, self.size), self.columns)
+            rows = _line_rows(file, self.name, self.first_line, self.size, self.keeps_images)
+            renamed = rename_columns(rows, self.columns)
             yield from converted(renamed, self.converter)
 
 
 def line_shards(
-    path: Path, name: str, end: int, shard_bytes: int, columns: dict[str, str], converter: str | None = ""
+    path: Path,
+    name: str,
+    end: int,
+    shard_bytes: int,
+    columns: dict[str, str],
+    converter: str | None = "",
+    keeps_images: bool = False,
 ) -> Iterator[LineShard]:
     """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`, in one pass that only counts
     newlines. `columns`, `converter`: see rename_columns() and converted()."""
@@ -61,25 +69,27 @@ def line_shards(
                 raise _shrunk(name)
             cut = block.find(b"\n") + 1 if position else 0
             if cut and position + cut < end:
-                yield LineShard(str(path), name, start, position + cut, first_line, columns, converter)
+                yield LineShard(str(path), name, start, position + cut, first_line, columns, converter, keeps_images)
                 start, first_line = position + cut, newlines + 2
             newlines += block.count(b"\n")
             position += len(block)
     if start < end:
-        yield LineShard(str(path), name, start, end, first_line, columns, converter)
+        yield LineShard(str(path), name, start, end, first_line, columns, converter, keeps_images)
 
 
-def jsonl_rows(path: Path, name: str) -> Iterator[Row]:
-    """All rows of a JSONL file. A .gz file is decompressed as it is read."""
+def jsonl_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
+    """All rows of a JSONL file. A .gz file is decompressed as it is read. `keeps_images`: see checked_row()."""
     is_gzip = path.suffix.lower() == ".gz"
     with reading(name), gzip.GzipFile(path) if is_gzip else open(path, "rb") as file:
-        yield from _line_rows(file, name)
+        yield from _line_rows(file, name, keeps_images=keeps_images)
 
 
-def _line_rows(file: Any, name: str, first_line: int = 1, size: int | None = None) -> Iterator[Row]:
+def _line_rows(
+    file: Any, name: str, first_line: int = 1, size: int | None = None, keeps_images: bool = False
+) -> Iterator[Row]:
     """Rows of the next `size` bytes (None: all). Blank lines are no rows, but they count as lines."""
     left, number = size if size is not None else float("inf"), first_line
-    lines = bounded_lines(file, b"\n")
+    lines = bounded_lines(file, b"\n", keeps_images)
     while left > 0:
         try:
             line, length = next(lines, (b"", 0))
@@ -94,14 +104,14 @@ def _line_rows(file: Any, name: str, first_line: int = 1, size: int | None = Non
         left -= length
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if length > MAX_ROW_BYTES:
-            yield bad_row(f"{name}:{number}", too_long(length), line.decode(errors="backslashreplace"))
+        if length > longest_row(keeps_images):
+            yield bad_row(f"{name}:{number}", too_long(length, keeps_images), line.decode(errors="backslashreplace"))
         elif line.strip():
-            yield _parse(line, f"{name}:{number}")
+            yield _parse(line, f"{name}:{number}", keeps_images)
         number += 1
 
 
-def _parse(line: bytes, where: str) -> Row:
+def _parse(line: bytes, where: str, keeps_images: bool) -> Row:
     try:
         # Without the newline, because an error at the end would otherwise be reported at column 1 of the next line.
         text = line.decode().rstrip("\r\n")
@@ -117,7 +127,7 @@ def _parse(line: bytes, where: str) -> Row:
         return bad_row(where, f"cannot be read as JSON ({problem})", text)
     if is_too_deep(text, value):
         return bad_row(where, TOO_DEEP, text)
-    return checked_row(where, value, len(line), suspicious=b"\\u" in line)
+    return checked_row(where, value, len(line), suspicious=b"\\u" in line, keeps_images=keeps_images)
 
 
 def _shrunk(name: str) -> DataError:

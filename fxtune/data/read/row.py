@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -24,8 +24,12 @@ _Text = TypeVar("_Text", str, bytes, covariant=True)
 MAX_RAW_CHARACTERS = 100_000
 """Characters of a bad row that are kept for the quarantine file."""
 MAX_ROW_BYTES = 16 << 20
-"""A longer row is a bad row."""
+"""A longer row is a bad row; of a row with images, its text without them."""
+MAX_ROW_BYTES_WITH_IMAGES = 256 << 20
+"""A longer row is a bad row, where rows may have images."""
 
+IMAGE_KEYS = {"image", "images", "image_url", "url", "path"}
+"""Keys of rows and of parts of messages that name an image."""
 
 _PLACE = re.compile(r"(.*)((?::| row )\d+)", re.DOTALL)  # `a.jsonl:17` or `a.parquet row 5`
 
@@ -75,10 +79,11 @@ def row_shards(rows: Iterable[Row], shard_bytes: int, shard_rows: int = 1024) ->
         yield RowShard(held, size)
 
 
-def checked_row(where: str, value: Any, size: int, suspicious: bool) -> Row:
-    """A row of `value`, or a bad row if it is no object, too long or (checked if `suspicious`) not Unicode."""
-    if size > MAX_ROW_BYTES:
-        return bad_row(where, too_long(size), None)
+def checked_row(where: str, value: Any, size: int, suspicious: bool, keeps_images: bool = False) -> Row:
+    """A row of `value`, or a bad row if it is no object, too long or (checked if `suspicious`) not Unicode. With
+    `keeps_images`, the images in it do not count."""
+    if reason := length_fault(value, size, keeps_images):
+        return bad_row(where, reason, None)
     if not isinstance(value, dict):
         return bad_row(where, f"the row is {type_name(value)}, not an object with named columns", value)
     if suspicious:
@@ -93,8 +98,37 @@ def bad_row(where: str, error: str, raw: Any) -> Row:
     return Row(where, None, error, raw[:MAX_RAW_CHARACTERS] if isinstance(raw, str) else raw, size=1)
 
 
-def too_long(size: int) -> str:
-    return f"a row of {size / 2**20:,.1f} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB. Split it into several rows"
+def longest_row(keeps_images: bool) -> int:
+    """How many bytes of a row are read."""
+    return MAX_ROW_BYTES_WITH_IMAGES if keeps_images else MAX_ROW_BYTES
+
+
+def length_fault(value: Any, size: int, keeps_images: bool) -> str:
+    """Why a row of `size` bytes is too long; empty if it is not."""
+    if size <= MAX_ROW_BYTES:
+        return ""
+    if size > longest_row(keeps_images):
+        return too_long(size, keeps_images)
+    text = _text_bytes(value)
+    if text <= MAX_ROW_BYTES:
+        return ""
+    return f"a row whose text alone has {text / 2**20:,.1f} MiB; the limit is {MAX_ROW_BYTES >> 20} MiB. Split it"
+
+
+def _text_bytes(value: Any, key: str = "") -> int:
+    """About how many bytes of a row are text: not the bytes of an image, nor a data: URI where an image is named."""
+    if isinstance(value, str):
+        return 0 if key in IMAGE_KEYS and value.startswith("data:") else len(value)
+    if isinstance(value, Mapping):
+        return sum(len(name) + _text_bytes(item, name) for name, item in value.items())
+    return sum(_text_bytes(item, key) for item in value) if isinstance(value, (list, tuple)) else 0
+
+
+def too_long(size: int, keeps_images: bool = False) -> str:
+    found = f"a row of {size / 2**20:,.1f} MiB; the limit is {longest_row(keeps_images) >> 20} MiB"
+    if keeps_images:
+        return f"{found} with its images. Store them as files"
+    return f"{found}. Split it into several rows"
 
 
 def converted(rows: Iterable[Row], converter: str | None) -> Iterator[Row]:
@@ -149,11 +183,12 @@ class _Readable(Protocol[_Text]):
     def readline(self, size: int, /) -> _Text: ...
 
 
-def bounded_lines(file: _Readable[_Text], newline: _Text) -> Iterator[tuple[_Text, int]]:
-    """(line with its newline, its length). A line longer than MAX_ROW_BYTES is cut to MAX_RAW_CHARACTERS."""
-    while line := file.readline(MAX_ROW_BYTES + 1):
+def bounded_lines(file: _Readable[_Text], newline: _Text, keeps_images: bool = False) -> Iterator[tuple[_Text, int]]:
+    """(line with its newline, its length). A line longer than longest_row() is cut to MAX_RAW_CHARACTERS."""
+    limit = longest_row(keeps_images)
+    while line := file.readline(limit + 1):
         length = len(line)
-        if length > MAX_ROW_BYTES and not line.endswith(newline):
+        if length > limit and not line.endswith(newline):
             line = line[:MAX_RAW_CHARACTERS]
             while rest := file.readline(1 << 20):
                 length += len(rest)

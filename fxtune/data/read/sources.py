@@ -38,8 +38,8 @@ from fxtune.errors import DataError, nearest
 
 SHARD_BYTES, SHARD_BYTES_WITH_IMAGES = 1 << 20, 16 << 10
 """Bytes that a worker takes at a time: about a second of work, or a hundred rows that name an image."""
-HEAD_ROWS = 100
-"""Rows that are read to detect the format."""
+HEAD_ROWS, HEAD_BYTES = 100, 64 << 20
+"""Rows that are read to detect the format; fewer if they have more bytes."""
 
 Shard = LineShard | RowShard
 
@@ -99,7 +99,13 @@ class Source:
                 else:
                     config = self.config
                     yield from line_shards(
-                        file.path, file.name, file.size, shard_bytes, config.columns, self._converter
+                        file.path,
+                        file.name,
+                        file.size,
+                        shard_bytes,
+                        config.columns,
+                        self._converter,
+                        self.keeps_images,
                     )
         else:
             yield from row_shards(islice(self._read_parts(), limit), shard_bytes)
@@ -114,12 +120,14 @@ class Source:
 
         Raises DataError if there is no row, or if none has a column that `columns` renames.
         """
-        usable, rows_read = [], 0
+        usable, rows_read, size = [], 0, 0
         for row in replace(self, config=replace(self.config, columns={}), as_they_are=True).rows():
-            rows_read += 1
+            rows_read, size = rows_read + 1, size + row.size
             if row.value is not None:
                 usable.append(row)
-            if rows_read >= count and usable:  # bad rows have no format, so read on until one is usable
+            if (
+                rows_read >= count or size > HEAD_BYTES
+            ) and usable:  # bad rows have no format, so read on until one is usable
                 break
         if not rows_read:
             raise DataError(f"{self.name} has no rows: nothing but blank lines, a header or an empty list.")
@@ -188,7 +196,7 @@ class Source:
             rows = hub_datasets.dataset_rows(self.dataset, self.name, self.config.limit, self.keeps_images)
         else:
             readers: dict[str, Callable[[Path, str], Iterator[Row]]] = {
-                "jsonl": jsonl_rows,
+                "jsonl": partial(jsonl_rows, keeps_images=self.keeps_images),
                 "json": json_rows,
                 "csv": csv_rows,
                 "parquet": partial(parquet_rows, keeps_images=self.keeps_images),

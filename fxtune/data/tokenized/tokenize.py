@@ -78,6 +78,7 @@ def tokenize(
     started = time.perf_counter()
     root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
+    opened.keeps_images = images is not None
     format = opened.format()
     encoder = Encoder(
         tokenizer,
@@ -91,7 +92,7 @@ def tokenize(
         data.template_time,
         images,
     )
-    opened.keeps_images, encoder.folders = images is not None, opened.folders
+    encoder.folders = opened.folders
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
         table, cached = _open_or_build(folder, settings, opened, encoder, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fxtune.data.batches.loader import Loader, LoaderConfig, settle_loader
 from fxtune.data.batches.shared_prompts import shared_tokens
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.read import row as row_limits
 from fxtune.data.tokenized import tokenize as tokenizing
 from fxtune.data.tokenized.process_pool import map_in_order
 from fxtune.data.tokenized.table import TokenTable
@@ -373,3 +375,32 @@ def test_workers_take_the_rest_of_a_small_file_with_images(tmp_path, qwen, monke
     data = replace(data, cache_dir=str(tmp_path / "third"))
     tokenize(data.sources[0], data, qwen.processor.tokenizer, progress=False, images=qwen)
     assert not shards
+
+
+def test_images_in_a_row_may_be_larger_than_its_text(tmp_path, qwen, monkeypatch):
+    from datasets import Dataset
+
+    noise = Image.effect_noise((90, 90), 80)
+    pictures = []
+    for number in range(3):
+        noise.save(file := tmp_path / f"{number}.png")
+        pictures.append(file.read_bytes())
+    monkeypatch.setattr(row_limits, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(row_limits, "MAX_ROW_BYTES_WITH_IMAGES", 50_000)
+    content = [*pictures[:2], b"x" * 60_000]
+    uris = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in content]
+    rows = [row("red") | {"images": [uri]} for uri in uris]
+    rows.append(row("red", answer="word " * 300))
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    Dataset.from_list(
+        [{"messages": line["messages"], "images": [{"bytes": data, "path": None}]}
+         for line, data in zip(rows, [*content, pictures[2]], strict=True)]
+    ).to_parquet(tmp_path / "rows.parquet")  # fmt: skip
+    for path in (lines, tmp_path / "rows.parquet"):
+        table = table_of(qwen, path, on_bad_row=OnBadRow.quarantine, sequence_length=4000)
+        assert len(table) == 2
+        reasons = [entry["error"] for entry in table.read_bad_rows()]
+        assert len(reasons) == 2
+        assert "with its images" in reasons[0]
+        assert "text alone" in reasons[1]

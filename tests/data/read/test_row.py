@@ -43,6 +43,19 @@ def test_long_lines_are_cut_and_the_next_line_is_whole(monkeypatch):
     assert lines == [(b"short\n", 6), (b"xxxx", 26), (b"end", 3)]
 
 
+def test_images_do_not_count_as_text(monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES_WITH_IMAGES", 1000)
+    uri = "data:image/png;base64," + "A" * 300
+    parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What?"}]
+    for value in ({"image": uri, "a": 1}, {"images": [uri]}, {"content": parts}, {"images": [{"bytes": b"A" * 300}]}):
+        assert checked_row("a:1", value, 400, False, keeps_images=True).value == value
+        assert "MiB" in str(checked_row("a:1", value, 400, False).error)
+        assert "with its images" in str(checked_row("a:1", value, 1001, False, keeps_images=True).error)
+    for value in ({"text": uri}, {"content": [{"type": "text", "text": "x" * 300}], "image": uri}):
+        assert "text alone" in str(checked_row("a:1", value, 400, False, keeps_images=True).error)
+
+
 def test_errors_of_a_disk_name_the_file():
     with (
         pytest.raises(DataError, match=r"rows\.jsonl cannot be read: Input/output error\."),

@@ -10,20 +10,26 @@ from torch import nn
 from fxtune.facts.options import Library, LoraOptions, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
-from fxtune.models.structure import is_named, output_head, skeleton
+from fxtune.models.structure import is_named, output_head, projectors, skeleton, towers
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
 from fxtune.techniques.quantize.quantized_experts import refusal as refusal_of_experts
 
 
 def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
-    """(full name, parent, name in it, linear) of each linear to quantize: all but the head and those in `skip`;
-    none where they stay in 16 bits beside the `experts`."""
+    """(full name, parent, name in it, linear) of each linear to quantize: all but the head, linears for images and
+    linears in `skip`; none where they stay in 16 bits beside the `experts`.
+
+    A tower is small beside its decoder, and each image passes through it once, so there is little to gain. Its sizes
+    are often no multiples of what kernels take (3,420 in Qwen2.5-VL)."""
     head, found = output_head(model), []
+    of_images = {module for part in (*towers(model), *projectors(model)) for module in part.modules()}
     for path, parent in model.named_modules():
+        if parent in of_images:
+            continue
         for name, module in parent.named_children():
             full = f"{path}.{name}" if path else name
-            skipped = module is head or any(is_named(full, skip) for skip in options.skip)
+            skipped = module is head or module in of_images or any(is_named(full, skip) for skip in options.skip)
             if isinstance(module, nn.Linear) and not skipped:
                 found.append((full, parent, name, module))
     if not leaves_linears(options, experts, max((linear.weight.numel() for *_, linear in found), default=0)):

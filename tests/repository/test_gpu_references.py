@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import reference
+from support import image_reference, reference
 from support.cases import slow_but
 
 from fxtune.techniques.pipeline import Pipeline
@@ -53,6 +53,28 @@ def test_comparison_detects_other_dtype_and_attention_across_documents():
     assert reference.relative(half.logits, expected.logits) > 1e-3
     assert abs(leaking.loss - expected.loss) > 1e-3
     assert reference.relative(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+
+@pytest.mark.parametrize("family", slow_but(image_reference.FAMILIES, "qwen2_5_vl", "gemma3", mark=pytest.mark.vital))
+def test_fxtune_on_packed_documents_with_images_equals_plain_transformers(family):
+    result, made = image_reference.ours(Pipeline(), family, "cpu", "float32")
+    expected = image_reference.plain(family, "cpu")
+    assert any("vision" in name or "visual" in name for name in expected.grads)
+    errors = reference.relative_errors(result, expected)
+    assert max(errors.values()) < reference.LIMITS["float32"], errors
+    own, others = image_reference.isolation(*made, family, "cpu")
+    assert own > 1e-3
+    assert others == 0
+
+
+def test_adapters_with_images_equal_plain_peft():
+    pipeline = Pipeline()
+    pipeline.lora.vision = pipeline.lora.projector = True
+    result, _ = image_reference.ours(pipeline, "qwen2_5_vl", "cpu", "float32", lora=True)
+    modules = image_reference.adapted(result)
+    assert {"vision" in name or "visual" in name for name in modules} == {True, False}
+    expected = image_reference.plain("qwen2_5_vl", "cpu", adapted=modules)
+    assert max(reference.relative_errors(result, expected).values()) < reference.LIMITS["float32"]
 
 
 def test_batch_has_the_layout_of_the_data_plan():

@@ -277,6 +277,18 @@ def prepare(
     pipeline: Any, shape: Shape, given: Any, dtype: str = "bfloat16", lora: bool = False
 ) -> tuple[Any, Any, list[Any], list[str]]:
     """(PreparedModel, resolved pipeline, evidence, notes), as training builds them. The model is in training mode."""
+    return prepare_saved(pipeline, path(shape), given, dtype, lora)
+
+
+def prepare_saved(
+    pipeline: Any,
+    folder: Path,
+    given: Any,
+    dtype: str = "bfloat16",
+    lora: bool = False,
+    trains_images: bool = False,
+) -> tuple[Any, Any, list[Any], list[str]]:
+    """prepare() for the model in a folder. `trains_images`: without LoRA also train the parts that read images."""
     from fxtune.distributed.world import World
     from fxtune.facts.run import Facts
     from fxtune.models.load import DType, ModelConfig, load_config
@@ -285,7 +297,7 @@ def prepare(
     pipeline = copy.deepcopy(pipeline)
     if lora:
         pipeline.lora.enabled = True
-    config = ModelConfig(path=str(path(shape)), dtype=DType(dtype))
+    config = ModelConfig(path=str(folder), dtype=DType(dtype))
     hf_config = load_config(config)
     world = World(given.input_ids.device)
     rows, length = given.input_ids.shape
@@ -302,7 +314,7 @@ def prepare(
         optimizer="adamw",
     )
     pipeline, notes = pipeline.resolved(facts)
-    prepared = pipeline.build(config, hf_config, world, 0)
+    prepared = pipeline.build(config, hf_config, world, 0, trains_images=trains_images)
     model = prepared.module
     evidence = pipeline.prove(prepared, make_probe(model, packing))
     if pipeline.lora.enabled and pipeline.lora.init.value == "default":

@@ -114,7 +114,8 @@ def test_float32_equals_plain_transformers(family):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_liger_and_the_fused_loss(family, lora):
-    seen, made = ours(using("sdpa", liger=Liger(True, Switch.on)), family, lora=lora)
+    liger = Liger("auto", fused_linear_cross_entropy=Switch.on)  # its other kernels where they are known
+    seen, made = ours(using("sdpa", liger=liger), family, lora=lora)
     assert made[1].fused
     close_to_plain(seen, family, lora)
 
@@ -152,7 +153,7 @@ def test_adapters(family, images):
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "fp8"])
-@pytest.mark.parametrize("techniques", [(), ("compile", "checkpointing", "liger")], ids=["alone", "fast"])
+@pytest.mark.parametrize("techniques", [(), ("compile", "checkpointing")], ids=["alone", "fast"])
 def test_quantized_base(name, techniques):
     """The language model's linears are quantized, so the reference is the same model on one document a row."""
     library = {} if name == "fp8" else {"library": Library.bitsandbytes}
@@ -166,12 +167,12 @@ def test_quantized_base(name, techniques):
     assert found["logits"] < 2e-2, found
     assert found["grads"] < 5e-2, found
     exact = errors(seen, plain("qwen2_5_vl", adapted=image_reference.adapted(seen)))
-    assert exact["loss"] < 0.1, exact
+    assert exact["loss"] < 0.01, exact
     isolated((pipeline, head), "qwen2_5_vl")
 
 
 RUNS = {
-    "lora": ("techniques.compile.enabled=true", "techniques.lora.dropout=0.1"),
+    "lora": ("techniques.checkpointing.enabled=true",),
     "full": ("techniques.lora.enabled=false", "optimizer.lr_vision=1e-3", "techniques.checkpointing.enabled=true"),
 }
 

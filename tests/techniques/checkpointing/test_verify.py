@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from support import image_models
 from support.architectures import built, lora, prepared_model, random_model
 from support.checkpointing import checkpointed, gradients, seen
 
@@ -30,14 +29,6 @@ def test_verify_leaves_no_gradients_and_evaluation_is_not_recomputed():
 def test_layers_below_the_first_trained_one_are_not_expected_to_run_twice():
     pipeline = checkpointed(lora(target_modules=["layers.1.mlp.down_proj"]))
     seen(pipeline, built(pipeline, random_model("llama")))
-
-
-def test_layers_run_twice_where_a_tower_for_images_is_trained_too():
-    """The probe is text, which gives the tower, the first in the model, no gradient."""
-    pipeline = checkpointed(lora(vision=True))
-    model = built(pipeline, image_models.recipe("qwen2_5_vl"))
-    assert "visual" in next(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    assert "2 of 2 layers ran twice" in seen(pipeline, model)
 
 
 def test_verify_fails_if_a_layer_is_not_wrapped():

@@ -172,7 +172,9 @@ class GradientSum:
                 sums[member] = part
         if any(gradient is None for gradient in gradients):
             for member, count in enumerate(counts_and_metrics[: len(sums)].tolist()):
-                sums[member] = sums[member] if count else None
+                # PowerSGD sends the rest of earlier gradients late.
+                late = self.compression is not None and bool(sums[member].any())  # type: ignore[union-attr]
+                sums[member] = sums[member] if count or late else None
         return sums, counts_and_metrics[len(sums) :]
 
     @torch.no_grad()

@@ -3,6 +3,8 @@ none."""
 
 from __future__ import annotations
 
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,42 @@ def test_ranks_gather_lower_layers_together_where_only_images_have_a_gradient_th
     words = made(tmp_path / "run", "llava", *TOWER, LOWER, "parallel.shard=2")
     deepened(tmp_path / "run" / "model")
     assert ranks.run(words, tmp_path / "run") == [0, 0], tail(tmp_path / "run")
+
+
+def test_killed_rank_resumes_bit_for_bit_and_one_process_goes_on(ranks, forks, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = made(whole, "qwen2_5_vl", *TOWER)
+    assert ranks.run(words, whole, **ONE_THREAD) == [0, 0], tail(whole)
+    first, second = ranks.start(made(killed, "qwen2_5_vl", *TOWER), killed, "before", **ONE_THREAD)
+    assert second.until("training", 4), tail(killed)
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
+    assert first.wait() != 0, tail(killed)
+    shutil.copytree(killed, tmp_path / "alone")
+    assert ranks.run(words, killed, **ONE_THREAD) == [0, 0], tail(killed)
+    assert "Resuming run after step" in tail(killed, 10**6)
+    assert_alike(whole, killed, 0.0)
+    alone = forks.start(words, tmp_path / "alone", "alone.jsonl", **ONE_THREAD)
+    assert alone.wait() == 0, tail(tmp_path / "alone")
+    assert_alike(whole, tmp_path / "alone", 1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TOWER, "parallel.average_every=2"),
+        (*FULL, "parallel.powersgd_rank=2", "parallel.powersgd_start=2", "checkpoint.every=0"),
+    ],
+)
+def test_ranks_that_send_less_train_the_tower(words, ranks, tmp_path):
+    two = tmp_path / "two"
+    assert ranks.run(made(two, "qwen2_5_vl", *words), two) == [0, 0], tail(two)
+    if "parallel.average_every=2" in words:
+        weights = load_file(two / "run" / ADAPTER)
+        moved = [weight.norm() for name, weight in weights.items() if ".visual." in name and "lora_B" in name]
+    else:
+        before, after = load_file(two / "model" / "model.safetensors"), load_file(two / "run" / MODEL)
+        assert before.keys() == after.keys()
+        moved = [(after[name] - weight).norm() for name, weight in before.items() if "visual." in name]
+    assert moved
+    assert all(norm > 0 for norm in moved)

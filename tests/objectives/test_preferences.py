@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support.processors import write_model, write_picture_pairs
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText
 
+from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.distributed.world import Device
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.load import ModelConfig
 from fxtune.objectives.dpo import DPO, PairLoss
 from fxtune.objectives.ipo import IPO
 from fxtune.objectives.orpo import ORPO
 from fxtune.objectives.simpo import SimPO
+from fxtune.training.builder import RunBuilder
 
 POLICY = [[-1.0, -2.0], [-0.5], [-0.25, -0.75, -1.0], [-3.0, -1.0]]
 """Of chosen, rejected, chosen, rejected: the log-probability of each answer token."""
@@ -157,3 +168,48 @@ def test_orpo_is_finite_for_a_certain_answer():
     loss.backward()
     assert loss.isfinite()
     assert model.policy.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["whole", "shared prompts"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "stored reference"])
+def test_dpo_of_pairs_with_images_is_that_of_plain_transformers(family, adapters, shares, tmp_path):
+    """Both answers see the image. The trained weights were moved away from the reference."""
+    config = Config(model=ModelConfig(path=str(write_model(family, tmp_path / "model"))), objective=DPO())
+    rows = write_picture_pairs(tmp_path / "pictures", 6)
+    config.data = DataConfig(sources=[SourceConfig(path=str(rows))], sequence_length=1024, packing=True)
+    config.data.cache_dir, config.data.share_prompts = str(tmp_path / "cache"), shares
+    config.techniques.lora.enabled, config.run.device = adapters, Device.cpu
+    config.train.max_steps, config.train.micro_batch_size, config.train.global_batch_size = 1, 1, 1
+    builder = RunBuilder(config)
+    _, data = builder.read()
+    model, _ = builder.proven_model()
+    objective, table = builder.config.objective, data.tables[0]
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+
+    def log_prob(of: Any, document: int) -> torch.Tensor:
+        start, end = table.offsets[document : document + 2].tolist()
+        ids = torch.from_numpy(table.ids[start:end].astype(np.int64))
+        images = data.images.read([table.image(index) for index in table.images_in(start, end - start)])
+        assert images["pixel_values"].shape[0] > 0
+        logits = of(
+            input_ids=ids[None], **images, **kind_of(of.config).token_types(of.config, ids[None]), use_cache=False
+        ).logits[0, :-1]
+        learned = torch.from_numpy(table.supervised[start:end].astype(bool))[1:]
+        return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0][learned].sum()
+
+    batch = builder.own(data.training).batch(0, 0)
+    assert len(data.training.documents(0, 0)) > 2
+    found, _ = objective.loss(model, batch)
+    model.model.eval()
+    expected = torch.zeros(())
+    documents = [document for _, document in data.training.documents(0, 0)]
+    for pair in zip(documents[::2], documents[1::2], strict=True):
+        ratios = [log_prob(model.model, answer) - log_prob(plain, answer) for answer in pair]
+        expected = expected - F.logsigmoid(objective.beta * (ratios[0] - ratios[1]))
+    assert abs(expected / len(documents) * 2 - math.log(2)) > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

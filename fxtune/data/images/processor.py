@@ -155,10 +155,12 @@ class ImageProcessor:
         import torch
 
         tensors, image_processor = self.tensors([image]), self.processor.image_processor
+        pixels = tensors["pixel_values"].float()
         if "image_grid_thw" in tensors:
-            rows, columns = (int(count) * image_processor.patch_size for count in tensors["image_grid_thw"][0, 1:])
-            return image.resize((columns, rows))
-        pixels = tensors["pixel_values"]
+            side, merged = image_processor.patch_size, image_processor.merge_size
+            rows, columns = (int(count) // merged for count in tensors["image_grid_thw"][0, 1:])
+            patches = pixels.view(rows, columns, merged, merged, 3, -1, side, side)[:, :, :, :, :, 0]  # one frame
+            pixels = patches.permute(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * merged * side, columns * merged * side)
         if pixels.dim() != 4 or len(pixels) > 1:
             return image
         mean, deviation = (

@@ -89,3 +89,14 @@ def test_blank_tensors_are_those_of_black_images(images):
     assert blank.keys() == black.keys()
     for name, tensor in black.items():
         assert torch.equal(blank[name], tensor)
+
+
+def test_the_image_as_the_model_sees_it_has_the_same_tensors(tmp_path):
+    """Qwen's patches are put together again, so a preview shows these pixels and no others."""
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path))
+    picture = Image.effect_noise((301, 97), 80).convert("RGB")
+    seen = images.seen(picture)
+    assert seen.size == (196, 56)
+    tensors = images.tensors([picture])
+    for name, tensor in images.tensors([seen]).items():
+        torch.testing.assert_close(tensor, tensors[name])

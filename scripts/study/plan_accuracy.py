@@ -116,7 +116,8 @@ def compare(measured: Measured) -> Row:
     length = lengths_with_images(config, case) if case and case.images else Lengths(10**9, 10**9, 1.0, row.length)
     card = machine(baseline.card, HOST_GIB, config.run.memory_gib)
     found = forecast_run(config, card, baseline.cards, length)
-    priced = row.tokens_per_second is not None and not row.packed and config.techniques.compile.enabled
+    several = row.packed or (case is not None and case.pairs > 0)  # documents in a row, of lengths not known here
+    priced = row.tokens_per_second is not None and not several and config.techniques.compile.enabled
     cards = f" on {baseline.cards} x {baseline.card}" if baseline.cards > 1 or baseline.card != "H200" else ""
     name = f"{row.case}, {row.settings}" if row.settings else row.case
     return Row(

@@ -71,6 +71,5 @@ def test_a_case_with_images_is_forecast_from_the_sizes_of_its_images():
     text = Measurement("no case", memory_gib=30.0, tokens_per_second=1e4, **shape)
     rows = [plan_accuracy.compare((Baseline("", "H100", "", []), row)) for row in (text, alone, adapted)]
     gibs = [row.calculated_gib for row in rows]
-    assert gibs == sorted(gibs)
-    speeds = [row.calculated for row in rows]
-    assert speeds == sorted(speeds, reverse=True)
+    assert gibs[0] < gibs[1] < gibs[2]
+    assert rows[1].calculated > rows[2].calculated, "gradients of the tower take time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 from dataclasses import replace
@@ -9,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from support import image_models
 from support.harness import write_chats
-from support.processors import write_model, write_picture_pairs, write_picture_rows
+from support.processors import write_model, write_picture_pairs, write_picture_rows, write_processor
 
 from fxtune.config.root import Config
 from fxtune.data.config import DataConfig, ImageTokensConfig, SourceConfig
@@ -73,6 +75,18 @@ def test_a_vision_model_without_the_files_reads_text_only(tmp_path):
     for file in folder.glob("*processor_config.json"):
         file.unlink()
     assert made(folder) is None
+
+
+def test_a_package_that_a_processor_needs_is_named(tmp_path):
+    if importlib.util.find_spec("num2words"):
+        pytest.skip("the package is installed")
+    folder = write_processor("idefics3", tmp_path)
+    config = image_models.config("smolvlm")
+    config.text_config.vocab_size = 200
+    config.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "SmolVLMImageProcessor"}))
+    with pytest.raises(StorageError, match="num2words"):
+        made(folder)
 
 
 def test_a_broken_processor_is_an_error_with_its_folder(tmp_path):

@@ -98,9 +98,9 @@ def _text(text: Any, where: str) -> str:
 
 
 def _payload(part: Mapping[str, Any], where: str) -> Any:
-    if unknown := [key for key in part if key not in _KNOWN and part[key] is not None]:
+    if unknown := [key for key in part if key not in _KNOWN and _is_given(part[key])]:
         raise RowError(f"{where}.{short(unknown[0])} is not read; data.image_tokens bounds the size of images")
-    given = [(key, part[key]) for key in _PAYLOADS if part.get(key) is not None]
+    given = [(key, part[key]) for key in _PAYLOADS if _is_given(part.get(key))]
     if len(given) > 1:
         raise RowError(f"{where} names its image twice ({given[0][0]}, {given[1][0]}); keep one")
     if not given:
@@ -109,9 +109,14 @@ def _payload(part: Mapping[str, Any], where: str) -> Any:
     return value.get("url") if key == "image_url" and isinstance(value, Mapping) else value
 
 
+def _is_given(value: Any) -> bool:
+    """Whether a key of a part, or a column, says something: Arrow gives each the keys of all others, with null."""
+    return any(map(_is_given, value.values())) if isinstance(value, Mapping) else value is not None
+
+
 def _column(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """(the column with images, its images); ("", []) if there is none."""
-    given = [name for name in COLUMNS if row.get(name) not in (None, "", [], (), {})]
+    given = [name for name in COLUMNS if row.get(name) not in ("", [], ()) and _is_given(row.get(name))]
     if len(given) > 1:
         raise RowError("images and image are two columns of images; keep one")
     if not given:

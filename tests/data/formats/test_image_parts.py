@@ -13,6 +13,7 @@ from fxtune.data.formats.values import RowError
 
 ANSWER = {"role": "assistant", "content": "A."}
 BYTES = {"bytes": b"png", "path": None}
+HOLLOW = {"image": {"bytes": None, "path": None}}
 
 
 def read(row: dict[str, Any]) -> list[tuple[str, list[Any]]]:
@@ -41,6 +42,8 @@ def question(*parts: Any) -> list[dict[str, Any]]:
         ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "a.png"),
         ({"type": "image_url", "image_url": "a.png"}, "a.png"),
         ({"type": "image", "image": "a.png", "text": None, "url": None}, "a.png"),
+        ({"type": "image", "image": "a.png", "image_url": {"url": None, "detail": None}}, "a.png"),
+        ({"type": "image_url", "image": {"bytes": None, "path": None}, "image_url": {"url": "a.png"}}, "a.png"),
     ],
 )
 def test_parts_name_images(part, value):
@@ -94,7 +97,7 @@ def test_the_result_of_a_tool_can_have_an_image():
     assert read({"messages": [{"role": "user", "content": "?"}, call, result, ANSWER]})[2] == (IMAGE, ["a.png"])
 
 
-@pytest.mark.parametrize("images", [{}, {"images": []}, {"images": None}, {"image": None}, {"image": {}}])
+@pytest.mark.parametrize("images", [{}, {"images": []}, {"images": None}, {"image": None}, {"image": {}}, HOLLOW])
 def test_a_mark_is_text_where_a_row_has_no_images(images):
     row = {"messages": [{"role": "user", "content": "What is <image>?"}, ANSWER], **images}
     assert read(row)[0] == ("What is <image>?", [])

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -625,16 +625,17 @@ class Trainer:
     def _stop_at(self, error: LostImageError) -> None:
         """Save the steps before an image that has gone, and let the error name its row. Ranks that share rows or
         weights cannot save in the middle of a pass: their run goes on from its last checkpoint."""
-        data, held_out = self.config.data, self.data.evaluation
-        tables = [*self.data.tables, *(held_out.tables if held_out and data.eval_sources else ())]
-        for source, table in zip((*data.sources, *data.eval_sources), tables, strict=False):
-            if error.table is not None and table.folder == error.table.folder:
-                error.place = place_of_image(source, table, error.image, data)
-                break
         if not self.world.shares and self.train_step.ranks_agree:
             self.train_step.drop()
             self._log_due_line()
             self._ensure_saved()
+        data, held_out = self.config.data, self.data.evaluation
+        tables = [*self.data.tables, *(held_out.tables if held_out and data.eval_sources else ())]
+        for source, table in zip((*data.sources, *data.eval_sources), tables, strict=False):
+            if error.table is not None and table.folder == error.table.folder:
+                with suppress(UserError, OSError, StopIteration):  # the data file may have gone, too
+                    error.place = place_of_image(source, table, error.image, data)
+                break
 
     def _pause(self) -> dict[str, Any]:
         """Save the state. Returns the last figures of the run so far."""

@@ -21,6 +21,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fxtune.kernels import flash4 as kernel
 from fxtune.kernels.autocast import compute_dtype
@@ -72,6 +73,8 @@ def prepare(model: nn.Module) -> None:
             stay = () if attends_at_once(tower) else ("cu_seqlens", "cu_window_seqlens")
             sent = {name: value for name, value in places.items() if name not in stay}
             named = {**places, **_on(given[0].device, sent), **named}
+        elif attends_at_once(tower):
+            named |= _on(given[0].device, _bounds(tower, given[0], named.get("image_sizes")))
         return given, named
 
     for tower in towers(model):
@@ -103,6 +106,15 @@ def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
             spatial_merge_size=merged,
         )
     return places
+
+
+def _bounds(tower: Any, pixels: Tensor, sizes: Tensor | None) -> dict[str, Any]:
+    """The bounds of the images of Pixtral's tower, by the names of attention's arguments. transformers 5.17 passes none,
+    5.24 its own. `sizes` [images, 2]: height and width in pixels; None: all of `pixels`."""
+    sizes = torch.tensor([pixels.shape[-2:]] * len(pixels)) if sizes is None else sizes.cpu()
+    bounds = F.pad((sizes // tower.patch_size).prod(-1).cumsum(0, dtype=torch.int32), (1, 0))
+    longest = _longest(bounds)
+    return dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
 
 
 def _longest(bounds: Tensor) -> int:

@@ -109,8 +109,8 @@ def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
 
 
 def _bounds(tower: Any, pixels: Tensor, sizes: Tensor | None) -> dict[str, Any]:
-    """The bounds of the images of Pixtral's tower, by the names of attention's arguments. transformers 5.17 passes none,
-    5.24 its own. `sizes` [images, 2]: height and width in pixels; None: all of `pixels`."""
+    """The bounds of the images of Pixtral's tower, by the names of attention's arguments. transformers 5.17 passes
+    none, 5.24 its own. `sizes` [images, 2]: height and width in pixels; None: all of `pixels`."""
     sizes = torch.tensor([pixels.shape[-2:]] * len(pixels)) if sizes is None else sizes.cpu()
     bounds = F.pad((sizes // tower.patch_size).prod(-1).cumsum(0, dtype=torch.int32), (1, 0))
     longest = _longest(bounds)

@@ -16,6 +16,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import CompileOptions, LoraOptions, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
 from fxtune.techniques.estimate.memory import forecast, trained_parameters
 from fxtune.techniques.estimate.recomputation import RecomputePlan
@@ -112,6 +113,16 @@ def test_flops_of_a_trained_tower(family, lora):
     # Eager attention has a backward pass of 2, not of 2.5: it does not compute the scores again.
     work = cost.shape.work(*sizes)
     assert cost.flops(work) - 0.5 / 3.5 * cost.per_pair * work.pairs == counted(model, images, backward=True)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_patch_embeddings_as_products_cost_the_same(family):
+    model = model_of(family)
+    before = tower_cost(model)
+    replace_patch_embeddings(model)
+    after = tower_cost(model)
+    assert after.per_patch == before.per_patch > 0
+    assert after.per_position == before.per_position
 
 
 def test_a_projector_that_is_trained_alone_sends_no_gradient_into_the_tower():

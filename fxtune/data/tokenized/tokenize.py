@@ -52,8 +52,8 @@ IMAGES_VERSION = 1
 """Part of the cache's key of a table for a model that reads images, as ENCODING_VERSION."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
-IN_PROCESS_SECONDS = 3.0
-"""After so long, workers take the rest of a small source for a model that reads images."""
+IN_PROCESS_SECONDS = 20.0
+"""Workers take the rest of a small source with images if it would take longer in this process."""
 BATCH_ROWS = 256
 BATCH_BYTES = 512 << 10
 
@@ -247,12 +247,14 @@ def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Gener
     """(tokens of a shard, its size in bytes) for each shard in order, made in this process or in workers."""
     workers, left = data.workers or cores(), source.shards()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
-        began = time.perf_counter()
+        began, done = time.perf_counter(), 0
         try:
             for shard in left:
                 yield encode_shard(shard, encoder), shard.size
+                done += shard.size
                 # A row with images takes as long as they do, and is short.
-                if encoder.images is not None and workers > 1 and time.perf_counter() - began > IN_PROCESS_SECONDS:
+                rest = (time.perf_counter() - began) * (source.size - done) / max(done, 1)
+                if encoder.images is not None and workers > 1 and rest > IN_PROCESS_SECONDS:
                     break
             else:
                 return

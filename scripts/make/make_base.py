@@ -13,9 +13,10 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from corpus import documents
 
@@ -71,8 +72,14 @@ def write_corpus(file: Path) -> None:
             out.write(json.dumps({"text": text}) + "\n")
 
 
-def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
-    """Byte-level BPE with the chat template, saved in `folder`."""
+def train_tokenizer(
+    texts: Iterable[str],
+    folder: Path,
+    vocabulary: int = VOCABULARY,
+    placeholders: Sequence[str] = (),
+    template: str = TEMPLATE,
+) -> None:
+    """Byte-level BPE with the chat template, saved in `folder`. `placeholders`: special tokens beside SPECIAL."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,8 +96,8 @@ def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
     bpe.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=list(SPECIAL),
+            vocab_size=vocabulary,
+            special_tokens=[*SPECIAL, *placeholders],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
@@ -99,11 +106,11 @@ def train_tokenizer(texts: Iterator[str], folder: Path) -> None:
         tokenizer_object=bpe,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
-        additional_special_tokens=[TURN_START],
+        additional_special_tokens=[TURN_START, *placeholders],
         clean_up_tokenization_spaces=False,
         model_max_length=CONTEXT,
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     rename_for_4(folder / "tokenizer_config.json")
 
@@ -147,41 +154,54 @@ def minutes(run: Path) -> float:
     )
 
 
-def ship(trained: Path, tokenizer: Path, figures: dict[str, float], spent: float, threads: int) -> None:
-    """The trained model in bf16, its tokenizer and its README, as the asset."""
+def machine() -> str:
+    """What this process trains on, in words."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def ship(
+    work: Path, tokenizer: Path, asset: Path, limit: int, readme: str, figures: dict[str, float], **words: Any
+) -> None:
+    """The model of the run in `work`, in bf16, with its tokenizer and a README, as the asset. `limit`: the most bytes of
+    the asset; `figures`: of the run; `words`: other values that `readme` names."""
+    import torch
+    from transformers import AutoConfig
 
     from fxtune.export.config import write_rope_for_4
+    from fxtune.models.kinds.known import kind_of
 
-    shutil.rmtree(ASSET, ignore_errors=True)
-    model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
-    model.save_pretrained(ASSET)
-    write_rope_for_4(ASSET, model.config)
-    shutil.copytree(tokenizer, ASSET, dirs_exist_ok=True)
-    machine = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU, {threads} threads"
-    )
-    (ASSET / "README.md").write_text(
-        README.format(
+    trained = work / "run" / "model"
+    config = AutoConfig.from_pretrained(trained)
+    model = kind_of(config).model_class(type(config)).from_pretrained(trained, dtype=torch.bfloat16)
+    shutil.rmtree(asset, ignore_errors=True)
+    model.save_pretrained(asset)
+    write_rope_for_4(asset, model.config)
+    shutil.copytree(tokenizer, asset, dirs_exist_ok=True)
+    text = model.config.get_text_config()
+    (asset / "README.md").write_text(
+        readme.format(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            layers=ARCHITECTURE["num_hidden_layers"],
-            hidden=ARCHITECTURE["hidden_size"],
-            vocabulary=VOCABULARY,
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            vocabulary=text.vocab_size,
             context=CONTEXT,
-            documents=DOCUMENTS,
             seed=SEED,
             tokens=int(figures["train/tokens"]),
             steps=int(figures["train/step"]),
             loss=figures["eval/loss"],
             perplexity=figures["eval/perplexity"],
-            minutes=spent,
-            machine=machine,
+            minutes=minutes(work / "run"),
+            machine=machine(),
             torch=torch.__version__,
+            **words,
         )
     )
-    size = sum(file.stat().st_size for file in ASSET.iterdir())
-    assert size <= LIMIT, f"{ASSET} has {size} bytes, {LIMIT} are allowed"
+    size = sum(file.stat().st_size for file in asset.iterdir())
+    assert size <= limit, f"{asset} has {size} bytes, {limit} are allowed"
 
 
 README = """\
@@ -208,13 +228,11 @@ def main() -> None:
         "--work", type=Path, default=ROOT / "build" / "tiny", help="working folder (default: %(default)s)"
     )
     work = parser.parse_args().work
-    import torch
-
     work.mkdir(parents=True, exist_ok=True)
     write_corpus(work / "corpus.jsonl")
     train_tokenizer(islice(documents(SEED), TOKENIZER_DOCUMENTS), work / "tokenizer")
     figures = pretrain(work / "corpus.jsonl", work / "tokenizer", work / "run")
-    ship(work / "run" / "model", work / "tokenizer", figures, minutes(work / "run"), torch.get_num_threads())
+    ship(work, work / "tokenizer", ASSET, LIMIT, README, figures, documents=DOCUMENTS)
 
 
 if __name__ == "__main__":

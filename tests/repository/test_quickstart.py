@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from support.runs import history
 
 from fxtune.cli.main import main
@@ -92,6 +95,35 @@ def test_full_fine_tuning_learns_and_plain_transformers_loads_the_model(cwd):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     assert not any(torch.equal(new, old) for new, old in zip(model.parameters(), base.parameters(), strict=True))
+
+
+def test_vision_quickstart_reads_held_out_pictures_and_plain_transformers_loads_the_merged_model(cwd):
+    """Half of the questions are enough. The processor is read by fxtune, as transformers' own needs torchvision."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    from fxtune.upstream.transformers import read_processor
+
+    assert main(["+recipe=vision_quickstart", "data.questions.limit=50"]) == 0
+    folder = Path("runs/vision_quickstart")
+    before, after = exact_matches(folder)
+    assert before == 0
+    assert after >= 0.9
+    assert main(["merge", str(folder)]) == 0
+    merged = folder / "merged"
+    model = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    processor = read_processor(merged, tokenizer, AutoConfig.from_pretrained(merged))
+    lines = (ASSETS / "data" / "vision_test.jsonl").read_text().splitlines()[:10]
+    right = 0
+    for *question, answer in (json.loads(line)["messages"] for line in lines):
+        picture = question[-1]["content"][0]["image"].partition(",")[2]
+        text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        inputs = processor(text=[text], images=[[Image.open(BytesIO(b64decode(picture)))]], return_tensors="pt")
+        with torch.no_grad():
+            written = model.generate(**inputs, max_new_tokens=96, do_sample=False)
+        said = tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += said.strip() == answer["content"]
+    assert right >= 8
 
 
 def test_sweep_and_python_api_over_objectives_of_preferences(cwd):

@@ -48,6 +48,21 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
         "qwen3",
         dict(LLAMA, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936, max_position_embeddings=40960),
     ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (
+        "qwen2_5_vl",
+        dict(
+            text_config=dict(
+                LLAMA,
+                hidden_size=3584,
+                intermediate_size=18944,
+                num_hidden_layers=28,
+                num_attention_heads=28,
+                num_key_value_heads=4,
+                vocab_size=152064,
+                max_position_embeddings=128000,
+            ),
+        ),
+    ),
     "google/gemma-3-1b-it": (
         "gemma3_text",
         dict(

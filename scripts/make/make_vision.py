@@ -1,0 +1,69 @@
+"""Writes the vision quickstart's chat data: pictures of a coloured shape, answered with JSON.
+
+    python scripts/make/make_vision.py            # rewrites fxtune/assets/data/vision_*.jsonl, with the same pixels and words
+
+The pictures are in the rows, as data: URIs. No picture is drawn twice. In half of the held-out pictures the shape has a
+color that this shape has in no training picture, so a right answer must be read from the pixels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+from make_quickstart import DATA
+from scenes import COLORS, SHAPES, Scene, data_uri, draw_scene, picture
+
+SYSTEM = "Answer with JSON."
+QUESTIONS = ("What is in the picture?", "Which shape is it, and where?", "What do you see?")
+SEED = 9
+TRAIN_ROWS, TEST_ROWS = 1000, 120
+UNSEEN_KINDS = 8
+
+
+def answer(scene: Scene) -> str:
+    """The JSON object that the model should write, with keys always in this order."""
+    return json.dumps(asdict(scene.things[0]))
+
+
+def row(rng: Random, scene: Scene, png: bytes) -> str:
+    """One line of the file."""
+    question = [{"type": "image", "image": data_uri(png)}, {"type": "text", "text": rng.choice(QUESTIONS)}]
+    turns = (("system", SYSTEM), ("user", question), ("assistant", answer(scene)))
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+
+
+def make(seed: int = SEED) -> tuple[list[str], list[str]]:
+    """The lines of the training file and of the held-out file."""
+    rng = Random(seed)
+    kinds = [(shape, color) for shape in SHAPES for color in COLORS]
+    rng.shuffle(kinds)
+    unseen, known = kinds[:UNSEEN_KINDS], kinds[UNSEEN_KINDS:]
+    drawn: set[bytes] = set()
+
+    def fresh(new: bool) -> str:
+        while True:
+            scene = draw_scene(rng, unseen if new else known, 1)
+            png = picture(rng, scene)
+            if png not in drawn:
+                drawn.add(png)
+                return row(rng, scene, png)
+
+    return [fresh(False) for _ in range(TRAIN_ROWS)], [fresh(index % 2 == 1) for index in range(TEST_ROWS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DATA, help="folder for the two files (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, lines in zip(("vision_train", "vision_test"), make(args.seed), strict=True):
+        (args.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Makes fxtune/assets/tiny-vision, the base model that ships for images: chats, tokenizer, pre-training with fxtune, bf16.
 
-    python scripts/make/make_vision_base.py                # about N minutes on two CPU cores
+    python scripts/make/make_vision_base.py                # about 25 minutes on two CPU cores (extrapolated)
     python scripts/make/make_vision_base.py --work DIR     # the folder of chats, tokenizer and run; an interrupted run resumes there
 
 Nothing is downloaded: the pictures are drawn, and the sentences come from a seed. The model learns to tell in plain English
@@ -46,12 +46,17 @@ class Stage:
     most: int
     """The most things in the pictures of these chats."""
     sizes: dict[str, tuple[float, float]]
+    requests: tuple[str, ...]
+    """What a user asks for a description with."""
 
 
+DESCRIBE = ("Describe the picture.", "What do you see?", "Tell me about the picture.")
+SEVERAL = ("What is in the picture?", "List the shapes.", "Which shapes do you see?")
 STAGES = (
-    Stage(36_000, 1_500, 0.5, 3, {"small": (6.0, 7.5), "large": (11.0, 13.5)}),
-    Stage(24_000, 1_000, 0.75, 1, SIZES),
+    Stage(36_000, 1_500, 0.5, 3, {"small": (6.0, 7.5), "large": (11.0, 13.5)}, DESCRIBE + SEVERAL),
+    Stage(24_000, 1_000, 0.75, 1, SIZES, DESCRIBE + QUESTIONS),
 )
+"""The first has several things in a picture, and smaller ones."""
 PLACEHOLDERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 TEMPLATE = """\
 {%- for message in messages %}
@@ -79,7 +84,6 @@ SYSTEMS = (
     "Be brief.",
     "Answer with the facts.",
 )
-DESCRIBE = ("Describe the picture.", "What do you see?", "Tell me about the picture.", *QUESTIONS)
 
 
 def describe(rng: Random, scene: Scene) -> str:
@@ -128,7 +132,7 @@ def chat(rng: Random, stage: Stage, known: set[str]) -> tuple[dict, str]:
         image = data_uri(picture(rng, scene, stage.sizes))
         if image not in known:
             break
-    pairs = [(rng.choice(DESCRIBE), describe(rng, scene))] if brief or rng.random() < 0.7 else []
+    pairs = [(rng.choice(stage.requests), describe(rng, scene))] if brief or rng.random() < 0.7 else []
     if not brief:
         pairs += [asked(rng, scene) for _ in range(rng.randint(1, 3))]
     messages: list[dict] = []

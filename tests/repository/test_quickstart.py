@@ -98,7 +98,8 @@ def test_full_fine_tuning_learns_and_plain_transformers_loads_the_model(cwd):
 
 
 def test_vision_quickstart_reads_held_out_pictures_and_plain_transformers_loads_the_merged_model(cwd):
-    """Half of the questions are enough. The processor is read by fxtune, as transformers' own needs torchvision."""
+    """Half of the questions are enough. The base sees and answers in English, so fine-tuning teaches the format. The
+    processor is read by fxtune, as transformers' own needs torchvision."""
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
     from fxtune.upstream.transformers import read_processor
@@ -108,6 +109,10 @@ def test_vision_quickstart_reads_held_out_pictures_and_plain_transformers_loads_
     before, after = exact_matches(folder)
     assert before == 0
     assert after >= 0.9
+    answers = [json.loads(line) for line in (folder / "answers_before.jsonl").read_text().splitlines()]
+    assert not any("{" in answer["answer"] for answer in answers)
+    seen = [json.loads(answer["right"])["shape"].split()[2] in answer["answer"] for answer in answers]
+    assert sum(seen) >= 40, "the base must tell the color of most shapes"
     assert main(["merge", str(folder)]) == 0
     merged = folder / "merged"
     model = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).eval()

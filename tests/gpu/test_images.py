@@ -23,7 +23,7 @@ from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize.technique import Quantize
 
-MACHINE_LACKS = ("needs the package", "takes heads of", "does not support", "needs a")
+MACHINE_LACKS = ("needs the package", "takes heads of", "does not support", "needs a", "is not available for")
 SOME = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_onevision", "idefics3")
 """Families whose towers and tensors differ most, for what takes long."""
 
@@ -88,7 +88,11 @@ def takes_masks(backend: str) -> bool:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_compiled_block_masks(family):
-    seen, made = ours(using("flex"), family)
+    try:
+        seen, made = ours(using("flex"), family)
+    except ConfigError as error:  # transformers 5.17 has no flex for Qwen's text
+        skip_what_the_machine_lacks(error)
+        raise
     close_to_plain(seen, family)
     isolated(made, family)
 

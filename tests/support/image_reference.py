@@ -159,7 +159,7 @@ def plain(family: str, device: str = "cuda", dtype: str = "float32", adapted: tu
 def adapted(result: Result) -> tuple[str, ...]:
     """The names of the modules whose adapters have gradients in `result`."""
     names = (name.removeprefix("base_model.model.").partition(".lora_")[0] for name in result.grads)
-    return tuple(sorted(set(names)))
+    return tuple(sorted({name.replace(".base_layer", "") for name in names}))
 
 
 _KEPT: dict[Any, Result] = {}
@@ -190,7 +190,15 @@ def _plain(
     if modules:
         import peft
 
-        options = peft.LoraConfig(r=16, lora_alpha=32, target_modules=list(modules), task_type="CAUSAL_LM")
+        parts = {name: isinstance(built.get_submodule(name), torch.nn.Linear) for name in modules}
+        linears, experts = ([name for name in modules if parts[name] == linear] for linear in (True, False))
+        options = peft.LoraConfig(
+            r=16,
+            lora_alpha=32,
+            target_modules=linears,
+            target_parameters=[f"{name}.{weight}" for name in experts for weight in ("gate_up_proj", "down_proj")],
+            task_type="CAUSAL_LM",
+        )
         trained = peft.get_peft_model(built, options)
         for name, parameter in trained.named_parameters():
             if ".lora_" in name:

@@ -68,10 +68,14 @@ def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
 
 @functools.cache
 def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Tensor, None]]:
+    from transformers import AttentionInterface
+
+    sdpa = AttentionInterface()["sdpa"]  # read here, because torch 2.11 does not compile an import of transformers
+
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
     ) -> tuple[Tensor, None]:
-        return _attend(core, takes_sinks, module, query, key, value, attention_mask, **options), None
+        return _attend(core, takes_sinks, sdpa, module, query, key, value, attention_mask, **options), None
 
     return attention
 
@@ -79,6 +83,7 @@ def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Te
 def _attend(
     core: Core,
     takes_sinks: bool,
+    sdpa: Callable[..., tuple[Tensor, Optional[Tensor]]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -107,7 +112,7 @@ def _attend(
         if attention_mask is not None and attention_mask.numel() == 0:
             why = "does not pass the documents' bounds to its attention, so documents would see each other"
             raise _unsupported(module, why)
-        return _masked(module, query, key, value, attention_mask, dropout, scale, softcap, is_causal, s_aux)
+        return _masked(sdpa, module, query, key, value, attention_mask, dropout, scale, softcap, is_causal, s_aux)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _unsupported(module, "is not causal, and this kernel is")
     if dropout:
@@ -142,6 +147,7 @@ def _unsupported(module: nn.Module, why: str) -> ConfigError:
 
 
 def _masked(
+    sdpa: Callable[..., tuple[Tensor, Optional[Tensor]]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -153,13 +159,10 @@ def _masked(
     is_causal: Optional[bool],
     sinks: Optional[Tensor],
 ) -> Tensor:
-    """A call outside training. `mask`: boolean, true where a token attends; None: is_causal decides."""
+    """A call outside training, or with images that see each other. `sdpa`: transformers' function. `mask`: boolean, true where a token attends; None: is_causal decides."""
     if not softcap and sinks is None:
-        from transformers import AttentionInterface
-
         options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
-        out: Tensor = AttentionInterface()["sdpa"](module, query, key, value, mask, **options)[0]
-        return out
+        return sdpa(module, query, key, value, mask, **options)[0]
     groups = query.shape[1] // key.shape[1]
     if mask is None and query.shape[2] > 1:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

@@ -56,7 +56,8 @@ class DType(str, Enum):
 @dataclass
 class ModelConfig:
     path: Optional[str] = "builtin:tiny"
-    """A folder, a hub id, or `builtin:tiny`, the small base model that ships with fxtune."""
+    """A folder, a hub id, `builtin:tiny`, the small base model that ships with fxtune, or `builtin:tiny-vision`, which
+    also reads images."""
     revision: Optional[str] = None
     """Commit, tag or branch of a hub model. Only a full commit hash cannot change."""
     dtype: DType = DType.auto

@@ -159,7 +159,8 @@ def _masked(
     is_causal: Optional[bool],
     sinks: Optional[Tensor],
 ) -> Tensor:
-    """A call outside training, or with images that see each other. `sdpa`: transformers' function. `mask`: boolean, true where a token attends; None: is_causal decides."""
+    """A call outside training, or with images that see each other. `sdpa`: transformers' function. `mask`: boolean,
+    true where a token attends; None: is_causal decides."""
     if not softcap and sinks is None:
         options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
         return sdpa(module, query, key, value, mask, **options)[0]

@@ -140,12 +140,13 @@ class TokenTable:
         """The images whose tokens are among ids[start:start + length], as indices of `images`."""
         if self.images is None:
             return range(0)
-        first, end = np.searchsorted(self.images["start"], [start, start + length])
+        first, end = np.searchsorted(self.image_starts, [start, start + length])
         return range(int(first), int(end))
 
     @cached_property
     def image_starts(self) -> np.ndarray:
-        """int64 [images]: the first token of each image, as an index of `ids`."""
+        """int64 [images]: the first token of each image, as an index of `ids`. A copy, because a search in a field of
+        `images` would copy the field each time: 3 ms for a million images."""
         assert self.images is not None
         return np.ascontiguousarray(self.images["start"])
 

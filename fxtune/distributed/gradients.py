@@ -173,8 +173,8 @@ class GradientSum:
         if any(gradient is None for gradient in gradients):
             for member, count in enumerate(counts_and_metrics[: len(sums)].tolist()):
                 # PowerSGD sends the rest of earlier gradients late.
-                late = self.compression is not None and bool(sums[member].any())  # type: ignore[union-attr]
-                sums[member] = sums[member] if count or late else None
+                if not count and (self.compression is None or not sums[member].any()):  # type: ignore[union-attr]
+                    sums[member] = None
         return sums, counts_and_metrics[len(sums) :]
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 from fxtune.export import vllm
 from fxtune.export.config import versions_of_readers
+from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.base import Kind
 from fxtune.models.kinds.decoder import PROCESSORS
@@ -60,7 +61,7 @@ def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
         *([kind.use] if kind.use else []),
-        *_image_note(folder, kind, base, bool(adapter), (config.get("data") or {}).get("image_tokens") or {}),
+        *_image_note(folder, kind, base, bool(adapter), image_bounds(card)),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
@@ -192,12 +193,17 @@ def _vllm_image_note(beside_language_model: bool) -> str:
     )
 
 
+def image_bounds(card: dict[str, Any]) -> dict[str, int | None]:
+    """`min` and `max` of data.image_tokens, of a run with this card."""
+    return ((card.get("config") or {}).get("data") or {}).get("image_tokens") or {}
+
+
 def _image_note(folder: Path, kind: Kind, base: str, adapter: bool, bounds: dict[str, Any]) -> list[str]:
-    """How to ask a model about an image. `bounds`: `min` and `max` of data.image_tokens."""
+    """How to ask a model about an image. `bounds`: see image_bounds()."""
     if not kind.reads_images or not (adapter or any(folder.glob(PROCESSORS))):
         return []
-    names = {"min": "shortest_edge", "max": "longest_edge"}
-    sizes = [f'"{names[name]}": {bounds[name]} * side**2' for name in names if bounds.get(name)]
+    # A whole model has them in its own files.
+    sizes = [f'"{BOUNDS[name]}": {bounds[name]} * side**2' for name in BOUNDS if adapter and bounds.get(name)]
     resize = [
         "side = processor.image_processor.merge_size * processor.image_processor.patch_size  # pixels of a token",
         f"size = {{**dict(processor.image_processor.size), {', '.join(sizes)}}}  # data.image_tokens of training",

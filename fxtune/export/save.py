@@ -14,7 +14,8 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.export.config import write_rope_for_4
-from fxtune.export.model_card import write_card
+from fxtune.export.image_bounds import write_image_bounds
+from fxtune.export.model_card import image_bounds, write_card
 from fxtune.export.read_back import EndingProbe, prove
 from fxtune.export.tokenizer import write_tokenizer
 from fxtune.export.weights import ExportedWeights, LoadMismatch, Mismatch, on_main
@@ -49,7 +50,7 @@ def save_model(
     config.json beside the adapter; the card says so, and with_changes_of() reads it. The same holds for a generation
     config with end tokens that training has added (end_tokens.py).
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
-    with RoPE as transformers 5, transformers 4 and vLLM read it.
+    with RoPE as transformers 5, transformers 4 and vLLM read it. Its processor files have the run's data.image_tokens.
 
     The folder is proven before it counts (read_back.py). `answer`, `question`: see prove(). `check`: one more check of
     the written files, see Proof.with_check(). `record` gets the proof, which is also in the card and, with the sha256
@@ -73,6 +74,7 @@ def save_model(
         write_rope_for_4(staging, model.module.config)
         if not hasattr(model.module, "peft_config"):
             kind_of(model.module.config).write_beside(model.module.config, staging)
+            write_image_bounds(staging, image_bounds(card or {}), tokenizer, model.module.config)
         write_tokenizer(tokenizer, staging)
 
     def prove_files() -> Proof:

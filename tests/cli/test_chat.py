@@ -199,7 +199,7 @@ def test_images_before_a_prompt_are_shown_to_the_model(vision, monkeypatch, caps
         model = ModelConfig(path=str(vision / "base"), dtype=DType.float32, adapter=adapter)
     one, other = "one.png", "the other's.png"
     shown = [("What is it?", [one]), ("What's new?", [one, other]), ("What is it?", []), ("What is it?", [other])]
-    most = 9 if run == "mine" else None
+    most = 9 if run == "mine" else None  # the merged model has the bound in its own files
     assert found == [_asked(vision, model, text, names, most) for text, names in shown]
     assert len(set(found)) == 4, "the images must matter, or this compares nothing"
 

@@ -55,8 +55,6 @@ def refusals(config: Config, techniques: Pipeline, facts: Facts, has_images: boo
             f"data.share_prompts: true, but the tokens of an image in {facts.model.get('model_type')} see each other, "
             "which needs the prompt of each answer in its row. Set it to false."
         )
-    yield from (
-        f"techniques.attention.{reason}"
-        for reason in techniques.attention.check(facts)
-        if facts.images_see_both_ways and techniques.attention.enabled
-    )
+    # Checked before without images: Gemma's need a mask, and no CUDA graph holds an image.
+    for name, technique in techniques.enabled():
+        yield from (f"techniques.{name}.{reason}" for reason in technique.check(facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import pickle
@@ -18,6 +19,7 @@ from fxtune.config.root import Config
 from fxtune.data.config import DataConfig, ImageTokensConfig, SourceConfig
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError, StorageError
+from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.objectives.dpo import DPO
 from fxtune.settle.images import image_processor, refusals
@@ -124,6 +126,21 @@ def test_rows_with_images_are_not_cut_over_ranks(tmp_path):
     assert [reason.split(":")[0] for reason in refusals(config, builder.techniques, facts, True)] == [
         "parallel.context"
     ]
+
+
+def test_cuda_graphs_are_refused_for_rows_with_images(tmp_path):
+    config = recipe(tmp_path, write_picture_rows(tmp_path / "pictures"))
+    builder = RunBuilder(config)
+    builder.read()
+    techniques = copy.deepcopy(builder.techniques)
+    techniques.compile.enabled, techniques.compile.cuda_graphs = True, Switch.on
+    facts = replace(builder.facts, device="cuda", techniques=techniques)
+    text, pictures = (
+        {*refusals(config, techniques, replace(facts, image_features=features), True)} for features in (0, 16)
+    )
+    (reason,) = pictures - text
+    assert reason.startswith("techniques.compile.cuda_graphs:")
+    assert facts.image_features
 
 
 def test_pairs_with_images_that_see_both_ways_share_no_prompt(tmp_path):

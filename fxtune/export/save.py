@@ -20,6 +20,7 @@ from fxtune.export.read_back import EndingProbe, prove
 from fxtune.export.tokenizer import write_tokenizer
 from fxtune.export.weights import ExportedWeights, LoadMismatch, Mismatch, on_main
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.load import ModelConfig, tokenizer_folder
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof, write_proof
@@ -73,7 +74,10 @@ def save_model(
     def complete() -> None:
         write_rope_for_4(staging, model.module.config)
         if not hasattr(model.module, "peft_config"):
-            kind_of(model.module.config).write_beside(model.module.config, staging)
+            named = ((card or {}).get("config") or {}).get("model", {}).get("tokenizer")
+            # A run reads the processor of images where it reads the tokenizer.
+            source = tokenizer_folder(ModelConfig(tokenizer=named)) if named else None
+            kind_of(model.module.config).write_beside(model.module.config, staging, source)
             write_image_bounds(staging, image_bounds(card or {}), tokenizer, model.module.config)
         write_tokenizer(tokenizer, staging)
 

@@ -217,13 +217,18 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     return tokenizer
 
 
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """The folder of the tokenizer's files, with the files of a processor beside them. Raises StorageError."""
+    source = _tokenizer(model)
+    return locate_all([source])[source].folder
+
+
 def load_processor(model: ModelConfig, hf_config: Any, tokenizer: Any) -> Any:
     """transformers' processor of a model that reads images, with `tokenizer`; None if its folder has no files of one.
 
     Raises StorageError if they cannot be read.
     """
-    source = _tokenizer(model)
-    folder = locate_all([source])[source].folder
+    source, folder = _tokenizer(model), tokenizer_folder(model)
     if not any(folder.glob(PROCESSORS)):
         return None
     try:

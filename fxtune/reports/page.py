@@ -378,7 +378,7 @@ def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:
 
 def _asked(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells a question from others: its text and the images that it shows."""
-    return str(row.get("question")), *(image.get("digest") for image in _images(row))
+    return str(row.get("question")), *(str(image.get("digest")) for image in _images(row))
 
 
 def _shown(row: dict[str, Any], runs: Sequence[RunFiles]) -> ShownQuestion:

@@ -152,7 +152,9 @@ class RunFiles:
         has none."""
         file = self.folder / PICTURES / f"{digest}.jpg"
         try:
-            if not _DIGEST.fullmatch(digest) or kind_of(file) != FILE or file.stat().st_size > LARGEST_PICTURE:
+            if not _DIGEST.fullmatch(digest) or file.is_symlink() or kind_of(file) != FILE:
+                return None  # a link of a stranger's run could lead to another file
+            if file.stat().st_size > LARGEST_PICTURE:
                 return None
             return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"
         except OSError as error:

@@ -36,10 +36,11 @@ def image_processor(
     return made
 
 
-def refusals(config: Config, techniques: Pipeline, facts: Facts, has_images: bool) -> Iterator[str]:
+def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, has_images: bool) -> Iterator[str]:
     """Yield each reason, with its key, why a run cannot train on rows that have images, or that have none, worded as
-    what to change. `facts`: with what the data has told."""
-    if not has_images:
+    what to change. `facts`: with what the data has told. `trains`: whether a row of training has images; `has_images`:
+    whether a row of training or evaluation has."""
+    if not trains:
         asked = {
             "techniques.lora.vision": techniques.lora.enabled and techniques.lora.vision,
             "techniques.lora.projector": techniques.lora.enabled and techniques.lora.projector,
@@ -47,6 +48,7 @@ def refusals(config: Config, techniques: Pipeline, facts: Facts, has_images: boo
         }
         if keys := [key for key, is_asked in asked.items() if is_asked]:
             yield f"{', '.join(keys)}: no row of data.sources has an image to train it. Leave it out."
+    if not has_images:
         return
     if facts.degrees.context > 1:
         yield "parallel.context: rows with images cannot be cut into pieces. Set it to 1."

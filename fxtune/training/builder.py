@@ -153,8 +153,10 @@ class RunBuilder:
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
         self.settled = self.settled.with_images(data.training.epoch_images()[1], not self.keeps_decisions)
-        has_images = any(table.images is not None for table in data.training.tables)
-        if reasons := list(image_refusals(self.config, self.techniques, self.facts, has_images)):
+        trains, has_images = (
+            any(table.images is not None for table in tables) for tables in (data.training.tables, data.tables)
+        )
+        if reasons := list(image_refusals(self.config, self.techniques, self.facts, trains, has_images)):
             raise ConfigError("\n".join(reasons))
         added, notes = config.model.add_tokens, list[str]()
         if added or self.techniques.lora.train_tokens == AUTO:

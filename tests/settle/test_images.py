@@ -122,8 +122,8 @@ def test_rows_with_images_are_not_cut_over_ranks(tmp_path):
     builder = RunBuilder(config)
     builder.read()
     facts = replace(builder.facts, degrees=Degrees(context=2))
-    assert not [*refusals(config, builder.techniques, builder.facts, True)]
-    assert [reason.split(":")[0] for reason in refusals(config, builder.techniques, facts, True)] == [
+    assert not [*refusals(config, builder.techniques, builder.facts, True, True)]
+    assert [reason.split(":")[0] for reason in refusals(config, builder.techniques, facts, True, True)] == [
         "parallel.context"
     ]
 
@@ -136,7 +136,7 @@ def test_cuda_graphs_are_refused_for_rows_with_images(tmp_path):
     techniques.compile.enabled, techniques.compile.cuda_graphs = True, Switch.on
     facts = replace(builder.facts, device="cuda", techniques=techniques)
     text, pictures = (
-        {*refusals(config, techniques, replace(facts, image_features=features), True)} for features in (0, 16)
+        {*refusals(config, techniques, replace(facts, image_features=features), True, True)} for features in (0, 16)
     )
     (reason,) = pictures - text
     assert reason.startswith("techniques.compile.cuda_graphs:")

@@ -185,6 +185,6 @@ class Kind(ABC):
         """A line on the parts that full fine-tuning leaves as they are; empty if there are none."""
 
     @abstractmethod
-    def write_beside(self, config: Any, folder: Path) -> None:
-        """Write into the folder of an exported whole model what it needs beside weights, config and tokenizer. Raises
-        OSError."""
+    def write_beside(self, config: Any, folder: Path, source: Path | None = None) -> None:
+        """Write into the folder of an exported whole model what it needs beside weights, config and tokenizer, from
+        the folder `source` or, if that has none of it, from the model's own. Raises OSError."""

@@ -74,11 +74,12 @@ class Decoder(Kind):
             return ""
         return "its decoder and head are trained; parts for images or sound stay as they are"
 
-    def write_beside(self, config: Any, folder: Path) -> None:
-        source = Path(str(getattr(config, "name_or_path", "") or ""))
-        if (source / "config.json").is_file():
-            for file in source.glob(PROCESSORS):
-                shutil.copyfile(file, folder / file.name)
+    def write_beside(self, config: Any, folder: Path, source: Path | None = None) -> None:
+        own = Path(str(getattr(config, "name_or_path", "") or ""))
+        folders = [*([source] if source else []), *([own] if (own / "config.json").is_file() else [])]
+        files = next((found for each in folders if (found := list(each.glob(PROCESSORS)))), [])
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
 
 
 def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:

@@ -65,3 +65,11 @@ def test_files_that_prepare_images_go_with_an_export(tmp_path):
     config.name_or_path = str(base)
     kind_of(config).write_beside(config, export)
     assert [file.name for file in export.iterdir()] == ["preprocessor_config.json"]
+
+    other = tmp_path / "other"
+    other.mkdir()
+    kind_of(config).write_beside(config, export, other)
+    assert (export / "preprocessor_config.json").read_text() == "{}"
+    (other / "preprocessor_config.json").write_text('{"do_resize": false}')
+    kind_of(config).write_beside(config, export, other)
+    assert (export / "preprocessor_config.json").read_text() == '{"do_resize": false}'

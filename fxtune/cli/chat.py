@@ -9,7 +9,8 @@ RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapte
 in training, by the run's chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends.
 Each line of a pipe is a separate conversation. Answers are the most likely tokens, unless --temperature is above 0.
 
-Models that read images see the files that a line names before its prompt, or that lines before the prompt name:
+`/image FILE` shows a file to a model that reads images. The image belongs to the prompt on the same line, or else to
+the next prompt:
 
     > /image receipt.jpg What is the total?
     > /image "before the storm.png" /image after.png
@@ -58,7 +59,7 @@ from fxtune.upstream.transformers import set_attention
 Write = Callable[[str], None]
 COMMAND = "/image"
 ANYWHERE = Path(os.sep)
-"""The folder of all files: who chats may show any of them."""
+"""The root folder: a user of the chat may show any file."""
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Speaker:
     label: str
     model: Any
     adapter_off: bool = False
-    """It is the base of an adapted model."""
+    """Whether the speaker is the base: the model with its adapters off."""
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -106,8 +107,8 @@ def run(
 def load_speakers(
     output: RunOutput, show: str, trust_remote_code: bool
 ) -> tuple[list[Speaker], Any, ImageProcessor | None]:
-    """The speakers that `show` names (tuned, base or both), the tokenizer of the run, and the processor of images of a
-    model that reads images."""
+    """The speakers that `show` names (tuned, base or both), the tokenizer of the run, and the image processor if the
+    model reads images."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = str(output.folder)
     if output.kind is OutputKind.checkpoint:
@@ -117,7 +118,7 @@ def load_speakers(
     elif output.kind is OutputKind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
         tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
-        named = (output.config.get("model") or {}).get("tokenizer")  # the run has read the processor from there, too
+        named = (output.config.get("model") or {}).get("tokenizer")  # the run read the image processor from there, too
         source, hf_config = replace(adapter.model, tokenizer=named), adapter.hf_config
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
@@ -172,7 +173,7 @@ class Chat:
     ) -> None:
         self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
         self.shown: list[str] = []
-        """Files of images for the next prompt."""
+        """Image files for the next prompt."""
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = config.get("data") or {}
         template, self.system = data.get("chat_template"), data.get("system")
@@ -205,10 +206,10 @@ class Chat:
         say("")
 
     def take(self, line: str) -> bool:
-        """Answer the prompt of a line, and return whether there was one. Images before it, `/image FILE` each, belong
-        to it, or to the next prompt."""
+        """Answer the prompt of a line, and return whether the line has a prompt. Images of the line (`/image FILE`)
+        belong to its prompt, or else to the next prompt."""
         try:
-            files, prompt = _divided(line)
+            files, prompt = _files_and_prompt(line)
             for file in files:
                 self._require_readable(file)
         except RowError as reason:
@@ -220,11 +221,11 @@ class Chat:
         return bool(prompt)
 
     def _require_readable(self, file: str) -> None:
-        """Raise RowError if the model cannot be shown this image."""
+        """Raise RowError if the model cannot see this image."""
         if self.images is None:
             raise RowError("The model reads no images, or its folder has no preprocessor_config.json.")
         if self.encoder is None:
-            raise RowError("The model has no chat template, which would say where an image stands.")
+            raise RowError("The model has no chat template, so an image has no place in its prompt.")
         find_image(file, ANYWHERE)
 
     def reply(self, prompt: str) -> None:
@@ -245,9 +246,9 @@ class Chat:
         texts = [""] * len(self.speakers)
 
         def page() -> Table:
-            shown = Table(*(Column(speaker.label, ratio=1) for speaker in self.speakers), expand=True)
-            shown.add_row(*map(plain, texts))
-            return shown
+            table = Table(*(Column(speaker.label, ratio=1) for speaker in self.speakers), expand=True)
+            table.add_row(*map(plain, texts))
+            return table
 
         with Live(page(), console=console(), auto_refresh=False) as live:
             for index, speaker in enumerate(self.speakers):
@@ -259,8 +260,8 @@ class Chat:
                 self.answer(speaker, prompt, write, shown)
 
     def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> None:
-        """Pass on the answer of `speaker` to `prompt`, in pieces. It and the prompt join the conversation. `shown`:
-        files of images."""
+        """Write the answer of `speaker` to `prompt`, in pieces. The conversation gets the prompt and the answer.
+        `shown`: image files."""
         shown = [os.path.abspath(file) for file in shown]
         parts = [{"type": "image", "image": file} for file in shown]
         content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
@@ -270,7 +271,7 @@ class Chat:
                 self._require_readable(file)
             ids, ends, references = self._prompt(speaker.messages)
             tensors = self.images.read(references) if self.images is not None and references else {}
-        except (DataError, RowError) as error:  # of this prompt, so the conversation goes on
+        except (DataError, RowError) as error:  # the conversation goes on without this prompt
             speaker.messages.pop()
             write(f"({error})")
             return
@@ -303,8 +304,8 @@ class Chat:
         speaker.messages.append({"role": "assistant", "content": text.strip() or "..."})
 
     def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], set[int], Sequence[ImageReference]]:
-        """The token ids up to the answer, as in training, the token that ends it there, and the images among the
-        tokens."""
+        """(token ids up to the answer, as in training; tokens that end the answer in training; images of the
+        prompt)"""
         if self.encoder is None:
             return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"], set(), ()
         row = {"messages": [*messages, {"role": "assistant", "content": "x"}]}
@@ -316,9 +317,9 @@ class Chat:
         return question.prompt, set() if question.end is None else {question.end}, question.images
 
 
-def _divided(line: str) -> tuple[list[str], str]:
-    """The files that a line names, each as `/image FILE`, and the prompt after them. A file with spaces in its name
-    stands in quotes, or has a backslash before each space. Raises RowError if a name is missing."""
+def _files_and_prompt(line: str) -> tuple[list[str], str]:
+    """(the files of a line, each as `/image FILE`; the prompt after them). A name with spaces is in quotes, or has a
+    backslash before each space. Raises RowError if a name is missing."""
     files = []
     while line.split(maxsplit=1)[:1] == [COMMAND]:
         rest = io.StringIO(line.removeprefix(COMMAND))

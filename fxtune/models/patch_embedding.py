@@ -1,10 +1,10 @@
 """Patch embeddings of towers for images as one matrix product.
 
-Each patch of an image passes through a convolution whose kernel is as large as its step. No two places of the kernel
-overlap, so it is a product of the flattened patch and the flattened kernel. As a convolution it may take a hundred
-times as long: in bfloat16 cuDNN has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100
-in sglang-omni#539). No family of kinds/image_families.py has another convolution in its tower, so there is nothing for
-cuDNN's autotuner or for channels-last memory.
+A patch embedding is a convolution whose stride equals its kernel size. Patches do not overlap, so the convolution is a
+product of the flattened patches and the flattened kernel. The convolution may take a hundred times as long as the
+product: in bfloat16 cuDNN has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100 in
+sglang-omni#539). The towers of kinds/image_families.py have no other convolution, so cuDNN's autotuner and
+channels-last memory have no use.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from fxtune.models.structure import towers
 
 
 class PatchEmbedding(InPlaceOf):
-    """Takes the place of a convolution without overlap. Its weight keeps the convolution's shape [width, channels,
-    *kernel], in files, too."""
+    """Replaces a convolution without overlap. The weight keeps the convolution's shape [width, channels, *kernel], in
+    files, too."""
 
     kernel_size: tuple[int, ...]
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[images, width, *counts] of pixels [images, channels, *sizes]: `counts` patches that fit on each side."""
+        """Pixels [images, channels, *sizes] to [images, width, *counts]. `counts`: whole patches on each side."""
         images, channels, *sizes = pixels.shape
         counts = [size // side for size, side in zip(sizes, self.kernel_size, strict=True)]
         for dimension, (count, side) in enumerate(zip(counts, self.kernel_size, strict=True), 2):
             pixels = pixels.narrow(dimension, 0, count * side)
         split = [number for pair in zip(counts, self.kernel_size, strict=True) for number in pair]
-        at = range(2, 2 + len(split))
-        patches = pixels.reshape(images, channels, *split).permute(0, *at[::2], 1, *at[1::2])
+        axes = range(2, 2 + len(split))
+        patches = pixels.reshape(images, channels, *split).permute(0, *axes[::2], 1, *axes[1::2])
         flat = patches.reshape(images * math.prod(counts), channels * math.prod(self.kernel_size))
         return F.linear(flat, self.weight.flatten(1), self.bias).view(images, *counts, -1).movedim(-1, 1)
 
 
 def replace_patch_embeddings(model: nn.Module) -> None:
-    """Let the towers of a model compute their patch embeddings as a product. Names and weights stay."""
+    """Replace the patch embeddings in the towers of a model by products. Names and weights stay."""
     where = places(model)
     for tower in towers(model):
         for module in [*tower.modules()]:

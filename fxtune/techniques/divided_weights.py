@@ -54,8 +54,8 @@ def refusals(facts: Facts) -> Iterator[str]:
 
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:
-    """Divide the weights of a built model over the ranks, in place. Vectors, adapters and the parts for images stay
-    whole on each: a rank whose micro-batch has no image passes by them, so it would gather nothing when others do."""
+    """Divide the weights of a built model over the ranks, in place. Vectors, adapters and image parts stay whole on
+    each rank: a rank whose micro-batch has no image skips the image parts, so it could not take part in gathers."""
     embedding, head = model.get_input_embeddings(), output_head(model)
     shared = {id(parameter) for parameter in embedding.parameters()}
     tied = head is None or any(id(parameter) in shared for parameter in head.parameters())
@@ -72,8 +72,8 @@ def divide(model: Any, world: World, precision: Precision) -> Sharding:
 
 
 def _with_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-    """Let the backward pass of a rank without images go through all layers, as it does where features of images have a
-    gradient: the ranks gather each layer together."""
+    """Require a gradient of the embeddings. Then the backward pass of a rank without images goes through all layers,
+    as on ranks whose image features have a gradient: all ranks gather each layer together."""
     return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
@@ -90,7 +90,7 @@ def observe(model: nn.Module, world: World) -> Evidence:
     return Evidence(
         "parallel",
         f"weights divided over {parts} ranks",
-        f"at most {most:,} of {total:,} bytes of {len(divided)} matrices on a rank, and {whole:,} bytes of vectors "
-        "and adapters on each",
+        f"at most {most:,} of {total:,} bytes of {len(divided)} matrices on a rank, and {whole:,} bytes of "
+        "undivided weights on each",
         bool(divided) and most <= total / parts + spare,
     )

@@ -1,9 +1,9 @@
 """Greedy answers to held-out questions, and the share that is exactly right.
 
 A question is a chat row like the rows of training: the supervised tokens of its last assistant turn are the right
-answer, and the tokens before them are the prompt. Of a pair of preferences, the chosen answer is the right one. So
-prompts have the same tokens as in training, and an answer ends at the end-of-turn token that the model was trained to
-write. Prompts of similar length are batched, padded on the left, with a KV cache. The first forward pass of a batch
+answer, and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends
+at the end-of-turn token that the model was trained to write. In a preference pair, the chosen answer is the right one.
+Prompts of similar length are batched, padded on the left, with a KV cache. The first forward pass of a batch
 reads the images of its prompts.
 """
 
@@ -64,7 +64,7 @@ class Question:
 
     @property
     def label(self) -> str:
-        """`text` for a terminal: with the names of its images in the place of their marks."""
+        """`text` for a terminal, with the names of images in place of <image> marks."""
         parts = self.text.split(MARK)
         names = [image.name for image in self.images][1 - len(parts) :] if len(parts) > 1 else []
         if len(names) != len(parts) - 1:  # some marks are text
@@ -134,7 +134,7 @@ def answer(
     ranks of `world` each answer a batch at a time, the same batches that one process would answer. Every rank gets all
     answers. `images`: the processor for questions with images.
 
-    Raises DataError if the file of an image is no longer the file of load_questions().
+    Raises DataError if an image file has changed since load_questions().
     """
     device = next(model.module.parameters()).device
     world, batch_sizes = world or World(device), batch_sizes or RowsPerPass(device)
@@ -240,14 +240,14 @@ class AnswerEvaluation:
             raise not_written(f"{file} cannot be written", error, "or set run.dir to another disk") from error
 
     def _write_pictures(self) -> None:
-        """Small copies of the images of the questions that the report shows. Raises OSError."""
+        """Write thumbnails of the images that the report shows. Raises OSError."""
         for question in self.questions[:ANSWERS]:
             for image in question.images[:PICTURES_OF_QUESTION]:
                 file = self.folder / PICTURES / f"{_digest(image)}.jpg"
                 if file.exists():
                     continue
                 file.parent.mkdir(exist_ok=True)
-                with suppress(RowError), replacing(file) as out:  # it may have changed since the model saw it
+                with suppress(RowError), replacing(file) as out:  # the image may have changed
                     out.write(thumbnail(image))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
@@ -277,7 +277,7 @@ class AnswerEvaluation:
 
 
 def _recorded(question: Question) -> dict[str, Any]:
-    """A question as the file of its answers has it."""
+    """The entry of a question in a file of answers."""
     images = [{"name": image.name, "digest": _digest(image)} for image in question.images]
     return {"question": question.text, "right": question.answer, **({"images": images} if images else {})}
 
@@ -387,7 +387,7 @@ def _greedy(
         if done.all():
             break
         ids, positions, shown = chosen[:, None], positions[:, -1:] + 1, {}
-        if rope_positions is not None:  # text goes on behind the last row and the last column of an image
+        if rope_positions is not None:  # text continues after the largest time, row and column of an image
             rope_positions = rope_positions[:, :, -1:].amax(0).expand(3, -1, -1) + 1
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
     return [list(takewhile(lambda token: token not in ends, row)) for row in torch.stack(written, dim=1).tolist()]
@@ -400,8 +400,8 @@ def _read_images(
     ids: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """For the first forward pass over prompts that are padded on the left: the arguments for their images, and their
-    positions int64 [3, rows, tokens] in families with M-RoPE. `positions`: of their text, [rows, tokens]."""
+    """(image arguments, M-RoPE positions int64 [3, rows, tokens] or None) for the first forward pass over left-padded
+    prompts. `positions`: positions of the text, [rows, tokens]."""
     tensors = [_tensors(question, processor) for question in questions]
     if not any(tensors):
         return {}, None
@@ -418,7 +418,7 @@ def _read_images(
 
 
 def _tensors(question: Question, processor: ImageProcessor | None) -> dict[str, torch.Tensor]:
-    """The tensors of the images of a question; empty if it has none."""
+    """The image tensors of a question; empty if the question has no images."""
     if not question.images:
         return {}
     assert processor is not None, "load_questions() finds images only with a processor"

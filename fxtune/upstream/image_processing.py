@@ -1,15 +1,15 @@
 """The arithmetic of transformers' image processors in fewer passes over the pixels.
 
-What: the methods of PilBackend that the image processors of all families inherit: `process_image`, `resize`, `rescale`
-  and `normalize`.
-Why: they copy the whole picture five times, resize it with Pillow, and rescale it as float64. A JPEG of 12 megapixels
-  takes 182 ms there, and 50 ms here (docs/log.md). transformers' other backend needs torchvision, which PyPI's build
-  of torch for the CPU does not load.
-Gone: the methods of PilBackend are called as they are, which gives the same pixels.
+What: replaces `process_image`, `resize`, `rescale` and `normalize` of PilBackend, which the image processors of all
+  families inherit.
+Why: PilBackend copies the whole picture five times, resizes it with Pillow, and rescales it as float64. A picture of
+  12 megapixels takes 183 ms there, and 36 ms here (docs/log.md). transformers' other backend needs torchvision, whose
+  build on PyPI does not load beside the CPU build of torch.
+Gone: PilBackend's own methods run, and give the same pixels.
 
-Pixels are resized by torch's kernel for bytes, which torchvision calls, too. Kernel and Pillow differ by rounding: by
-0.2 of 255 levels on average where an image is tall and narrow, elsewhere in one value of 300. From exact arithmetic
-both differ by 0.1 to 0.2 levels. Filters that the kernel does not have, such as Lanczos, are Pillow's.
+torch's uint8 kernel resizes pixels; torchvision calls the same kernel. The kernel and Pillow round differently: by 0.2
+of 255 levels on average in tall, narrow images, and in one value of 300 in other images. Both differ from exact
+arithmetic by 0.1 to 0.2 levels. Pillow applies filters that the kernel lacks, such as Lanczos.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from transformers.image_transforms import get_resize_output_image_size
 from transformers.image_utils import ChannelDimension, SizeDict
 
 MODES = {None: "bilinear", Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
-"""Filters by their names in torch. None: PilBackend's own default."""
+"""Pillow's filter -> its name in torch. None: PilBackend's default."""
 
 
 def blank(image_processor: Any, height: int, width: int) -> Any:
-    """A black image of this size for `image_processor`, which resizes it at no cost if it has fewer passes."""
+    """A black image of this size for `image_processor`. FewerPasses resizes it at no cost."""
     return _blank(height, width) if isinstance(image_processor, FewerPasses) else Image.new("RGB", (width, height))
 
 
 def _blank(height: int, width: int) -> np.ndarray:
-    """uint8 [3, height, width], all of it one byte in memory."""
+    """uint8 [3, height, width], stored as one byte."""
     return np.broadcast_to(np.uint8(0), (3, height, width))
 
 
@@ -45,10 +45,10 @@ def _is_blank(image: Any) -> bool:
 
 
 class FewerPasses(PilBackend):
-    """Stands between the class of an image processor and PilBackend."""
+    """A base class between the class of an image processor and PilBackend."""
 
     family: type
-    """transformers' class."""
+    """The class of the image processor in transformers."""
 
     def process_image(self, image: Any, *args: Any, **options: Any) -> np.ndarray:
         if _is_blank(image):
@@ -76,7 +76,7 @@ class FewerPasses(PilBackend):
             return super().resize(image, size, resample=resample, **options)
         pixels = torch.from_numpy(image)[None]
         resized = F.interpolate(pixels, size=tuple(target), mode=MODES[resample], antialias=True)
-        return resized[0].contiguous().numpy()  # by channel, so that the passes after this one are fast
+        return resized[0].contiguous().numpy()  # by channel: the next passes are faster
 
     def rescale(self, image: np.ndarray, scale: float, **options: Any) -> np.ndarray:  # type: ignore[override]
         scaled = image.astype(np.float32, order="C")
@@ -97,7 +97,7 @@ class FewerPasses(PilBackend):
 
 
 class _ResizedByMethod:
-    """Before Gemma 4's image processor, which resizes by a function of its Python module."""
+    """A base class before Gemma 4's image processor, which resizes with a function of its module. Calls resize()."""
 
     def aspect_ratio_preserving_resize(
         self, image: np.ndarray, patch_size: int, max_patches: int, pooling_kernel_size: int, resample: Any
@@ -107,8 +107,8 @@ class _ResizedByMethod:
 
 
 def _proportional(family: type) -> Any:
-    """Gemma 4's function: (height, width, patch_size, max_patches, pooling_kernel_size) to the size that the model
-    sees; None for another family."""
+    """Gemma 4's function from (height, width, patch_size, max_patches, pooling_kernel_size) to the resized (height,
+    width); None for another family."""
     return getattr(sys.modules[family.__module__], "get_aspect_ratio_preserving_size", None)
 
 
@@ -119,7 +119,7 @@ def _class_between(family: type) -> type:
 
 
 def with_fewer_passes(image_processor: Any) -> Any:
-    """An image processor of the PIL backend with the same settings and fewer passes; another one as it is."""
+    """A PilBackend processor with the same settings and fewer passes; a processor of another backend unchanged."""
     if not isinstance(image_processor, PilBackend):
         return image_processor
     return _restored(type(image_processor), vars(image_processor))

@@ -1,16 +1,16 @@
-"""Measures images/s of the loader beside torchvision and beside Pillow with transformers' processor.
+"""Measures images per second of fxtune's loader, of torchvision, and of Pillow with transformers' processor.
 
     python scripts/bench/bench_images.py [--megapixels 12,1] [--workers 1,2,4,8] [--seconds 8] [--tokens 1024]
 
-Writes JPEGs with the spectrum of photographs, and rows that name them. Then it decodes, resizes, normalizes and divides
-them into patches as Qwen2.5-VL takes them, four images a batch:
+Writes JPEGs with the spectrum of photographs, and rows that name the JPEGs. Each tool then decodes, resizes and normalizes
+the images and divides them into Qwen2.5-VL's patches, four images a batch:
 
 - fxtune: the rows tokenized, packed and delivered by fxtune's Loader, on the GPU if there is one.
 - torchvision: decode_jpeg() and transformers' processor of the torchvision backend, in torch's DataLoader.
 - Pillow: Image.open() and transformers' processor of the PIL backend, in torch's DataLoader.
 
 A worker has one thread. Tables: milliseconds of each part in one process; images/s by number of workers; and
-images/s of tokenizing, which looks into each file once.
+images/s of tokenizing, which decodes each file once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FILES = 24
 BATCH = 4
 PREFETCH = 4
 SIDE = 28
-"""Pixels of a token on a side."""
+"""Pixels on each side of the square of an image token."""
 
 
 def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -92,7 +92,7 @@ def write_settings(folder: Path, tokens: int) -> Path:
 
 
 class Files(Dataset[dict[str, torch.Tensor]]):
-    """Batches of images by another way than fxtune's."""
+    """Batches of images, made by torchvision or by Pillow."""
 
     def __init__(self, paths: Sequence[str], settings: Path, backend: str, batches: int) -> None:
         self.paths, self.settings, self.backend, self.batches = paths, settings, backend, batches
@@ -116,7 +116,7 @@ class Files(Dataset[dict[str, torch.Tensor]]):
 
 
 def of_fxtune(images: ImageProcessor, rows: Path, workers: int, device: torch.device) -> tuple[Loader, Generator[int]]:
-    """A loader, and the number of images in each of its micro-batches."""
+    """(fxtune's loader, the number of images in each micro-batch)"""
     source, cache = SourceConfig(str(rows)), str(rows.parent / "cache")
     whole = DataConfig([source], cache_dir=cache, workers=1)
     table = tokenize(source, whole, images.processor.tokenizer, progress=False, images=images)
@@ -134,7 +134,7 @@ def of_fxtune(images: ImageProcessor, rows: Path, workers: int, device: torch.de
 
 
 def speed(counts: Iterator[int], first: int, seconds: float) -> float:
-    """Images/s. The `first` batches, which were made ahead, are not counted."""
+    """Images/s. The `first` batches were prefetched and do not count."""
     for _ in range(first):
         next(counts)
     started, images = time.perf_counter(), 0

@@ -1,7 +1,7 @@
 """Documents with one image each for bench_peers.py, and the vision models that read them.
 
-The processor is of Qwen2.5-VL with its sizes, over the built-in tokenizer with Qwen's tokens for images. It imports
-nothing of fxtune: the peers' processes use it, too.
+The processor is Qwen2.5-VL's, with the built-in tokenizer and Qwen's image tokens. This module does not import fxtune,
+because the processes of the peers import this module.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 SIDE = 28
-"""Pixels on a side of an image's token."""
+"""Pixels on each side of the square of an image token."""
 TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
-"""Options of the config, and the tokens whose ids they are."""
+"""Option of the config -> the token whose id it is."""
 IDS = {name: 1024 + number for number, name in enumerate(TOKENS)}
 """The built-in tokenizer has 1,024 tokens."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -112,11 +112,11 @@ TEMPLATE = """\
 {%- endif %}
 """
 QUESTION = 0.1
-"""The question's share of the text; the answer has the rest."""
+"""Share of the text that the question has. The answer has the rest."""
 
 
 def write_processor(tokenizer: Path, folder: Path) -> Path:
-    """The folder of a tokenizer and a processor, written if it does not exist."""
+    """Write the files of a tokenizer and a processor unless they exist. Returns `folder`."""
     if (folder / "preprocessor_config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,14 +150,14 @@ def write_processor(tokenizer: Path, folder: Path) -> Path:
 def write_documents(
     folder: Path, count: int, tokens: int, text: int, images: tuple[int, int], tokenizer: Path
 ) -> Path:
-    """The JSONL file of chats with one image each, which has JPEG files beside it; written if it does not exist.
+    """Write a JSONL file of chats with one JPEG each, unless the file exists. Returns the file.
 
     Args:
-        folder: the file's and the images' own.
+        folder: for the file and the images.
         count: the least number of documents.
-        tokens: the least number of tokens of all of them.
-        text: tokens of a document beside its image: the template's, the question's and the answer's.
-        images: least and most tokens of an image; between them sizes are log-uniform, with aspect ratios up to 2.
+        tokens: the least number of tokens in all documents.
+        text: tokens of a document without its image: template, question and answer.
+        images: least and most tokens of an image. Sizes are log-uniform, with aspect ratios up to 2.
         tokenizer: the folder of the built-in tokenizer.
     """
     file = folder / "documents.jsonl"
@@ -170,7 +170,7 @@ def write_documents(
     while len(lines) < count or total < tokens:
         rows, columns = grid(draw, *images)
         name = f"images/{len(lines)}.jpg"
-        # A few pixels off a whole number of tokens, so that each tool resizes the image, as it does those of users.
+        # Sides are not whole numbers of tokens: each tool must resize the image, like a user's image.
         draw_image(draw, rows * SIDE + draw.randint(-9, 9), columns * SIDE + draw.randint(-9, 9)).save(
             folder / name, quality=90
         )
@@ -195,7 +195,7 @@ def grid(draw: random.Random, least: int, most: int) -> tuple[int, int]:
 
 
 def draw_image(draw: random.Random, height: int, width: int) -> Any:
-    """Noise of low frequency with a little of high frequency, whose JPEG is as large as a photograph's."""
+    """Low-frequency noise with a little high-frequency noise. Its JPEG is as large as a photograph's."""
     import numpy as np
     from PIL import Image
 
@@ -207,7 +207,7 @@ def draw_image(draw: random.Random, height: int, width: int) -> Any:
 
 
 def writer(tokenizer: Path, tokens: int) -> Callable[[random.Random], tuple[str, str]]:
-    """A function that returns a question and an answer, which have so many tokens with the template around them."""
+    """A function that makes a question and an answer with `tokens` tokens in all, the template's included."""
     from tokenizers import Tokenizer
 
     encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
@@ -215,7 +215,7 @@ def writer(tokenizer: Path, tokens: int) -> Callable[[random.Random], tuple[str,
     def length(text: str) -> int:
         return len(encode(text).ids)
 
-    # Beside the text the template writes these, and the two tokens around an image.
+    # The template's own tokens, and the two tokens around an image.
     frame = length("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n") + 2
     room = tokens - frame
     asked = round(QUESTION * room)

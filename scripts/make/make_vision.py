@@ -1,8 +1,8 @@
 """Writes the vision quickstart's chat data: pictures of a coloured shape, answered with JSON.
 
-    python scripts/make/make_vision.py            # rewrites fxtune/assets/data/vision_*.jsonl, with the same pixels and words
+    python scripts/make/make_vision.py            # rewrites fxtune/assets/data/vision_*.jsonl byte by byte
 
-The pictures are in the rows, as data: URIs. No picture is drawn twice. In half of the held-out pictures the shape has a
+Rows contain the pictures as data: URIs. No picture occurs twice. In half of the held-out pictures the shape has a
 color that this shape has in no training picture, so a right answer must be read from the pixels.
 """
 

@@ -3,8 +3,8 @@
     python scripts/make/make_vision_base.py                # about 25 minutes on two CPU cores (extrapolated)
     python scripts/make/make_vision_base.py --work DIR     # the folder of chats, tokenizer and run; an interrupted run resumes there
 
-Nothing is downloaded: the pictures are drawn, and the sentences come from a seed. The model learns to tell in plain English
-what is in a picture. It also reads JSON, in rows without pictures. A picture answered with JSON is not among them.
+Nothing is downloaded: the script draws the pictures and makes the sentences from a seed. The model learns to describe
+pictures in plain English, and learns JSON from rows without pictures. No row answers a picture with JSON.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ TOKENIZER_ROWS = 8_000
 VOCABULARY = 512
 PATCH, MERGED = 14, 2
 SPREAD = 0.08
-"""Of weights at the start. With the usual 0.02, which is for wide models, this one stays blind for long."""
+"""Standard deviation of the first weights. With 0.02, usual in wide models, this narrow model long ignores pictures."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Rows of a part of the pre-training."""
+    """The rows of one stage of pre-training."""
 
     chats: int
     texts: int
     brief: float
     """The share of chats that only describe the picture."""
     most: int
-    """The most things in the pictures of these chats."""
+    """The most things in the pictures of chats that only describe."""
     sizes: dict[str, tuple[float, float]]
     requests: tuple[str, ...]
-    """What a user asks for a description with."""
+    """Prompts that ask for a description."""
 
 
 DESCRIBE = ("Describe the picture.", "What do you see?", "Tell me about the picture.")
@@ -56,7 +56,7 @@ STAGES = (
     Stage(36_000, 1_500, 0.5, 3, {"small": (6.0, 7.5), "large": (11.0, 13.5)}, DESCRIBE + SEVERAL),
     Stage(24_000, 1_000, 0.75, 1, SIZES, DESCRIBE + QUESTIONS),
 )
-"""The first has several things in a picture, and smaller ones."""
+"""Pictures of the first stage have several things, and smaller things."""
 PLACEHOLDERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 TEMPLATE = """\
 {%- for message in messages %}
@@ -121,8 +121,8 @@ def asked(rng: Random, scene: Scene) -> tuple[str, str]:
 
 
 def chat(rng: Random, stage: Stage, known: set[str]) -> tuple[dict, str]:
-    """A row about one picture that is not in `known`, and its words for the tokenizer. Brief rows only describe it, and
-    most of these pictures have one thing: with them the model begins to see."""
+    """(a row about one picture that is not in `known`, its words for the tokenizer). Brief rows only describe the
+    picture, and most of their pictures have one thing: from brief rows the model first learns to see."""
     brief = rng.random() < stage.brief
     kinds = [(shape, color) for shape in SHAPES for color in COLORS]
     while True:
@@ -146,7 +146,7 @@ def chat(rng: Random, stage: Stage, known: set[str]) -> tuple[dict, str]:
 
 
 def text(rng: Random) -> str:
-    """JSON lists about things on shelves, with their content in prose: this teaches reading JSON."""
+    """A JSON list of things on shelves, and the same facts in prose, from which the model learns JSON."""
     records, prose = [], []
     for _ in range(rng.randint(1, 3)):
         item, color, size = rng.choice(list(PLURALS)), rng.choice(list(COLORS)), rng.choice(list(SIZES))
@@ -248,7 +248,7 @@ def write_processor(folder: Path) -> None:
 
 
 def pretrain(work: Path, tokenizer: Path, start: Path | None) -> dict[str, float]:
-    """Full-parameter training, tower and projector too, with fxtune, of the model in the folder `start`, or from random
+    """Train all parameters, tower and projector too, with fxtune. `start`: the folder of the first weights; None: random
     weights. Returns the run's last figures."""
     from fxtune.checkpoint.manager import CheckpointConfig
     from fxtune.config.root import Config, RunConfig, TrainConfig

@@ -1,9 +1,8 @@
 # ruff: noqa: SIM905  # word lists are read, and edited, as words
-"""Pictures of coloured shapes, and sentences about them: what make_vision.py and make_vision_base.py share.
+"""Pictures of coloured shapes, for make_vision.py and make_vision_base.py.
 
 A picture has two or three rows and two to four columns of places, each 28 pixels wide and high: the area of one token of
-Qwen2.5-VL. Some places have a shape. It is not exactly in the middle and not exactly upright, and a large shape reaches into the next
-place. Everything is drawn from a `random.Random`, so a seed fixes every pixel.
+Qwen2.5-VL. Some places have a shape, a little off the middle and a little rotated. A large shape reaches into the next place. Everything is drawn from a `random.Random`, so a seed fixes every pixel.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COLORS = {
     "black": (24, 24, 28),
 }
 SIZES = {"small": (8.0, 9.5), "large": (12.0, 13.5)}
-"""Radii in pixels, from and to."""
+"""Smallest and largest radius, in pixels."""
 BACKGROUNDS = ((255, 255, 255), (240, 240, 240), (232, 240, 252), (252, 240, 232), (236, 250, 236))
 NUMBERS = "no one two three".split()
 
@@ -57,7 +56,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is in a picture: its things in reading order."""
+    """The content of a picture. `things` are in reading order."""
 
     rows: int
     columns: int

@@ -1,10 +1,10 @@
-"""Seconds of a vision tower of Qwen2.5-VL-7B's shape, with random weights: as plain transformers runs it, and with each
-thing that fxtune changes. Needs a GPU; without one it runs a tower of two small blocks, to show that it works.
+"""Times a vision tower of Qwen2.5-VL-7B's shape with random weights, in plain transformers and with each change of
+fxtune. Needs a GPU; on a CPU, a tower of two small layers shows that the script works.
 
     python scripts/study/tower_time.py
 
-`wait` counts how often the host waits for the device in a forward pass, and `host` is the time after which the call
-returns. The last columns compare the features with float32 features of plain transformers, on three images.
+`wait` is how often the host waits for the device in a forward pass. `host` is the time until the call returns. The last
+columns compare the features of four images with float32 features of plain transformers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def at_once(name: str, model: Any) -> Any:
 
 
 def compiled(name: str, model: Any) -> Any:
-    """As a run compiles it."""
+    """Compiled as in a run."""
     Compile(enabled=True).apply(PreparedModel(at_once(name, model)), World(DEVICE))
     return model
 
@@ -100,7 +100,7 @@ def compiled_for_one_size(name: str, model: Any) -> Any:
 
 
 def variants() -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
-    """Name, attention of plain transformers, and what is changed."""
+    """(title, attention of plain transformers, change to the model)"""
     yield "transformers, sdpa", "sdpa", lambda model: model
     if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn_2_cuda"):
         yield "transformers, flash_attention_2", "flash_attention_2", lambda model: model
@@ -130,7 +130,7 @@ def flops(sizes: list[tuple[int, int]], vision: Any) -> float:
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:
-    """(until it is done, until the call returns), medians."""
+    """Medians of (time until the device has finished, time until the call returns)."""
     times = []
     for turn in range(2 + REPEATS):
         synchronize()
@@ -185,7 +185,7 @@ def measure(change: Callable[[Any], Any], attention: str, expected: torch.Tensor
         work = flops(sizes, part.config)
         cells += [f"{total * 1e3:9.1f}", f"{host * 1e3:7.1f}", f"{100 * work / total / PEAK:4.0f}%"]
     cells.append(f"{waits(lambda: forward(part, *given)):5}")
-    # Three images: a tower without checkpointing keeps 8 GB of each.
+    # Three images: without checkpointing, a tower keeps 8 GB for each image.
     for sizes in (SAME[:3], MIXED[:12]):
         given = inputs(sizes, torch.bfloat16, on_host)
         cells.append(f"{seconds(lambda given=given: step(part, *given))[0] * 1e3:9.1f}")
@@ -227,7 +227,7 @@ def main() -> None:
         begun = time.perf_counter()
         try:
             cells = " ".join(measure(change, attention, expected))
-        except Exception as error:  # noqa: BLE001 - the other rows count
+        except Exception as error:  # noqa: BLE001 - the other variants are measured, too
             cells = (
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}" if str(error) else repr(error)
             )

@@ -1,4 +1,4 @@
-"""The sizes of the images in documents, from the token tables: no file is read."""
+"""Sizes of the images in documents, from the token tables. No image file is read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class ImageSizes(NamedTuple):
     """int64 arrays with one entry an image."""
 
     features: np.ndarray
-    """Tokens that stand for a feature of the tower. Marks around them are text."""
+    """Tokens that the tower's features replace. Marks around these tokens count as text."""
     heights: np.ndarray
-    """In pixels, of the whole image; and its width."""
+    """Heights of whole images, in pixels."""
     widths: np.ndarray
+    """Widths of whole images, in pixels."""
     document: np.ndarray
-    """Index of the span that has the image."""
+    """Index of the image's span."""
 
     def __len__(self) -> int:
         return len(self.features)
@@ -30,7 +31,7 @@ NO_IMAGES = ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
 
 
 def image_sizes(tables: Sequence[TokenTable], found: Spans) -> ImageSizes:
-    """The images of documents. An image in a shared prompt counts once, as it is computed once."""
+    """The images of documents. An image in a shared prompt is computed once, so it counts once."""
     parts = []
     for number, table in enumerate(tables):
         if table.images is None:

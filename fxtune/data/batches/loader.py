@@ -45,10 +45,11 @@ from fxtune.upstream.torch import end_workers, workers
 MAX_WORKER_DEATHS = 3
 """Deaths of workers in a run after which none is started."""
 MEMORY_SHARE = 0.25
-"""Of the memory that is free when the loader starts, for images of batches that are ready."""
+"""Share of the free memory, at the start of the loader, for images of prefetched batches."""
 SHARED_SHARE = 0.5
+"""Share of the free space in SHARED_MEMORY for images of prefetched batches."""
 SHARED_MEMORY = Path("/dev/shm")
-"""Where workers put batches."""
+"""The folder through which workers pass batches to the main process."""
 SHUTDOWN_SECONDS = 2.0
 """How long workers may take to end by themselves before they are killed; one may be reading from a slow disk."""
 
@@ -76,8 +77,8 @@ class LoaderConfig:
         return replace(self, num_workers=workers, pin_memory=cuda if self.pin_memory is None else self.pin_memory)
 
     def bounded(self, batch_bytes: int, free: int, shared: int) -> LoaderConfig:
-        """A copy for batches of so many bytes, of which those that are ready take at most MEMORY_SHARE of `free`
-        memory and SHARED_SHARE of `shared` memory: a worker keeps fewer ready, or there are fewer workers."""
+        """A copy with so few prefetched batches, and if needed so few workers, that all prefetched batches take at
+        most MEMORY_SHARE of `free` and SHARED_SHARE of `shared` bytes. `batch_bytes`: bytes of one batch."""
         if not self.num_workers or not batch_bytes:
             return self
         room = int(min(free * MEMORY_SHARE, shared * SHARED_SHARE)) // batch_bytes
@@ -88,8 +89,8 @@ class LoaderConfig:
 
 
 def settle_loader(config: LoaderConfig, plan: Plan, device: torch.device) -> tuple[LoaderConfig, int]:
-    """(the loader of a plan on this machine, the bytes of images in one of its larger batches). Raises ConfigError as
-    resolved()."""
+    """(loader options for a plan on this machine, bytes of images in the largest of three batches). Raises ConfigError
+    as resolved()."""
     with_images = any(table.images is not None for table in plan.tables)
     resolved = config.resolved(device, with_images)
     if not with_images or not resolved.num_workers or not plan.steps:

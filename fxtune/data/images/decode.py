@@ -1,7 +1,7 @@
-"""Bytes of an image file to an upright RGB image, as people see it.
+"""Decodes the bytes of an image file to an upright RGB image.
 
-A camera stores the turn of a picture beside the pixels (EXIF orientation), so the picture is turned before anything
-measures it. Transparent parts become white. Grey values of 16 bits are scaled to 8. The first frame of an animation is
+A camera stores the rotation of a picture beside the pixels (EXIF orientation), so the picture is rotated before it is
+measured. Transparent parts become white. Grey values of 16 bits are scaled to 8. The first frame of an animation is
 used. Colour profiles are not applied, as in transformers.
 
 The bytes come from strangers: only the formats in FORMATS are opened (Pillow also has readers that start other
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 1 << 27
-"""134 million: more than the largest camera of a phone has (108 million), 400 MB as RGB."""
+"""134 million: more than a phone's camera has (108 million); 400 MB as RGB."""
 _ORIENTATION = 0x0112
-"""The EXIF tag for the turn. 5 to 8 exchange height and width."""
+"""The EXIF tag of the rotation. The values 5 to 8 exchange height and width."""
 
 
 def measure(data: bytes) -> tuple[int, int]:
-    """(height, width) of the upright image. Decodes the whole file, a JPEG at an eighth of its size, which is cheap:
-    a broken file is found before training begins. Raises RowError with the reason."""
+    """(height, width) of the upright image. Decodes the whole file, so that a broken file is found before training; a
+    JPEG is decoded at an eighth of its size, which is cheap. Raises RowError with the reason."""
     with _opened(data) as image:
         width, height = image.size
         image.draft("L", (1, 1))
         image.load()
-        # Asked after load(): Pillow turns a TIFF by itself, and has its turned size from the start.
+        # After load(): Pillow itself rotates a TIFF, whose size is the rotated one from the start.
         turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)
 
@@ -79,7 +79,7 @@ def _opened(data: bytes) -> Iterator[Image]:
 
 @cache
 def _formats() -> list[str]:
-    """Those of FORMATS that the installed Pillow reads: some builds have no AVIF."""
+    """The FORMATS that the installed Pillow reads; some builds have no AVIF."""
     from PIL import Image
 
     Image.init()
@@ -90,7 +90,7 @@ def _as_rgb(image: Image) -> Image:
     from PIL import Image
 
     if image.mode in ("I", "I;16", "I;16L", "I;16B", "I;16N"):
-        # Pillow's own conversion cuts values above 255 off.
+        # Pillow's own conversion clips values above 255.
         grey = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode == "F":

@@ -1,4 +1,4 @@
-"""Images among the tokens of a document, and cuts of documents that leave each image whole."""
+"""Positions of images in the tokens of a document, and cuts of documents outside images."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class PlacedImage(NamedTuple):
 
 
 def cut_before(images: Sequence[PlacedImage], at: int) -> int:
-    """The last place up to `at` where a document can be cut: `at`, or the start of the image that is there."""
+    """The last place up to `at` for a cut: `at`, or the start of the image around it."""
     return next((image.start for image in images if image.start < at < image.end), at)
 
 
 def cut_behind(images: Sequence[PlacedImage], at: int) -> int:
-    """The first place from `at` on where a document can be cut."""
+    """The first place from `at` on for a cut: `at`, or the end of the image around it."""
     return next((image.end for image in images if image.start < at < image.end), at)
 
 
 def without(images: Sequence[PlacedImage], start: int, stop: int) -> tuple[PlacedImage, ...]:
-    """The images of a document that loses the tokens from `start` to `stop`."""
+    """The images of a document without its tokens from `start` to `stop`."""
     return tuple(
         image._replace(start=image.start - (stop - start) * (image.start >= stop))
         for image in images

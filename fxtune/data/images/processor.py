@@ -1,9 +1,9 @@
-"""Images through the model family's own processor (transformers): to token ids by their size, and to tensors.
+"""Token ids and tensors of images, made by the model family's own processor (transformers).
 
-A chat template writes a short placeholder where a message has an image. The processor writes the tokens of the image
-in its place: one for each feature of the tower, and in some families marks of tiles or a line around them. How many
-depends on the size of the image alone, so tokenizing reads no pixels: the processor is called once for a blank image
-of each size.
+A chat template writes a placeholder where a message has an image. The processor replaces the placeholder by the tokens
+of the image: one for each feature of the tower, and in some families marks around tiles or lines. The number of tokens
+depends on the size of the image alone, so tokenizing needs no pixels: the processor is called once for each size, with
+a blank image.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, "torch.Tensor"]
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
-"""What a processor returns for the text beside the images."""
+"""Outputs of a processor for the text."""
 KNOWN_SIZES = 10_000
-"""Sizes whose ids are kept."""
+"""Most sizes in the cache of ids."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class ImageText:
     """What a processor writes in place of a placeholder."""
 
     before: str
-    """Letters before the first token of the image (Gemma 3: two newlines). The tokenizer may join them with the text
-    around the image, so they are a part of that text."""
+    """Characters before the first token of the image (Gemma 3: two newlines). The tokenizer may merge these characters
+    with the text around the image, so they count as text."""
     ids: list[int]
     after: str
 
@@ -52,10 +52,10 @@ class ImageProcessor:
 
     Args:
         processor: transformers' processor of the model, with the tokenizer of the run.
-        merge: the tensors of the images of each document to the tensors of a micro-batch.
-        rope_positions: for families with M-RoPE: (int64 [tokens] ids of a document, the tensors of its images) to
+        merge: joins the image tensors of documents to the tensors of a micro-batch.
+        rope_positions: for families with M-RoPE: (int64 [tokens] ids of a document, its image tensors) to positions
             int64 [3, tokens].
-        pixels: the dtype of the pixels; None: as the processor makes them, float32.
+        pixels: the dtype of the pixels; None: the processor's, float32.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ImageProcessor:
         self._texts: dict[tuple[str, int, int], ImageText] = {}
 
     def bound(self, least: int | None, most: int | None) -> None:
-        """Let images have at least and at most so many tokens, by resizing. Raises ConfigError if this family gives
-        images numbers of tokens that do not follow from their size."""
+        """Resize images to at least `least` and at most `most` tokens. Raises ConfigError if the family has no such
+        bounds."""
         if least is None and most is None:
             return
         image_processor = self.processor.image_processor
@@ -99,21 +99,21 @@ class ImageProcessor:
 
     @property
     def feature_token(self) -> int:
-        """The id of the token in whose place the decoder gets a feature of the tower."""
-        named = getattr(self.processor.tokenizer, "image_token_id", None)  # the placeholder of Gemma 3 is another one
+        """The id of the token that a feature of the tower replaces."""
+        named = getattr(self.processor.tokenizer, "image_token_id", None)  # Gemma 3's placeholder is another token
         return next(iter(self.placeholders.values())) if named is None else int(named)
 
     @property
     def identity(self) -> list[Any]:
-        """All that the tokens of an image depend on, for the key of the token cache."""
+        """All settings that determine the tokens of an image, for the key of the token cache."""
         own = {name: value for name, value in vars(self.processor).items() if isinstance(value, (str, int, float))}
         image_processor = self.processor.image_processor
         described = json.loads(json.dumps(image_processor.to_dict(), default=str))
         return [type(self.processor).__name__, own, type(image_processor).__name__, described]
 
     def text(self, height: int, width: int, placeholder: str) -> ImageText:
-        """What the processor writes in place of `placeholder` for an image of this size. Raises RowError if it takes
-        no such image."""
+        """What the processor writes in place of `placeholder` for an image of this size. Raises RowError if the
+        processor refuses the size."""
         key = placeholder, height, width
         if key not in self._texts:
             if len(self._texts) > KNOWN_SIZES:
@@ -122,7 +122,7 @@ class ImageProcessor:
         return self._texts[key]
 
     def image_ids(self, height: int, width: int) -> list[int]:
-        """The token ids of an image of this size, without letters around them. Raises RowError."""
+        """The token ids of an image of this size, without text around them. Raises RowError."""
         return self.text(height, width, next(iter(self.placeholders))).ids
 
     def tensors(self, images: Sequence[Image]) -> Tensors:
@@ -132,7 +132,7 @@ class ImageProcessor:
         return {name: value.to(self.pixels) if value.is_floating_point() else value for name, value in tensors.items()}
 
     def blank_tensors(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
-        """As tensors(), for black images of these heights and widths, in a fraction of the time. Raises RowError."""
+        """tensors() of black images of these (height, width), in a fraction of the time. Raises RowError."""
         return self.tensors([self._blank(height, width) for height, width in sizes])
 
     def _blank(self, height: int, width: int) -> Any:
@@ -141,7 +141,7 @@ class ImageProcessor:
         return blank(self.processor.image_processor, height, width)
 
     def read(self, references: Sequence[ImageReference]) -> Tensors:
-        """tensors() of the images at these places. Raises RowError with the name of an image that has changed."""
+        """tensors() of the images of `references`. Raises RowError with the name of an image that has changed."""
         images = []
         for reference in references:
             try:
@@ -151,7 +151,7 @@ class ImageProcessor:
         return self.tensors(images)
 
     def seen(self, image: Image) -> Image:
-        """An image as the model sees it, resized; as it is where the model sees tiles of it. Raises RowError."""
+        """The resized image that the model sees; the image itself if the model sees tiles of it. Raises RowError."""
         import torch
 
         tensors, image_processor = self.tensors([image]), self.processor.image_processor

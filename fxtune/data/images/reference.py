@@ -1,7 +1,7 @@
 """Where an image of a row is: a file beside the data file, or bytes in the row.
 
 A dataset is data from a stranger. It may name only files in the folder of its data file, links followed, so that no
-file of the user's is read into a training run or shown in a preview. Images of the web are not fetched: a run would
+file of the user's is read into a training run or shown in a preview. Images on the web are not fetched: a run would
 depend on servers, and a dataset could make the machine request any address.
 """
 
@@ -64,8 +64,8 @@ class ImageReference:
 def find_image(value: Any, folder: Path | None) -> ImageReference:
     """The image that a row names: a path or a data: URI, or an object with `bytes` or `path` as `datasets` has it.
 
-    `folder`: the folder of the data file, which relative paths begin at and which no path leaves; None: there is no
-    such folder. Raises RowError, whose message begins with the image's name.
+    `folder`: the folder of the data file. Relative paths begin there, and no path may lead out of it. None: the rows
+    have no folder. Raises RowError, whose message begins with the image's name.
     """
     name, data = _name_and_data(value)
     try:

@@ -12,7 +12,7 @@ SIDE = 256
 
 
 def thumbnail(reference: ImageReference) -> bytes:
-    """A JPEG of the whole upright image, of some 15 KB and at most 100. Raises RowError if the image has changed."""
+    """A JPEG of the whole upright image: about 15 KB, at most 100 KB. Raises RowError if the image has changed."""
     image, out = decode(reference.read()), BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(out, "JPEG", quality=85, subsampling=0)

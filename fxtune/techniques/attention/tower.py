@@ -1,16 +1,17 @@
-"""Towers for images: the arguments of a call, and attention that takes all images at once.
+"""Vision towers: arguments that the host computes, and attention to all images in one call.
 
 Qwen's and Pixtral's towers take the patches of all images in one list and attend within each image, or within windows
-of an image. Two things cost time there, and neither changes a number:
+of an image. Two changes save time there, and change no number:
 
-- Where images and windows begin, and where their patches are, follows from the sizes of the images. transformers
-  computes it on the device and waits for the result several times. prepare() computes it on the host by transformers'
-  own functions, which read sizes that are still on the host (ON_HOST of data/batches/batch.py), and sends it along.
-- For attention whose name does not contain `flash`, transformers splits queries, keys and values by images and calls
-  attention once for each image or window, thousands of times a pass, after it has waited for their lengths. Here one
-  call of FlashAttention takes the bounds.
+- The sizes of the images determine the bounds of images and windows, and the positions of patches. transformers
+  computes them on the device, and the host waits for the device several times. prepare() computes them on the host,
+  with transformers' functions, from sizes that are still on the host (ON_HOST of data/batches/batch.py). It copies
+  the results to the device.
+- Unless the attention's name contains `flash`, transformers waits for the lengths, splits queries, keys and values by
+  image, and calls attention once for each image or window: thousands of calls a pass. Here one call of FlashAttention
+  takes the bounds.
 
-Other towers take images of one size as a batch, which torch's attention computes without a mask by FlashAttention.
+Other towers take images of one size as a batch. torch's attention needs no mask for them and uses FlashAttention.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from fxtune.upstream.torch import attention_operator
 from fxtune.upstream.transformers import attention_of, set_attention
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
-"""(q, k, v, bounds, an upper bound on the lengths, scale) -> out; all but `bounds` as [patches, heads, d]."""
+"""(q, k, v, bounds, an upper bound of the lengths, scale) -> out. q, k, v and out are [patches, heads, d]."""
 LEAST_BOUND = 64
-"""The least upper bound on the lengths of images and windows."""
+"""The smallest value that is passed as the upper bound of the lengths of images or windows."""
 
 
 def flash2(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
@@ -58,20 +59,20 @@ CORES: dict[str, tuple[Core, Backend]] = {
     "fxtune_tower_flash2": (flash2, BY_DOCUMENTS),
     "fxtune_tower_flash4": (flash4, FLASH4),
 }
-"""By the name in transformers' registry: the core, and the backend that has the same operator."""
+"""Name in transformers' registry -> (core, backend with the same operator)."""
 
 
 def prepare(model: nn.Module) -> None:
-    """Let the towers of a model run on what follows from the sizes of images alone, computed on the host, and without
-    the bounds of the text's documents, which some families hand on to them."""
+    """Register hooks that give the towers of a model arguments computed on the host, and drop the bounds of text
+    documents, which some families pass to the tower."""
 
     def arguments(tower: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         named = {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
         if (grid := named.get("grid_thw")) is not None:
             places = places_of(tower, grid)
-            # Where transformers splits by the bounds of images, it reads them on the host.
-            stay = () if attends_at_once(tower) else ("cu_seqlens", "cu_window_seqlens")
-            sent = {name: value for name, value in places.items() if name not in stay}
+            # To split by image, transformers reads the bounds on the host.
+            on_host = () if attends_at_once(tower) else ("cu_seqlens", "cu_window_seqlens")
+            sent = {name: value for name, value in places.items() if name not in on_host}
             named = {**places, **_on(given[0].device, sent), **named}
         elif attends_at_once(tower):
             named |= _on(given[0].device, _bounds(tower, given[0], named.get("image_sizes")))
@@ -82,9 +83,9 @@ def prepare(model: nn.Module) -> None:
 
 
 def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
-    """What a tower of Qwen's would compute from its argument `grid_thw` [images, 3], on the host, by the names of its
-    further arguments (transformers.vision_utils). Upper bounds of lengths are powers of two, because compiled code
-    and kernels may depend on them."""
+    """Arguments that one of Qwen's towers would compute from `grid_thw` [images, 3], by name, on the host
+    (transformers.vision_utils). Upper bounds of lengths are powers of two, because compiled code and kernels may be
+    specialized for their values."""
     from transformers import vision_utils
 
     grid, merged = grid.cpu(), tower.spatial_merge_size
@@ -109,8 +110,8 @@ def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
 
 
 def _bounds(tower: Any, pixels: Tensor, sizes: Tensor | None) -> dict[str, Any]:
-    """The bounds of the images of Pixtral's tower, by the names of attention's arguments. transformers 5.17 passes
-    none, 5.24 its own. `sizes` [images, 2]: height and width in pixels; None: all of `pixels`."""
+    """The bounds of images in Pixtral's tower, as arguments of attention by name. transformers 5.17 passes no bounds,
+    5.24 its own. `sizes` [images, 2]: heights and widths in pixels; None: each image is as large as `pixels`."""
     sizes = torch.tensor([pixels.shape[-2:]] * len(pixels)) if sizes is None else sizes.cpu()
     bounds = F.pad((sizes // tower.patch_size).prod(-1).cumsum(0, dtype=torch.int32), (1, 0))
     longest = _longest(bounds)
@@ -122,7 +123,7 @@ def _longest(bounds: Tensor) -> int:
 
 
 def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
-    """The tensors on `device`, without waiting for it."""
+    """`values` with tensors copied to `device`. The host does not wait for the copies."""
 
     def send(value: Tensor) -> Tensor:
         return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
@@ -131,8 +132,8 @@ def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend_at_once(model: nn.Module, device: torch.device) -> None:
-    """Let the towers of a model that will be on `device` call attention once for all images, where torch has a kernel
-    for it. Call it under the autocast context of training."""
+    """Let the towers of a model that will be on `device` attend to all images in one call, if torch has the kernel.
+    Call this function under the autocast context of training."""
     if device.type != "cuda" or not hasattr(torch.ops.aten, BY_DOCUMENTS.aten):
         return
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -143,10 +144,10 @@ def attend_at_once(model: nn.Module, device: torch.device) -> None:
 
 
 def call(tower: Any, name: str) -> None:
-    """Let a tower that takes_bounds() call the attention of this name in CORES.
+    """Let a tower that takes_bounds() use the attention `name` of CORES.
 
-    The name is set in the config of a built model: while it is built, transformers looks for a package behind each
-    name with `flash`."""
+    Call this function on a built model: while transformers builds a model, it looks for a package for each attention
+    with `flash` in its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, _attention_function(CORES[name][0]))
@@ -154,8 +155,8 @@ def call(tower: Any, name: str) -> None:
 
 
 def takes_bounds(tower: Any) -> bool:
-    """Whether a tower passes the bounds of images to its attention, if the attention's name contains `flash`, and has
-    heads that FlashAttention takes."""
+    """Whether a tower passes the bounds of images to attention with `flash` in its name, and FlashAttention supports
+    the size of its heads."""
     config = tower.config
     family = config.model_type
     if family != "pixtral" and not family.startswith("qwen"):
@@ -194,8 +195,8 @@ def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
 
 
 def observe(model: Any) -> tuple[str, str, bool] | None:
-    """What attention in the towers was asked to be, what a small image shows, and whether it acted. None: the model
-    has no tower that attends_at_once(), or no image can be tried."""
+    """(attention that the towers should use, calls that a small image made, whether each layer made one). None: no
+    tower attends_at_once(), or no image can be tried."""
     names = {attention_of(tower.config) for tower in towers(model) if attends_at_once(tower)}
     if not names or not kind_of(model.config).image_probe(model):
         return None

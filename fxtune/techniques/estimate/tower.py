@@ -1,16 +1,15 @@
-"""What the images of a step cost: the FLOPs and the memory of a tower and its projector.
+"""FLOPs and memory of a tower and its projector for the images of a step.
 
-FLOPs are counted as tracking/throughput.py counts a decoder's. Frozen parts run forward only. If something in the
-tower is trained, gradients pass through all of it but its patch embedding, whose input are pixels; if only the
-projector is trained, they end in the projector.
+FLOPs are counted as in tracking/throughput.py. Frozen parts run forward only. If a weight of the tower is trained,
+gradients pass through the whole tower except the patch embedding, whose inputs are pixels. If only the projector is
+trained, gradients end in the projector.
 
-Memory, in bytes for each position of the tower, with h, q and i for the widths of its hidden states, its heads and its
-MLP. A frozen tower runs without gradient, on all images of a micro-batch at once, and before the decoder keeps
-anything. So its peak is one layer: four copies of its hidden states, and either queries, keys and values (in an eager
-layer of Qwen's also in float32, six times) or what the MLP makes. A tower with gradients keeps the inputs of its
-linears, norms and activations in each layer until the decoder's backward pass has ended, or less with checkpointing.
-Pixels stay on the device for the whole step, beside the pixels of the next micro-batch, and the features for the
-forward pass.
+Memory is counted in bytes for each position of the tower. h, q and i are the widths of hidden states, heads and MLP. A
+frozen tower runs without gradients, on all images of a micro-batch at once, before the decoder keeps activations. So
+the peak is one layer: four copies of the hidden states, and either queries, keys and values (an eager layer of Qwen's
+towers adds six copies in float32) or the intermediate results of the MLP. A tower with gradients keeps the inputs of
+linears, norms and activations in each layer until the decoder's backward pass has ended; checkpointing keeps fewer.
+The pixels of two micro-batches and the features count for the whole step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from fxtune.techniques.lora.targets import select
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 BATCHES = 2
-"""Micro-batches whose pixels are on a GPU: the next one is copied while one is computed."""
+"""Micro-batches with pixels on a GPU: the current one, and the next one, which is copied ahead."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class TowerCost:
 
 
 def tower_cost(model: nn.Module, forward_passes: int = 0) -> TowerCost | None:
-    """The cost of images for a model, with adapters or without; None if it reads none. `forward_passes`: as
-    training_cost() has it."""
+    """The cost of images for a model, with adapters or without; None if the model reads no images. `forward_passes`:
+    see training_cost()."""
 
     def is_trained(module: nn.Module) -> bool:
         return any(weight.requires_grad for weight in module.parameters(recurse=False))
@@ -75,18 +74,18 @@ def tower_cost(model: nn.Module, forward_passes: int = 0) -> TowerCost | None:
 
 @dataclass(frozen=True)
 class ImageParts:
-    """The modules of a model that images alone reach."""
+    """The modules of a model that compute images only."""
 
     shape: TowerShape
     embedding: list[nn.Module]
     """The modules with the weights of the patch embedding."""
     tower: list[nn.Module]
-    """All others of the tower."""
+    """The other modules of the tower."""
     projector: list[nn.Module]
 
     @staticmethod
     def of(model: Any) -> ImageParts | None:
-        """The parts of a model, with adapters or without; None if it reads no images."""
+        """The parts of a model, with adapters or without; None if the model reads no images."""
         shape = kind_of(model.config).tower_shape(model.config)
         if shape is None:
             return None
@@ -107,29 +106,29 @@ class ImageParts:
         yield from (*self.embedding, *self.tower, *self.projector)
 
     def cost(self, is_trained: Callable[[nn.Module], bool], reached: bool, forward_passes: int) -> TowerCost:
-        """`reached`: whether something in the tower is trained, so that gradients pass through it."""
-        below = reached or any(map(is_trained, self.embedding))
-        beyond = below or any(map(is_trained, self.projector))
+        """`reached`: whether a module of the tower is trained, so that gradients pass through the tower."""
+        in_tower = reached or any(map(is_trained, self.embedding))
+        in_projector = in_tower or any(map(is_trained, self.projector))
 
         def flops(modules: Iterable[nn.Module], backward: bool) -> float:
             counts = ((module, weight_count(module)) for module in modules)
             return sum(count * weight_flops(is_trained(module), forward_passes, backward) for module, count in counts)
 
-        passes = 1 + forward_passes + (ATTENTION_PASSES - 1) * below
+        passes = 1 + forward_passes + (ATTENTION_PASSES - 1) * in_tower
         return TowerCost(
             self.shape,
-            flops(self.tower, below),
+            flops(self.tower, in_tower),
             flops(self.embedding, False),
-            flops(self.projector, beyond),
+            flops(self.projector, in_projector),
             passes * 4.0 * self.shape.heads_width,  # two matmuls of 2 FLOPs a pair and channel
         )
 
 
 def weight_count(module: nn.Module) -> int:
-    """Weights by which a module of a tower or a projector multiplies each row of its input."""
+    """Weights in the matrix product of a module of a tower or a projector."""
     if (sizes := matmul_sizes(module)) is not None:
         return sizes[0] * sizes[1]
-    # Gemma 3's projector has its matrix as a parameter.
+    # Gemma 3's projector has no linear: its matrix is a bare parameter.
     return sum(
         weight.numel()
         for name, weight in module.named_parameters(recurse=False)
@@ -144,26 +143,26 @@ def _is_kernel(name: str, weight: nn.Parameter) -> bool:
 
 @dataclass(frozen=True)
 class ImageNumbers:
-    """What the forecasts need of the parts for images, from a model without weights."""
+    """Sizes of the image parts for the forecasts, from a model without weights."""
 
     config: Any
-    """Of the model, from transformers."""
+    """The config of the model in transformers."""
     beside: int
-    """Parameters that no text reaches."""
+    """Parameters that text does not use."""
     images: int
-    """Parameters that images reach and text does not."""
+    """Parameters that images use and text does not."""
     pixels: int
-    """Numbers of a patch."""
+    """Values in a patch."""
     is_gated: bool
     """Whether the MLPs of the tower multiply two products."""
     multiplies: bool
-    """Whether their activation multiplies, as gated ones do and x sigmoid(1.7 x)."""
+    """Whether the activation of these MLPs has a product: a gate, or x sigmoid(1.7 x)."""
     joins_qkv: bool
-    """Whether queries, keys and values are one product: in Qwen's towers, which turn queries and keys in float32."""
+    """Whether one product makes queries, keys and values, as in Qwen's towers, which rotate in float32."""
     norms: int
-    """Widths of the RMS norms of a layer, in all; torch's layer norms keep no copies."""
+    """Sum of the widths of a layer's RMS norms. torch's layer norms keep no copies."""
     parts: ImageParts | None
-    """None: the model has a tower that fxtune does not run, such as for sound."""
+    """None: fxtune does not run the model's tower, such as a tower for sound."""
 
 
 def image_numbers(facts: Facts) -> ImageNumbers | None:
@@ -182,7 +181,7 @@ def _numbers(model: nn.Module) -> ImageNumbers:
     configs = kind_of(model.config).tower_configs(model.config)
     in_tower = {id(module) for module in parts.tower} if parts else set()
     norms = (module for _, module in named if "RMSNorm" in type(module).__name__ and id(module) in in_tower)
-    # One without a weight is of the width of a head, here as of the keys' norm.
+    # A norm without a weight counts as 0.
     widths = [next((weight.numel() for weight in norm.parameters()), 0) for norm in norms]
     return ImageNumbers(
         model.config,
@@ -198,7 +197,7 @@ def _numbers(model: nn.Module) -> ImageNumbers:
 
 
 def _patch_numbers(embedding: nn.Module) -> int:
-    """Numbers of a patch that a module of the patch embedding multiplies; 0 for a module without products."""
+    """Values of a patch that enter the product of a module of the patch embedding; 0 for a module without products."""
     if sizes := matmul_sizes(embedding):
         return sizes[0]
     own = embedding.named_parameters(recurse=False)
@@ -231,7 +230,7 @@ def _adapted_widths(
     excluded: tuple[str, ...],
     layers: tuple[int, ...],
 ) -> int:
-    """The widths of the inputs and outputs of all linears for images that get adapters."""
+    """Sum of the input and output widths of all linears for images that get adapters."""
     lora = LoraOptions(
         vision=vision,
         projector=projector,
@@ -245,16 +244,16 @@ def _adapted_widths(
 
 
 def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
-    """The cost of images in a run, without the products of adapters; None if the model reads none. `trains`: with the
-    backward pass of what is trained."""
+    """The cost of images in a run, without the products of adapters; None if the model reads no images. `trains`:
+    count the backward pass, too."""
     numbers, lora = image_numbers(facts), facts.techniques.lora
     if numbers is None or numbers.parts is None:
         return None
-    below = trains and has_gradients(facts)
-    found = numbers.parts.cost(lambda _: below and not lora.enabled, below, 0)
-    if trains and lora.enabled and lora.projector and not below:  # gradients of inputs
-        return replace(found, per_feature=2 * found.per_feature)
-    return found
+    in_tower = trains and has_gradients(facts)
+    cost = numbers.parts.cost(lambda _: in_tower and not lora.enabled, in_tower, 0)
+    if trains and lora.enabled and lora.projector and not in_tower:  # gradients of inputs
+        return replace(cost, per_feature=2 * cost.per_feature)
+    return cost
 
 
 def has_gradients(facts: Facts) -> bool:
@@ -268,21 +267,21 @@ class ImageMemory:
     """Bytes on one rank."""
 
     held: int = 0
-    """For a whole step: pixels, features, and what a tower with gradients keeps."""
+    """For a whole step: pixels, features, and the activations of a tower with gradients."""
     peak: int = 0
-    """What the tower adds while it runs, or in its backward pass."""
+    """In addition, while the tower runs forward or backward."""
 
 
 def tower_level(plan: RecomputePlan) -> str:
-    """What the layers of a tower with gradients keep: as much as the decoder layer that keeps least, where the policy
-    is of the layers' operators (see Checkpointing)."""
+    """The checkpointing level of a tower with gradients: the level of the decoder layer that keeps the least. With a
+    budget, which is the compiler's, the tower keeps everything (see Checkpointing)."""
     if plan.mix:
         return min((level for level, count in plan.mix if count), key=LEVELS.index, default="input")
     return "everything" if plan.level == "budget" else plan.level
 
 
 def image_memory(facts: Facts, plan: RecomputePlan, number: int, hidden: int) -> ImageMemory:
-    """Memory of the images of a micro-batch whose rows are all as full of images as the fullest. `number`: bytes of a
+    """Memory of the images of a micro-batch, if each row has as many images as the fullest row. `number`: bytes of a
     number; `hidden`: width of the decoder."""
     numbers = image_numbers(facts)
     features = min(facts.image_features * facts.micro_batch_size, facts.tokens)
@@ -304,7 +303,7 @@ def image_memory(facts: Facts, plan: RecomputePlan, number: int, hidden: int) ->
 
 
 def _working_bytes(numbers: ImageNumbers, number: int, compiled: bool) -> float:
-    """Bytes for each position while a layer runs without gradient."""
+    """Bytes for each position while a layer runs without gradients."""
     assert numbers.parts is not None
     h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
     attention = number * (4 * h + 5 * q)
@@ -314,12 +313,12 @@ def _working_bytes(numbers: ImageNumbers, number: int, compiled: bool) -> float:
 
 
 def _kept_bytes(numbers: ImageNumbers, number: int, compiled: bool) -> dict[str, int]:
-    """Bytes for each position that a layer with gradients keeps, by level. Levels of selective checkpointing keep the
+    """Bytes for each position that a layer with gradients keeps, by level. The levels `wide` and `narrow` keep the
     results of products and of attention."""
     assert numbers.parts is not None
     h, q, i = numbers.parts.shape.width, numbers.parts.shape.heads_width, numbers.parts.shape.inner
     copies = 0 if compiled else 4 * numbers.norms + number * max(numbers.norms - 2 * h, 0)
-    joined = 2 * q * numbers.joins_qkv  # values are a part of the product, which stays whole
+    joined = 2 * q * numbers.joins_qkv  # the whole product stays, because the values are a part of it
     activation = 1 + numbers.is_gated + (numbers.multiplies and not compiled)
     products = number * (3 * h + 4 * q + (1 + numbers.is_gated) * i)
     return {

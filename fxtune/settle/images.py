@@ -1,4 +1,4 @@
-"""What images of rows need of a run: the processor of the model, and what is refused once the data is read."""
+"""Rows with images: the image processor of the model, and refusals once the data is read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fxtune.techniques.pipeline import Pipeline
 def image_processor(
     model: ModelConfig, data: DataConfig, tokenizer: Any, hf_config: Any = None, weights: str = "float32"
 ) -> ImageProcessor | None:
-    """None for a model that reads no images, or has no files that say how. `hf_config`: by default of load_config().
-    `weights`: the dtype of the model's weights (Facts.dtype).
+    """The image processor of a model; None if the model reads no images or has no processor files. `hf_config`:
+    load_config() by default. `weights`: the dtype of the model's weights (Facts.dtype).
 
     Raises ConfigError if data.image_tokens does not act on the model, StorageError if the files cannot be read.
     """
@@ -31,15 +31,14 @@ def image_processor(
         data.image_tokens.require_unset()
         return None
     pixels = kind.pixel_dtype(hf_config, getattr(torch, weights))
-    made = ImageProcessor(processor, kind.merge(hf_config), kind.rope_positions(hf_config), pixels)
-    made.bound(data.image_tokens.min, data.image_tokens.max)
-    return made
+    images = ImageProcessor(processor, kind.merge(hf_config), kind.rope_positions(hf_config), pixels)
+    images.bound(data.image_tokens.min, data.image_tokens.max)
+    return images
 
 
 def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, has_images: bool) -> Iterator[str]:
-    """Yield each reason, with its key, why a run cannot train on rows that have images, or that have none, worded as
-    what to change. `facts`: with what the data has told. `trains`: whether a row of training has images; `has_images`:
-    whether a row of training or evaluation has."""
+    """Yield each reason why a run cannot train on its rows: the key, and what to change. `facts`: after the data was
+    read. `trains`: whether training rows have images. `has_images`: the same of training and evaluation rows."""
     if not trains:
         asked = {
             "techniques.lora.vision": techniques.lora.enabled and techniques.lora.vision,
@@ -57,6 +56,6 @@ def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, h
             f"data.share_prompts: true, but the tokens of an image in {facts.model.get('model_type')} see each other, "
             "which needs the prompt of each answer in its row. Set it to false."
         )
-    # Checked before without images: Gemma's need a mask, and no CUDA graph holds an image.
+    # Checked once without images. With images, Gemma's attention needs a mask, and CUDA graphs are impossible.
     for name, technique in techniques.enabled():
         yield from (f"techniques.{name}.{reason}" for reason in technique.check(facts))

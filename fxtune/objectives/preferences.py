@@ -110,7 +110,7 @@ def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class GroupLosses:
-    """The loss and the metrics of each group of a micro-batch, in the slot of one of its documents."""
+    """The loss and the metrics of each group of a micro-batch, which are in the slot of one document of the group."""
 
     counted: torch.Tensor
     """bool [slots]: one document of each group. The other slots of `losses` and `metrics` are meaningless."""

@@ -88,7 +88,7 @@ class limit_resources:
 def unlimited() -> Iterator[None]:
     """Run the body outside of the limits of the block around it: its time does not count.
 
-    For work with limits of its own, such as decoding images, between pieces of work that cannot be trusted.
+    Decoding images has other limits, for example, and happens while a chat template runs under these limits.
     """
     active = limit_resources._active
     if active is None or threading.current_thread() is not threading.main_thread():

@@ -358,8 +358,8 @@ def _greedy(
     images: ImageProcessor | None = None,
     agree: Callable[[torch.Tensor], torch.Tensor] = lambda chosen: chosen,
 ) -> Tokens:
-    """Greedy tokens for each prompt, up to one of `ends` (left out) or the limit. `images`: see answer(). `agree`: see
-    _agreeing()."""
+    """Greedy tokens for each prompt, up to the limit or to a token of `ends`, which is left out. `images`: see
+    answer(). `agree`: see _agreeing()."""
     device, kind, config = next(model.parameters()).device, kind_of(model.config), model.config
     prompts = [question.prompt for question in questions]
     width = max(map(len, prompts))

@@ -59,7 +59,7 @@ START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
 SHORT = 10.0
 """Seconds of steps below which a run on a CPU is not forecast."""
 IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024
-"""Without the data: the share of the tokens that are of images, and the tokens of an image of a size of its own."""
+"""Assumptions without data: image tokens / all tokens, and the tokens of an image where its size decides them."""
 FORWARD = 0.35
 """The time of a forward pass as a share of a training step's, without recomputation."""
 

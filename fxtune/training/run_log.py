@@ -105,7 +105,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         yield (
             f"{loader.num_workers} loader processes keep {loader.prefetch_factor} batches each ready, not "
             f"{wanted.num_workers} and {wanted.prefetch_factor}: the images of a batch take {image_bytes / 1e6:,.0f} "
-            "MB, and those that are ready at most a quarter of the free memory and half of /dev/shm (in a container, "
+            "MB, and ready batches may take a quarter of the free memory and half of /dev/shm (in a container, "
             "--shm-size)"
         )
     yield from config.techniques.ignored_options()

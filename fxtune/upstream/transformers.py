@@ -160,6 +160,23 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
     return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
 
 
+# The tiles of an image of LLaVA-OneVision.
+#
+# What: `image_size_to_num_patches` of its modeling file.
+# Why: the number follows from a search over the config's `image_grid_pinpoints`, which the processor does not return.
+# Gone: one tile, the whole image. FLOPs and the forecast of memory are then too low; training does not read it.
+
+
+def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> int:
+    """The tiles of an image of `size` (height, width), the whole image included. `side`: pixels of a tile's side."""
+    try:
+        from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+    except ImportError:
+        return 1
+    tiles: int = image_size_to_num_patches(size, pinpoints, side)
+    return tiles
+
+
 # Names of tensors in a checkpoint's files.
 #
 # What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which

@@ -11,13 +11,11 @@ file, and in half of the held-out orders the customer's name and city are in no 
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
-from make_quickstart import DATA, draw_orders
+from make_quickstart import draw_orders, write_files
 from shop import REPLIES, Order, draw_quantity, draw_when
 
 PREFERRED = REPLIES[2], " today"
@@ -46,15 +44,5 @@ def make(seed: int = SEED) -> tuple[list[str], list[str]]:
     return [pair(rng, *drawn) for drawn in train], [pair(rng, *drawn) for drawn in test]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DATA, help="folder for the two files (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, lines in zip(("preferences_train", "preferences_test"), make(args.seed), strict=True):
-        (args.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_files("preferences", make, SEED, __doc__)

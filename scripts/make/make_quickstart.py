@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -62,15 +63,18 @@ def make(seed: int = SEED) -> tuple[list[str], list[str]]:
     return [row(*drawn) for drawn in train], [row(*drawn) for drawn in test]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_files(name: str, make: Callable[[int], tuple[list[str], list[str]]], seed: int, about: str | None) -> None:
+    """Write NAME_train.jsonl and NAME_test.jsonl, whose lines `make` draws. The command line may set folder and seed;
+    `about`: its help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DATA, help="folder for the two files (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--seed", type=int, default=seed)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, lines in zip(("quickstart_train", "quickstart_test"), make(args.seed), strict=True):
-        (args.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+    for part, lines in zip(("train", "test"), make(args.seed), strict=True):
+        file = args.out / f"{name}_{part}.jsonl"
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":
-    main()
+    write_files("quickstart", make, SEED, __doc__)

@@ -8,12 +8,10 @@ color that this shape has in no training picture, so a right answer must be read
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from random import Random
 
-from make_quickstart import DATA
+from make_quickstart import write_files
 from scenes import COLORS, SHAPES, Scene, data_uri, draw_scene, picture
 
 SYSTEM = "Answer with JSON."
@@ -55,15 +53,5 @@ def make(seed: int = SEED) -> tuple[list[str], list[str]]:
     return [fresh(False) for _ in range(TRAIN_ROWS)], [fresh(index % 2 == 1) for index in range(TEST_ROWS)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DATA, help="folder for the two files (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, lines in zip(("vision_train", "vision_test"), make(args.seed), strict=True):
-        (args.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_files("vision", make, SEED, __doc__)

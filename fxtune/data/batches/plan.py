@@ -250,7 +250,7 @@ class Plan:
         return image_sizes(self.tables, self.row_sequence.spans(self._rows(step)[0]))
 
     def epoch_images(self) -> tuple[ImageSizes, int]:
-        """The images of the first epoch, and the most features in one of its rows."""
+        """The images of the first epoch, and the number of image features in the row with the most features."""
         if all(table.images is None for table in self.tables):
             return NO_IMAGES, 0
         epoch = self.row_sequence.epoch(0)

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.models.kinds.tower_shape import TowerShape
+from fxtune.upstream.transformers import tiles_of_image
 
 Tensors = dict[str, torch.Tensor]
 
@@ -165,12 +166,11 @@ def _squares(config: Any) -> TowerShape:
 
 def _tiled(config: Any) -> TowerShape:
     """Of LLaVA-OneVision: the image as one tile, and tiles of it that its size decides."""
-    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
     def tiles(heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         sizes, which = np.unique(np.stack([heights, widths], -1), axis=0, return_inverse=True)
         pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
-        counts = [image_size_to_num_patches(size, pinpoints, _side(config)) for size in sizes.tolist()]
+        counts = [tiles_of_image(size, pinpoints, _side(config)) for size in sizes.tolist()]
         return np.array(counts, np.int64)[which.reshape(-1)]
 
     return replace(_squares(config), tiles=tiles)

@@ -83,7 +83,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
-    """Arguments that one of Qwen's towers would compute from `grid_thw` [images, 3], by name, on the host
+    """Arguments by name that a Qwen tower would compute from `grid_thw` [images, 3], computed on the host
     (transformers.vision_utils). Upper bounds of lengths are powers of two, because compiled code and kernels may be
     specialized for their values."""
     from transformers import vision_utils

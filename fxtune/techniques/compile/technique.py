@@ -277,7 +277,7 @@ class Compile(CompileOptions, Technique):
             )
 
     def _observe_tower(self, model: Any, layers: int) -> Evidence:
-        """Two passes of small images, as many as give kernels sizes like those of training: torch tunes them once."""
+        """Two passes of many small images. torch tunes its kernels once, so the first sizes are those of training."""
         kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the tower runs compiled code"
         with torch.compiler.set_stance("force_eager"):
             if not (example := kind.image_probe(model)):
@@ -306,8 +306,8 @@ def _in_tower(model: nn.Module) -> list[nn.Module]:
 
 
 class _TowerLayer:
-    """A call of a layer's compiled code, with images of any size, and without gradient if nothing needs it: compiled
-    code is for one of the two."""
+    """A call of a layer's compiled code, with images of any size. If nothing needs a gradient, the call runs without
+    gradient, because torch compiles code with gradient and code without gradient separately."""
 
     def __init__(self, layer: nn.Module, compiled: Callable[..., Any]) -> None:
         self.compiled, self.called = compiled, False

@@ -3,6 +3,7 @@
     python scripts/bench/bench_peers.py --json peers.json                                    # all cases, over an hour
     python scripts/bench/bench_peers.py --cases 8b_4x4096,1b_8x4096 --minutes 9 --json peers.json  # in parts: continues
     python scripts/bench/bench_peers.py --tools fxtune --cases 8b_4x4096 --set techniques.lora.fused=off
+    python scripts/bench/bench_peers.py --tools fxtune --cases moe_4x4096 --profile          # also the time of each kernel
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
     python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
@@ -206,6 +207,8 @@ CASES = {
 }
 SMOKE = ("smoke", "smoke_chats", "smoke_dpo", "smoke_vl")
 DOES_NOT_FIT = "does not fit"
+SHOWN = 0.005
+"""Share of a step's time from which --profile shows a kernel."""
 NONE, FULL = "checkpointing=none", "checkpointing=full"
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "trl": ((NONE, "liger=on"), (FULL, "liger=on")),
@@ -307,6 +310,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
     parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
     baselines.add_option(parser)
+    parser.add_argument("--profile", action="store_true", help="also fxtune's time of a step by kernel")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key for fxtune only")
     parser.add_argument(
         "--scratch",
@@ -367,9 +371,11 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
 
     case, steps = CASES[name], args.steps or CASES[name].steps
     words = fxtune_words(name, args, args.gpus)
-    found = measure_in_process(words, steps, case.warm_up, seconds)
+    found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
     if "error" in found:
         return found
+    if args.profile:
+        show_kernels(found["kernels"])
     kept = (
         "tokens_per_second",
         "step_seconds",
@@ -394,6 +400,17 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         "command": words,
         "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
     }
+
+
+def show_kernels(kernels: list[tuple[str, float, float]]) -> None:
+    """A step by kernel, the longest first. Kernels with a smaller share than SHOWN are added up in the last line."""
+    from fxtune.system.profiler import short_name
+
+    total = sum(seconds for _, seconds, _ in kernels)
+    shown = [kernel for kernel in kernels if kernel[1] > SHOWN * total]
+    rest = total - sum(seconds for _, seconds, _ in shown)
+    for name, seconds, calls in [*shown, (f"{len(kernels) - len(shown)} others", rest, 0)]:
+        print(f"    {seconds * 1e3:8.2f} ms {seconds / total:6.1%} {calls:6.0f} x {short_name(name)}", flush=True)
 
 
 def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:

@@ -1,0 +1,297 @@
+"""Times the experts of one layer, alone and kernel by kernel, forward and backward.
+
+    python scripts/bench/bench_experts.py                                  # both mixtures of bench_peers.py, each format
+    python scripts/bench/bench_experts.py --cases moe --formats bf16,fp8   # a part of these
+    python scripts/bench/bench_experts.py --launches                       # other launches of the Triton kernels
+    python scripts/bench/bench_experts.py --smoke                          # a short test on a CPU
+
+A layer has 16,384 tokens, random experts for each token, and adapters of rank 16 on both products. The first line has
+the card's two ceilings, measured here: a product of square matrices in bfloat16, and a copy in device memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+import ablate  # noqa: E402
+
+from fxtune.kernels import fp8, fp8_experts, grouped_matmul, matmul  # noqa: E402
+from fxtune.kernels.gated_experts import Adapter, gated_experts  # noqa: E402
+from fxtune.kernels.grouped_matmul import Routing  # noqa: E402
+from fxtune.kernels.matmul import CUBLAS, CUTE  # noqa: E402
+from fxtune.kernels.swiglu import SILU, Activation  # noqa: E402
+from fxtune.system.host import cache_home  # noqa: E402
+from fxtune.system.profiler import kernel_times, short_name  # noqa: E402
+from fxtune.techniques.quantize.quantized_experts import packed_matrices  # noqa: E402
+
+TOKENS, RANK, REPEATS = 16_384, 16, 5
+FORMATS = ("bf16", "fp8", "mxfp4")
+SHOWN = 0.005
+"""Kernels with a smaller share of a layer's time are added up in one line."""
+GPT_OSS = Activation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
+
+
+@dataclass
+class Layer:
+    """One layer's experts and the tokens that they compute."""
+
+    routing: Routing
+    trained: list[Tensor]
+    """hidden, weights, A1, B1, A2, B2."""
+    matrices: tuple[Tensor, Tensor]
+    biases: tuple[Tensor | None, Tensor | None]
+    act: Activation
+    gemm: str
+
+    def run(self, kind: str) -> Callable[[], Any]:
+        """The forward and backward pass over weights in this format."""
+        hidden, weights, a1, b1, a2, b2 = trained = [tensor.detach().requires_grad_() for tensor in self.trained]
+        rows, adapters = (self.routing.order, self.routing.back, self.routing.ends), (Adapter(a1, b1), Adapter(a2, b2))
+        seed = torch.randn_like(hidden)
+        if kind == "fp8":
+            stored = fp8_experts.quantize_experts(self.matrices[0]), fp8_experts.quantize_experts(self.matrices[1])
+            forward = lambda: fp8_experts.fp8_experts(hidden, weights, *rows, stored, adapters, self.act)  # noqa: E731
+        else:
+            given: Any = self.matrices
+            if kind == "mxfp4":
+                given = tuple(
+                    packed_matrices(matrix.contiguous(), kind, "", False, matrix.dtype, matrix.device)[1]
+                    for matrix in self.matrices
+                )
+            stored_as = kind if kind == "mxfp4" else ""
+            forward = lambda: gated_experts(  # noqa: E731
+                hidden, weights, *rows, given, adapters, self.act, self.gemm, self.biases, stored_as
+            )
+        return lambda: torch.autograd.grad(forward(), trained, seed)
+
+    def flops(self) -> int:
+        """Of the frozen products, forward and backward."""
+        return 4 * len(self.routing.back) * sum(matrix[0].numel() for matrix in self.matrices)
+
+
+def layer_of(shape: dict[str, Any], tokens: int, device: torch.device, gemm: str) -> Layer:
+    """A layer with random weights of a shape of ablate.SHAPES."""
+    width, experts, k = shape["hidden_size"], shape["num_experts"], shape["num_experts_per_tok"]
+    inner = shape.get("moe_intermediate_size", shape["intermediate_size"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def draw(*sizes: int, scale: float) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=dtype).mul_(scale)
+
+    routing = Routing(torch.rand(tokens, experts, device=device).topk(k, -1).indices, experts)
+    trained = [
+        draw(tokens, width, scale=1.0),
+        torch.rand(tokens, k, device=device),
+        draw(experts, RANK, width, scale=width**-0.5),
+        draw(experts, 2 * inner, RANK, scale=0.3),
+        draw(experts, RANK, inner, scale=inner**-0.5),
+        draw(experts, width, RANK, scale=0.3),
+    ]
+    if shape["model_type"] == "gpt_oss":  # which stores [experts, in, out]
+        first, last = (
+            draw(experts, width, 2 * inner, scale=width**-0.5),
+            draw(experts, inner, width, scale=inner**-0.5),
+        )
+        biases = draw(experts, 2 * inner, scale=1.0), draw(experts, width, scale=1.0)
+        return Layer(routing, trained, (first.mT, last.mT), biases, GPT_OSS, gemm)
+    first, last = draw(experts, 2 * inner, width, scale=width**-0.5), draw(experts, width, inner, scale=inner**-0.5)
+    return Layer(routing, trained, (first, last), (None, None), SILU, gemm)
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """The median time of `run` on the card, without its first two calls."""
+    if not torch.cuda.is_available():
+        run()
+        return float("nan")
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def show_kernels(run: Callable[[], Any]) -> None:
+    times = kernel_times(lambda: [run() for _ in range(REPEATS)]).by_name
+    kernels = sorted(times.items(), key=lambda kernel: -kernel[1][0])
+    total = sum(seconds for seconds, _ in times.values())
+    shown = [(name, *figures) for name, figures in kernels if figures[0] > SHOWN * total]
+    for name, seconds, calls in shown:
+        print(f"    {seconds / REPEATS * 1e3:8.3f} ms {calls / REPEATS:4.0f} x {short_name(name)}")
+    rest = total - sum(seconds for _, seconds, _ in shown)
+    print(f"    {rest / REPEATS * 1e3:8.3f} ms  others", flush=True)
+
+
+def ceilings(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    x, y = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    flops = 2 * 8192**3 / milliseconds(lambda: x @ y, 20) / 1e9
+    source = torch.randn(2**29, device=device, dtype=torch.bfloat16)
+    copied = 2 * source.nbytes / milliseconds(lambda: source.clone()) / 1e9
+    print(f"{torch.cuda.get_device_name()}: {flops:,.0f} TFLOP/s in bfloat16, {copied:.2f} TB/s copied")
+
+
+def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """(kernel, launch, a call) for the candidates of each Triton kernel and for the other ways to compute the same."""
+    from fxtune.kernels import fp8_experts_triton as kernels
+
+    hidden, _, a1, _, _, b2 = layer.trained
+    routing, (first, last), ends = layer.routing, layer.matrices, layer.routing.ends
+    token, rows = routing.order // routing.k, len(routing.back)
+    narrow = torch.randn(rows, RANK, device=hidden.device, dtype=hidden.dtype)
+    wide = torch.randn(rows, first.shape[1], device=hidden.device, dtype=hidden.dtype)
+    h = wide[:, : last.shape[2]].contiguous()
+
+    def with_launch(name: str, launch: dict[str, int], call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            kept = getattr(kernels, name)
+            setattr(kernels, name, launch)
+            try:
+                call()
+            finally:
+                setattr(kernels, name, kept)
+
+        return run
+
+    def each(name: str, kernel: str, launches: list[tuple[int, ...]], call: Callable[[], Any]) -> Iterator[Any]:
+        keys = [
+            key for key in ("ROWS", "COLUMNS", "DEPTH", "num_warps", "num_stages") if key in getattr(kernels, name)
+        ]
+        for launch in launches:
+            yield kernel, str(launch), with_launch(name, dict(zip(keys, launch, strict=True)), call)
+
+    small = [(64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 4, 3), (128, 64, 4, 4)]
+    yield from each("PROJECT", "project in place", small, lambda: kernels.project(hidden, token, a1.mT, ends))
+    down = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 128, 4, 3), (64, 64, 4, 5)]
+    yield from each("OUTER", "outer in place", down, lambda: kernels.outer(hidden, token, narrow, ends))
+    yield from each("OUTER", "outer of rows", down, lambda: kernels.outer(wide, None, narrow, ends))
+    gathered = hidden.index_select(0, token)
+    yield "project", layer.gemm, lambda: grouped_matmul.product(gathered, a1.mT, ends, gemm=layer.gemm)
+    yield "outer", layer.gemm, lambda: grouped_matmul.outer(gathered, narrow, ends, gemm=layer.gemm)
+    yield "outer of rows", layer.gemm, lambda: grouped_matmul.outer(wide, narrow, ends, gemm=layer.gemm)
+
+    tiles = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)]
+    for name, x, matrix, factor in (("down", h, last, b2.mT), ("its gradient", wide, first.mT, a1)):
+        matrices = matrix.mT  # [experts, in, out]
+        low = grouped_matmul.product(narrow, factor, ends, gemm=layer.gemm)
+        yield (
+            f"{name}, 16 bits",
+            layer.gemm,
+            lambda m=matrices, x=x: grouped_matmul.product(x, m, ends, gemm=layer.gemm),
+        )
+        yield (
+            f"{name}, 16 bits",
+            f"{layer.gemm}, adapter added",
+            lambda m=matrices, x=x, low=low: grouped_matmul.product(x, m, ends, low, layer.gemm),
+        )
+        yield (
+            f"{name}, adapter alone",
+            layer.gemm,
+            lambda f=factor: grouped_matmul.product(narrow, f, ends, gemm=layer.gemm),
+        )
+        bordered = torch.cat([x, narrow], 1)
+        border = torch.cat([matrix, factor.mT], 2) if matrix.stride(2) == 1 else torch.cat([matrices, factor], 1).mT
+        yield (
+            f"{name}, 16 bits",
+            f"{layer.gemm}, bordered",
+            lambda m=border.mT, x=bordered: grouped_matmul.product(x, m, ends, gemm=layer.gemm),
+        )
+        yield from each(
+            "WIDE_PRODUCT",
+            f"{name}, 16 bits with adapter",
+            tiles,
+            lambda m=matrix, x=x, f=factor: kernels.product(x, None, m, None, ends, (narrow, f)),
+        )
+        if layer.biases[0] is None:
+            codes, scales = fp8_experts.quantize_experts(matrix.contiguous(), False)[:2]
+            left = fp8.quantize_rows(x)
+            yield from each(
+                "PRODUCT",
+                f"{name}, fp8 with adapter",
+                [
+                    (128, 128, 128, 4, 3),
+                    (128, 128, 128, 8, 3),
+                    (128, 256, 128, 8, 3),
+                    (256, 128, 128, 8, 3),
+                    (128, 256, 64, 8, 4),
+                ],
+                lambda c=codes, s=scales, x=left, f=factor: kernels.product(
+                    *x, c.view(fp8.E4M3), s, ends, (narrow, f)
+                ),
+            )
+            yield (
+                f"{name}, fp8",
+                "torch",
+                lambda c=codes, s=scales, x=left: fp8_experts.scaled_product(
+                    x, c, s, ends, torch.bfloat16, fp8_experts.TORCH
+                ),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="moe,gpt_oss", help="shapes of ablate.py")
+    parser.add_argument("--formats", default=",".join(FORMATS), help=f"of {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--launches", action="store_true", help="time the candidates of each launch in place of a layer"
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; works without a GPU")
+    args = parser.parse_args()
+    if not (args.smoke or torch.cuda.is_available()):
+        parser.error("this needs a GPU (--smoke runs tiny sizes without one)")
+    device, gemm = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), CUBLAS
+    if device.type == "cuda" and torch.cuda.get_device_capability() == matmul.CAPABILITY:
+        grouped_matmul.prepare(device, torch.bfloat16, cache_home() / "quack")
+        gemm = CUTE
+    ceilings(device)
+    torch.manual_seed(0)
+    for name in args.cases.split(","):
+        shape, tokens = dict(ablate.SHAPES[name]), TOKENS
+        if args.smoke:
+            shape.update(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4)
+            shape["num_experts_per_tok"], tokens = 2, 32
+        layer = layer_of(shape, tokens, device, gemm)
+        if args.launches:
+            from triton.errors import TritonError
+
+            for kernel, launch, call in launches_of(layer):
+                try:
+                    print(f"{name}: {kernel:32} {launch:28} {milliseconds(call):8.3f} ms", flush=True)
+                except (TritonError, RuntimeError) as error:  # a launch may need more shared memory than the card has
+                    print(f"{name}: {kernel:32} {launch:28} {type(error).__name__}", flush=True)
+            continue
+        for kind in args.formats.split(","):
+            if kind == "fp8" and layer.biases[0] is not None:
+                continue
+            run = layer.run(kind)
+            took = milliseconds(run, 10)
+            peak = ""
+            if device.type == "cuda":
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                run()
+                peak = f", {(torch.cuda.max_memory_allocated() - before) / 2**30:.2f} GiB beyond weights and states"
+            print(f"{name}, {kind}: {took:.3f} ms, frozen products {layer.flops() / 1e12:.2f} TFLOP{peak}")
+            show_kernels(run)
+        del layer
+
+
+if __name__ == "__main__":
+    main()

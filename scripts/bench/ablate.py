@@ -42,6 +42,20 @@ LENGTHS = {4096: 4, 16384: 1, 65536: 1}
 """Tokens per row -> rows per micro-batch. Other lengths have one row."""
 
 _LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0)
+_QWEN3_MOE = dict(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": dict(
         _LLAMA,
@@ -69,21 +83,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         head_dim=64,
         tie_word_embeddings=True,
     ),
-    "moe": dict(  # a quarter of Qwen3-30B-A3B: 12 of its 48 layers
-        model_type="qwen3_moe",
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    ),
+    "moe": dict(_QWEN3_MOE, num_hidden_layers=12),  # a quarter of Qwen3-30B-A3B
+    "30b_a3b": dict(_QWEN3_MOE, num_hidden_layers=48),
     "gpt_oss": dict(  # gpt-oss-20b; the other keys, YaRN among them, are those of the type
         model_type="gpt_oss",
         vocab_size=201088,

@@ -100,6 +100,7 @@ ROUNDED = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.moments=bflo
 ROUNDED_FP8 = ("techniques=[full_fp8,fast]", *ROUNDED[1:])
 ROUNDED_8BIT = (*FULLY, "optimizer.stochastic_rounding=true", "optimizer.name=adamw_8bit")
 SHARDED = (*FULLY, "parallel.replicate=1")
+SHARDED_FP8 = (*ROUNDED_FP8[:1], *SHARDED[1:])
 FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8")
 DPO = ("objective=dpo", "objective.reference=start")
 DPO_STORED = ("objective=dpo", "objective.reference=stored")
@@ -109,6 +110,8 @@ MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.l
 """Rank 16 on gate and up together, as peers have it. By default fxtune has 16 for each of them, as peft reads the names
 gate_proj and up_proj."""
 MIXED_FP8 = (*MIXED, *FP8[len(FAST) :])
+MIXED_MXFP4 = (*MIXED, "techniques.quantize.enabled=true", "techniques.quantize.type=mxfp4", "run.memory_gib=24")
+NF4 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=nf4")
 
 
 @dataclass(frozen=True)
@@ -169,15 +172,24 @@ CASES = {
     "8b_1x65536_fp8": Case("8b", 65536, 1, FP8, peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x65536_30gib": Case("8b", 65536, 1, (*FAST, "run.memory_gib=30"), peer_case="8b_1x65536", steps=4, warm_up=2),
     "8b_1x131072": Case("8b", 131072, 1, steps=1, warm_up=2, context=True),
+    "8b_1x409600": Case("8b", 409600, 1, steps=1, warm_up=2, context=True),
     "70b_1x4096": Case("70b", 4096, 1, FAST, (*FAST, "parallel.replicate=1")),
     "70b_1x4096_fp8": Case("70b", 4096, 1, FP8, (*FP8, "parallel.replicate=1")),
+    "70b_1x4096_nf4": Case("70b", 4096, 1, NF4, steps=4, warm_up=2, most_gpus=1),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "moe_4x4096_fp8": Case("moe", 4096, 4, MIXED_FP8, peer_case="moe_4x4096"),
+    "30b_a3b_4x4096": Case("30b_a3b", 4096, 4, MIXED, (*MIXED, "parallel.replicate=1"), steps=5),
+    "30b_a3b_4x4096_fp8": Case(
+        "30b_a3b", 4096, 4, MIXED_FP8, (*MIXED_FP8, "parallel.replicate=1"), peer_case="30b_a3b_4x4096", steps=5
+    ),
     "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
+    "gpt_oss_4x4096_mxfp4": Case("gpt_oss", 4096, 4, MIXED_MXFP4, peer_case="gpt_oss_4x4096", most_gpus=1),
+    "moe_full_4x4096": Case("moe", 4096, 4, ROUNDED, SHARDED, full=True),
+    "30b_a3b_full_2x4096": Case("30b_a3b", 4096, 2, ROUNDED, SHARDED, full=True, steps=5),
     "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
-    "1b_full_8x4096_fp8": Case("1b", 4096, 8, ROUNDED_FP8, peer_case="1b_full_8x4096", full=True, most_gpus=1),
+    "1b_full_8x4096_fp8": Case("1b", 4096, 8, ROUNDED_FP8, SHARDED_FP8, peer_case="1b_full_8x4096", full=True),
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
-    "8b_full_2x8192_fp8": Case("8b", 8192, 2, ROUNDED_FP8, peer_case="8b_full_2x8192", full=True, most_gpus=1),
+    "8b_full_2x8192_fp8": Case("8b", 8192, 2, ROUNDED_FP8, SHARDED_FP8, peer_case="8b_full_2x8192", full=True),
     "8b_full_2x8192_8bit": Case("8b", 8192, 2, ROUNDED_8BIT, peer_case="8b_full_2x8192", full=True, most_gpus=1),
     "dpo_8b_8x1024": Case("8b", 8192, 1, (*FAST, *DPO), pairs=4, packed_length=6272),
     "dpo_8b_8x1024_whole": Case("8b", 8192, 1, (*FAST, *DPO, *WHOLE), peer_case="dpo_8b_8x1024", pairs=4),
@@ -221,6 +233,8 @@ FULL_FSDP = {"trl": (("fsdp=recompute", "liger=on"),), "unsloth": ()}
 """The same on several cards. Unsloth has none there."""
 MIXTURE = {"trl": ((NONE, "liger=off"), (FULL, "liger=off")), "unsloth": VARIANTS["unsloth"]}
 """The same for a mixture of experts, with which Liger's kernels of TRL end in an error."""
+WHOLE_MIXTURE = {"trl": MIXTURE["trl"][1:], "unsloth": VARIANTS["unsloth"][1:]}
+"""The same for all 48 layers of Qwen3-30B-A3B, whose activations fit no card of 141 GB beside 57 GiB of weights."""
 SINKS = {
     "trl": (
         *((one, "liger=off", "attention=flash_attention_4") for one in (NONE, FULL)),
@@ -316,7 +330,7 @@ def arguments() -> argparse.Namespace:
         "--scratch",
         type=Path,
         default=Path(tempfile.gettempdir()) / "fxtune-peers",
-        help="folder for documents, token caches and the models that Unsloth loads (16 GB for 8b)",
+        help="folder for documents, token caches and the models that Unsloth loads, whose weights take no space",
     )
     parser.add_argument("--smoke", action="store_true", help="run the tiny cases; works without a GPU")
     args = parser.parse_args()
@@ -422,7 +436,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "model.path=null",
         f"model.tokenizer={processor_folder(args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
-        f"model.architecture={in_words(SHAPES[case.shape])}",
+        f"model.architecture={in_words(architecture(case))}",
         f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",
         f"data.sequence_length={case.packed_length or case.length}",
@@ -440,6 +454,13 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke else case.keys(gpus)),
         *args.set,
     ]
+
+
+def architecture(case: Case) -> dict[str, Any]:
+    """The config of a case's model. Its positions reach to the end of a row, as in peer_tools.random_model()."""
+    shape = SHAPES[case.shape]
+    positions = shape.get("max_position_embeddings", case.length)
+    return {**shape, "max_position_embeddings": case.length} if positions < case.length else shape
 
 
 def in_words(value: Any) -> str:
@@ -577,10 +598,11 @@ def one_group(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
     """A peer's settings for a case without images."""
     if case.pairs:
         return PAIRED[tool]
+    mixture = "num_experts" in SHAPES[case.shape]
     if case.full:
-        return (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
-    if "num_experts" in SHAPES[case.shape]:
-        return (SINKS if case.shape == "gpt_oss" else MIXTURE)[tool]
+        return () if mixture else (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
+    if mixture:
+        return {"gpt_oss": SINKS, "30b_a3b": WHOLE_MIXTURE}.get(case.shape, MIXTURE)[tool]
     if case.chats and tool == "trl":
         return PACKED_TRL
     return (LONG if case.length > 16384 else VARIANTS)[tool]

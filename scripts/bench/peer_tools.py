@@ -89,6 +89,7 @@ def main(request: dict[str, Any]) -> None:
             local_files_only=True,
             **(dict(use_gradient_checkpointing=again) if images else {}),
         )
+        draw_weights(model)
         model = kind.get_peft_model(model, random_state=0, use_gradient_checkpointing=again, **adapters(request))
         # "max": images keep their sizes. By default the collator makes them smaller.
         if images:
@@ -243,8 +244,9 @@ def read_processor(folder: str) -> Any:
     return WithoutVideos(images, tokenizer, images, chat_template=tokenizer.chat_template)
 
 
-def random_model(shape: dict[str, Any], length: int, attention: Any) -> Any:
-    """A model of this shape with transformers' random weights, in bfloat16 on a GPU or in float32 on a CPU."""
+def random_model(shape: dict[str, Any], length: int, attention: Any, device: str | None = None) -> Any:
+    """A model of this shape with transformers' random weights, in bfloat16 on a GPU or in float32 on a CPU. `device`:
+    None: the GPU, or the CPU of a machine without one."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -253,14 +255,17 @@ def random_model(shape: dict[str, Any], length: int, attention: Any) -> Any:
     if kind is AutoModelForCausalLM:
         values |= dict(text, max_position_embeddings=max(length, shape["max_position_embeddings"]))
     config = CONFIG_MAPPING[values.pop("model_type")](**values)
-    cuda = torch.cuda.is_available()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    with torch.device("cuda" if cuda else "cpu"):
-        return kind.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32, attn_implementation=attention)
+    with torch.device(device):
+        return kind.from_config(
+            config, dtype=torch.float32 if device == "cpu" else torch.bfloat16, attn_implementation=attention
+        )
 
 
 def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path) -> Path:
-    """The folder of a random model and a tokenizer. If it does not exist, another process writes it."""
+    """The folder of a model whose weights are zeros, and of a tokenizer. If it does not exist, another process writes
+    it. draw_weights() gives a model that was read from it random weights."""
     if not (folder / "complete").exists():
         request = dict(tool="write", shape=shape, length=length, model=str(folder), tokenizer=str(tokenizer))
         subprocess.run([sys.executable, __file__, json.dumps(request)], check=True, stdout=subprocess.DEVNULL)
@@ -268,16 +273,43 @@ def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Pat
 
 
 def write(request: dict[str, Any]) -> None:
+    """Write the folder of write_model(). Its file of weights is a hole of zeros as long as they are, in bfloat16, which
+    takes neither time nor space: 57 GiB of Qwen3-30B-A3B would take minutes on a card's host."""
     from transformers import AutoTokenizer
 
     folder = Path(request["model"])
     if "vision_config" in request["shape"]:
         shutil.copytree(request["tokenizer"], folder, dirs_exist_ok=True)
-        random_model(request["shape"], request["length"], "sdpa").save_pretrained(folder)
     else:
-        random_model(request["shape"], request["length"], "eager").save_pretrained(folder)
         AutoTokenizer.from_pretrained(request["tokenizer"]).save_pretrained(folder)
+    model = random_model(request["shape"], request["length"], "eager", "meta")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in model.state_dict().items():
+        if name not in model.all_tied_weights_keys:
+            begin, end = end, end + 2 * weight.numel()
+            header[name] = dict(dtype="BF16", shape=list(weight.shape), data_offsets=[begin, end])
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
     (folder / "complete").touch()
+
+
+def draw_weights(model: Any) -> None:
+    """Give a model of write_model() random weights: matrices from a normal distribution, ones for norms, zeros for
+    biases. A card multiplies zeros with less power, so it would be faster than with a trained model's weights."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1 and name.endswith("weight"):
+                weight.fill_(1.0)
+            elif weight.dim() > 1 and "bias" not in name:
+                weight.normal_(std=0.02)
 
 
 def make_clock(request: dict[str, Any]) -> Any:

@@ -47,7 +47,11 @@ def fxtune_words(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus"), [*((name, 1) for name in bench_peers.CASES), ("1b_full_8x4096", 2), ("8b_full_2x8192", 2)]
+    ("name", "gpus"),
+    [
+        *((name, 1) for name in bench_peers.CASES),
+        *((name, 2) for name, case in bench_peers.CASES.items() if case.several or case.context),
+    ],
 )
 def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_words, cwd, monkeypatch):
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
@@ -55,7 +59,8 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     config = load(fxtune_words(name, "--gpus", str(gpus), *(["--smoke"] if case_is_small(name) else [])))
     length = case.packed_length or case.length
     assert (config.data.sequence_length, config.train.micro_batch_size) == (length, case.rows)
-    assert config.train.global_batch_size == gpus * config.train.micro_batch_size, "one micro-batch a card and step"
+    ranks = 1 if case.context else gpus
+    assert config.train.global_batch_size == ranks * config.train.micro_batch_size, "one micro-batch a card and step"
     assert config.run.gpus == str(gpus)
     lora = config.techniques.lora
     assert case.full or (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules) == (
@@ -68,18 +73,23 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     peers = peer_tools.adapters({"tool": "trl", "shape": bench_peers.SHAPES[case.shape]})
     assert (peers["r"], peers["lora_alpha"]) == (16, 32)
     mixture = "num_experts" in bench_peers.SHAPES[case.shape]
-    assert lora.rank_pattern == ({"gate_up_proj": 16} if mixture else {})
+    assert lora.rank_pattern == ({"gate_up_proj": 16} if mixture and not case.full else {})
     assert bool(peers.get("target_parameters")) == mixture
     optimizer = "adamw_8bit" if name.endswith("8bit") else "adamw"
     assert (config.optimizer.name.value, config.optimizer.lr, config.optimizer.weight_decay) == (optimizer, 1e-4, 0.0)
     assert config.optimizer.stochastic_rounding == (case.full and gpus == 1)
     assert (config.optimizer.moments.value == "bfloat16") == (case.full and gpus == 1 and optimizer == "adamw")
     assert config.model.dtype.value == ("bfloat16" if case.full else "auto")
-    assert config.model.architecture == bench_peers.SHAPES[case.shape]
+    shape = bench_peers.SHAPES[case.shape]
+    assert {**config.model.architecture, "max_position_embeddings": 0} == {**shape, "max_position_embeddings": 0}
+    assert config.model.architecture.get("max_position_embeddings", length) >= length
     assert case.peer_case is None or bench_peers.CASES[case.peer_case].rows == case.rows
     assert lora.enabled != case.full
-    in_fp8 = config.techniques.float8 if case.full else config.techniques.quantize
-    assert in_fp8.enabled == name.endswith("fp8")
+    quantized = config.techniques.quantize
+    assert config.techniques.float8.enabled == (case.full and name.endswith("fp8"))
+    assert (quantized.type.value if quantized.enabled else "full") == (
+        name.rpartition("_")[2] if name.endswith(("fp8", "mxfp4", "nf4")) and not case.full else "full"
+    )
 
 
 def case_is_small(name: str) -> bool:
@@ -363,3 +373,45 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     assert clock.seconds == pytest.approx(5.0), "from before the first measured step until after the last"
     assert trainer.get_batch_samples(None, 1, None) == "samples"
     assert clock.waited == 1.0
+
+
+_SMALL = dict(
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=1024,
+)
+
+
+@pytest.mark.parametrize("name", ["8b", "1b", "moe", "gpt_oss", "qwen2_5_vl_tiny"])
+def test_folder_for_unsloth_has_every_weight_and_takes_no_space(name, tmp_path):
+    """transformers reads the folder as Unsloth does. Drawn weights are spread as transformers draws them."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    shape, images = bench_peers.SHAPES[name], name.startswith("qwen")
+    if not images:
+        few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32) if "num_experts" in shape else {}
+        shape = {**shape, **_SMALL, **few}
+    tokenizer = (
+        image_documents.write_processor(bench_peers.TOKENIZER, tmp_path / "p") if images else bench_peers.TOKENIZER
+    )
+    (folder := tmp_path / "model").mkdir()
+    peer_tools.write(dict(shape=shape, length=128, model=str(folder), tokenizer=str(tokenizer)))
+    kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(report.values()), report
+    peer_tools.draw_weights(model)
+    assert (folder / "complete").exists()
+    assert (folder / "model.safetensors").stat().st_blocks * 512 < 2**17
+    drawn = dict(peer_tools.random_model(shape, 128, "eager").named_parameters())
+    for path, weight in model.named_parameters():
+        other = drawn[path]
+        assert weight.shape == other.shape
+        if weight.dim() > 1 or path.endswith("weight"):
+            assert weight.float().std(correction=0).item() == pytest.approx(
+                other.float().std(correction=0).item(), abs=0.004
+            ), path
+            assert weight.float().mean().item() == pytest.approx(other.float().mean().item(), abs=0.004), path

@@ -5,7 +5,7 @@
     python scripts/faults/kill.py --ranks 2 --kills 100      # runs of two ranks: a rank, the launcher or all are killed
     python scripts/faults/kill.py --ranks 2 --shard 2        # and full fine-tuning with Muon whose weights they divide
     python scripts/faults/kill.py --ranks 2 --modes dpo      # and pairs of answers
-    python scripts/faults/kill.py --ranks 4 --device cuda    # four cards
+    python scripts/faults/kill.py --ranks 2 --device cuda    # on cards, where each run is deterministic
 
 Each run trains a two-layer Llama on a CPU, or with --ranks on cards. SIGKILL ends it one to four times, and the same command starts it again.
 Half of the instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a
@@ -144,6 +144,8 @@ def campaign_of_ranks(
     # Without packing both answers of a pair take a row of one micro-batch.
     micro = 2 if any(word.startswith("objective=") for word in MODES[mode]) else 1
     sizes = [f"train.micro_batch_size={micro}", f"train.global_batch_size={max(4, micro * ranks)}"]
+    if device == "cuda":  # else the order of some sums on a card is open
+        sizes.append("run.deterministic=true")
     title = f"{mode}, {ranks} ranks" + (f", weights divided by {shard}" if shard > 1 else "")
 
     def words_in(place: Path) -> list[str]:

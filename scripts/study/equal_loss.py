@@ -3,8 +3,9 @@
     python scripts/study/equal_loss.py --out build/equal --minutes 8 --json equal_loss.json  # one H200; again: continues
     python scripts/study/equal_loss.py --out build/equal --minutes 0 --json equal_loss.json --plot p.svg  # table and plot
     python scripts/study/equal_loss.py --out build/moe --moe --minutes 9 --json moe.json   # the same for a mixture of experts
+    python scripts/study/equal_loss.py --out build/oss --gpt-oss --minutes 9 --json oss.json  # gpt-oss, and in MXFP4
     python scripts/study/equal_loss.py --out build/full --full --minutes 2 --json full.json  # full fine-tuning
-    python scripts/study/equal_loss.py --out /tmp/equal --smoke         # a short test on a CPU, 20 s; with --moe, --full
+    python scripts/study/equal_loss.py --out /tmp/equal --smoke   # a short test on a CPU, 20 s; with --moe, --gpt-oss, --full
 
 1. gather.py collects text of this machine: Python sources and documentation for the base, C and C++ for tuning. Some
    documents of each are held out. A tokenizer is trained on the first text. The text stays in --out.
@@ -21,9 +22,12 @@
    otherwise the exit code is 1.
 
 With --moe the base is a mixture of experts (Qwen3-MoE), pre-trained in bfloat16 with stochastic rounding. All variants
-have adapters on attention and on all experts, the bound is 0.1 %, and fp8 runs only where --variants names it.
-With --full (--r 0) all weights are trained, in bfloat16 by torch's fused AdamW, the bound is 0.2 %, and `float8` has
-the products of all layers in fp8. `plain32` is plain in float32: it tells which of two unequal sides is nearer to the exact result.
+have adapters on attention and on all experts. With --gpt-oss the mixture is a gpt-oss: attention with sinks and windows,
+experts with biases and a clamped activation. Its trained experts are rounded to MXFP4, as gpt-oss ships them, so the
+variant `mxfp4` has the same weights as the others, in 4 bits.
+With --full (--r 0) all weights are trained, in bfloat16 by torch's fused AdamW, and `float8` has the products of all
+layers in fp8. `plain32` is plain in float32: it tells which of two unequal sides is nearer to the exact result.
+With --moe, --gpt-oss and --full the bound is 0.1 %.
 
 The JSON file keeps finished runs, which do not run again; --out keeps the base. A refused run (fp8 on a CPU) has a row
 too.
@@ -81,10 +85,10 @@ SMOKE = dict(
     micro_tokens=1024,
 )
 """The defaults with --smoke."""
-MOE = dict(
-    hidden=512, layers=8, experts=16, pretrain_minutes=0.7, megabytes=80.0, steps=160, variants=["plain", "fxtune"]
-)
+MOE = dict(hidden=512, layers=8, experts=16, pretrain_minutes=0.4, megabytes=60.0, evaluated=64, steps=100)
 """The defaults with --moe."""
+GPT_OSS = dict(MOE, mixture="gpt_oss", head=64, micro_tokens=16384, variants=["plain", "fxtune", "mxfp4"])
+"""The defaults with --gpt-oss."""
 FULL = dict(r=0, lr=2e-4, steps=120, pretrain_minutes=0.4, megabytes=60.0, variants=["plain", "fxtune", "float8"])
 """The defaults with --full."""
 BASE_OPTIONS = (
@@ -92,6 +96,7 @@ BASE_OPTIONS = (
     "layers",
     "head",
     "experts",
+    "mixture",
     "vocabulary",
     "context",
     "megabytes",
@@ -105,6 +110,9 @@ BASE_OPTIONS = (
 )
 RUN_OPTIONS = (*BASE_OPTIONS, "rows", "steps", "lr", "r")
 """Options that must be equal for two runs to be comparable."""
+
+CLOSE = 0.001
+"""The bound of each variant with --moe, --gpt-oss and --full."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +132,15 @@ VARIANTS = {
         0.01,
         ("techniques.quantize.enabled=true", "techniques.quantize.type=fp8"),
     ),
-    "float8": Variant("fxtune, everything on, products in fp8", 0.002, ("techniques.float8.enabled=true",)),
+    "mxfp4": Variant(
+        "fxtune, everything on, experts in MXFP4",
+        CLOSE,
+        ("techniques.quantize.enabled=true", "techniques.quantize.type=mxfp4"),
+    ),
+    "float8": Variant("fxtune, everything on, products in fp8", CLOSE, ("techniques.float8.enabled=true",)),
     "plain32": Variant("plain transformers + peft, float32"),
 }
 PLAIN = ("plain", "plain32")
-MOE_BOUND = 0.001
-"""The bound of each variant with --moe."""
-FULL_BOUND = 0.002
-"""The bound of each variant with --full."""
 ALL_TECHNIQUES = ("techniques=[fast,lora]",)
 CPU_TECHNIQUES = (
     "techniques=[lora,selective]",
@@ -233,7 +242,9 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
     data.mkdir(parents=True)
     gather(args, data)
     config = base_config(args.out, "base", 0)
-    config.model = random_llama(data / "tokenizer", args.hidden, args.layers, args.head, args.context, args.experts)
+    config.model = random_llama(
+        data / "tokenizer", args.hidden, args.layers, args.head, args.context, args.experts, args.mixture
+    )
     if args.experts and gpu_name():  # transformers runs experts as grouped matmuls of bfloat16
         config.model.dtype = DType.bfloat16
         config.techniques.precision.autocast = Autocast.none
@@ -253,9 +264,10 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
     config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = args.pretrain_lr, 0.03, 0.01
     training = train_for(config, 60 * args.pretrain_minutes, args.pretrain_steps)
     figures = json.loads((args.out / "base" / "result.json").read_text())
-    weights = hashlib.blake2b(
-        (args.out / "base" / "model" / "model.safetensors").read_bytes(), digest_size=16
-    ).hexdigest()
+    file = args.out / "base" / "model" / "model.safetensors"
+    if args.mixture == "gpt_oss":
+        round_experts(file)
+    weights = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     return {
         "id": weights,
         "parameters": count,
@@ -265,6 +277,22 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
         "perplexity": figures["eval/perplexity"],
         "sizes": {name: getattr(args, name) for name in BASE_OPTIONS},
     }
+
+
+def round_experts(file: Path) -> None:
+    """Replace the weights of a gpt-oss's experts in `file` by the nearest numbers that MXFP4 has."""
+    from safetensors.torch import load_file, save_file
+
+    from fxtune.kernels.quantized import pack_mxfp4, unpack_mxfp4
+
+    tensors = load_file(file)
+    for name, weight in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            rows = weight.mT.contiguous()  # gpt-oss packs along the input, which is the last but one dimension here
+            unpack_mxfp4(*pack_mxfp4(rows), rows.view(-1, rows.shape[-1]))
+            tensors[name] = rows.mT.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    (file.parent / "proof.json").unlink()  # it names the digest of the file as it was
 
 
 def gather(args: argparse.Namespace, data: Path) -> None:
@@ -316,6 +344,8 @@ def words(args: argparse.Namespace, variant: str, seed: int, techniques: Sequenc
         "checkpoint.every=0",
         "tracking.wandb.mode=disabled",
         "tracking.display=none",
+        # On a CPU a packed row of gpt-oss would not keep its documents apart.
+        *([] if gpu or args.mixture != "gpt_oss" else ["data.packing=false", f"data.buckets=[{args.context}]"]),
         *techniques,
     ]
 
@@ -416,6 +446,7 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     if args.json.exists():
         record = json.loads(args.json.read_text())
         record["sizes"].setdefault("experts", 0)
+        record["sizes"].setdefault("mixture", "qwen3_moe")
         if args.minutes > 0 and record["sizes"] != sizes:
             different = [
                 f"{name}={record['sizes'].get(name)}" for name in sizes if record["sizes"].get(name) != sizes[name]
@@ -425,6 +456,7 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     if args.minutes > 0 and file.exists():
         base = json.loads(file.read_text())
         base["sizes"].setdefault("experts", 0)
+        base["sizes"].setdefault("mixture", "qwen3_moe")
         if base["sizes"] != {name: sizes[name] for name in BASE_OPTIONS}:
             raise SystemExit(f"{args.out} holds a base with other options: name another folder in --out.")
         if record["base"] and record["base"]["id"] != base["id"]:
@@ -497,10 +529,10 @@ def prepare_seed(
     """Write a seed's rows and initial adapter. Both depend only on the seed, so a later call writes the same ones."""
     base, start, rows = (args.out / name for name in ("base/model", f"start-{seed}", f"rows-{seed}.npz"))
     if args.r:
-        plain.call(
-            left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r, bool(args.experts)
-        )
+        plain.call(left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r)
     techniques = [f"techniques={'lora' if args.r else 'full'}"]
+    if args.mixture == "gpt_oss" and gpu:  # without them its rows would not be packed
+        techniques = [*ALL_TECHNIQUES]
     fields = ours.call(left(), write_rows, words(args, "plain", seed, techniques, gpu), rows)
     return plain_tune.Job(str(base), str(start) if args.r else None, str(rows), **fields)
 
@@ -585,7 +617,7 @@ def verdicts(record: dict[str, Any]) -> list[tuple[str, bool]]:
 def _only_bound(record: dict[str, Any]) -> float:
     """The bound of all variants; 0 if each has its own."""
     sizes = record["sizes"]
-    return MOE_BOUND if sizes.get("experts") else 0.0 if sizes["r"] else FULL_BOUND
+    return CLOSE if sizes.get("experts") or not sizes["r"] else 0.0
 
 
 def _trained(record: dict[str, Any]) -> str:
@@ -679,13 +711,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="an .svg file of the held-out losses")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test that the script runs")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts, with a bound of 0.1 %%")
-    parser.add_argument("--full", action="store_true", help="full fine-tuning, with a bound of 0.2 %%")
+    parser.add_argument("--gpt-oss", action="store_true", help="a gpt-oss, with a bound of 0.1 %%")
+    parser.add_argument("--full", action="store_true", help="full fine-tuning, with a bound of 0.1 %%")
     parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2])
     parser.add_argument(
         "--variants",
         type=lambda text: text.split(","),
         default=["plain", "fxtune", "fp8"],
-        help=f"of {','.join(VARIANTS)} (default plain,fxtune,fp8; with --moe plain,fxtune; with --full plain,fxtune,float8)",
+        help=f"of {','.join(VARIANTS)} (default plain,fxtune,fp8; with --gpt-oss plain,fxtune,mxfp4; with --full plain,fxtune,float8)",
     )
     parser.add_argument(
         "--roots", type=Path, nargs="+", help="folders with text (default: stdlib, site-packages, includes)"
@@ -695,6 +728,7 @@ def arguments() -> argparse.Namespace:
         ("layers", 10, ""),
         ("head", 128, "size of an attention head"),
         ("experts", 0, "experts of a layer, two of them for each token; 0: no mixture"),
+        ("mixture", "qwen3_moe", "the type of a mixture: qwen3_moe or gpt_oss"),
         ("vocabulary", 8192, ""),
         ("context", 1024, "tokens per row"),
         ("megabytes", 150.0, "megabytes of text for pre-training"),
@@ -715,10 +749,12 @@ def arguments() -> argparse.Namespace:
     asked = parser.parse_known_args()[0]
     if asked.moe:
         parser.set_defaults(**MOE)
+    if asked.gpt_oss:
+        parser.set_defaults(**GPT_OSS)
     if asked.full:
         parser.set_defaults(**FULL)
     if asked.smoke:
-        parser.set_defaults(**SMOKE, experts=4 if asked.moe else 0)
+        parser.set_defaults(**SMOKE, experts=4 if asked.moe or asked.gpt_oss else 0)
     args = parser.parse_args()
     if unknown := set(args.variants) - set(VARIANTS):
         parser.error(f"--variants: {', '.join(sorted(unknown))} is none of {', '.join(VARIANTS)}")

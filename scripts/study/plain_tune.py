@@ -3,7 +3,8 @@ fxtune.
 
 The rows come as a .npz file with the ids, targets and positions of every step and of the held-out rows, so both sides
 train on the same tokens in the same order. Attention is torch's SDPA with an explicit mask: a token attends to itself
-and to earlier tokens of its document. There is no packing kernel, no fused kernel and no compilation. The loss is
+and to earlier tokens of its document. (gpt-oss, whose attention has sinks, runs transformers' eager attention, with a
+second mask for layers with a window.) There is no packing kernel, no fused kernel and no compilation. The loss is
 torch's cross-entropy of float32 logits, averaged over the step's targets.
 """
 
@@ -39,22 +40,29 @@ class Job:
     """In float32, also on a GPU."""
 
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of attention and of the experts, in the names that peft knows. transformers keeps the experts of a
-layer in one tensor."""
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": "all-linear"},
+    "qwen3_moe": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    "gpt_oss": {
+        "target_modules": ATTENTION,
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+"""The linear layers of attention and of the experts, in the names that peft knows, by the type of the base.
+transformers keeps the experts of a layer in one tensor."""
 
 
-def make_start(base: str, folder: str, seed: int, r: int, alpha: float, mixture: bool) -> None:
+def make_start(base: str, folder: str, seed: int, r: int, alpha: float) -> None:
     """Draw an adapter for all linear layers of `base`, but a mixture's routers, and write it to `folder`. All variants
     start from it."""
     import peft
     import torch
 
     torch.manual_seed(seed)
-    lora = peft.LoraConfig(
-        r=r, lora_alpha=alpha, target_modules=list(LINEARS) if mixture else "all-linear", task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(_load_base(base), lora)
+    plain = _load_base(base)
+    lora = peft.LoraConfig(r=r, lora_alpha=alpha, task_type="CAUSAL_LM", **TARGETS[plain.config.model_type])
+    model = peft.get_peft_model(plain, lora)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=SPREAD)
@@ -112,13 +120,14 @@ def _device() -> Any:
 def _load_base(base: str, float32: bool = False) -> Any:
     """The base in bfloat16 on a GPU, or in float32 on a CPU and with `float32`."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     device = _device()
     dtype = torch.bfloat16 if device.type == "cuda" and not float32 else torch.float32
-    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa").to(device)
+    attention = "eager" if AutoConfig.from_pretrained(base).model_type == "gpt_oss" else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation=attention).to(device)
 
 
 def _load_adapted(base: str, adapter: Optional[str], float32: bool = False) -> Any:
@@ -156,9 +165,16 @@ def _summed_loss(model: Any, ids: Any, targets: Any, positions: Any) -> tuple[An
     document = (positions == 0).cumsum(1)
     length = ids.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    mask = (document[:, :, None] == document[:, None, :]) & before
+    mask: Any = ((document[:, :, None] == document[:, None, :]) & before)[:, None]
+    if model.config.model_type == "gpt_oss":  # eager attention adds its mask, and every second layer has a window
+        near = torch.ones_like(before).triu(1 - model.config.sliding_window)
+        least = torch.finfo(model.dtype).min
+        mask = {
+            name: torch.zeros(seen.shape, dtype=model.dtype, device=device).masked_fill(~seen, least)
+            for name, seen in (("full_attention", mask), ("sliding_attention", mask & near))
+        }
     with _autocast(device.type if model.dtype is torch.bfloat16 else "float32"):
-        logits = model(input_ids=ids, attention_mask=mask[:, None], position_ids=positions, use_cache=False).logits
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
     return losses, int((targets != -100).sum())
 

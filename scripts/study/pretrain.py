@@ -23,6 +23,8 @@ from make_base import WORDS
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_BYTES = 20_000_000
 """Upper limit of the text that a tokenizer is trained on."""
+ROPE = {"rope_type": "default", "rope_theta": 150000.0}
+"""The positions of a gpt-oss of few tokens. By default the type has YaRN, for 131,072 tokens."""
 
 
 def split(found: Iterable[Document], kept: Path, held: Path, share: float, megabytes: float) -> None:
@@ -108,25 +110,31 @@ def base_config(out: Path, name: str, seed: int) -> Any:
     return config
 
 
-def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: int, experts: int = 0) -> Any:
+def random_llama(
+    tokenizer: Path, hidden: int, layers: int, head: int, context: int, experts: int = 0, mixture: str = "qwen3_moe"
+) -> Any:
     """The model config of a Llama with random weights, `hidden` / `head` attention heads and half as many key-value
-    heads. `experts`: above 0 the model is a Qwen3-MoE with this many experts in each layer, two for each token.
+    heads. `experts`: above 0 the model is a `mixture` (qwen3_moe or gpt_oss) with this many experts in each layer, two
+    for each token.
     """
     from transformers import PreTrainedTokenizerFast
 
     from fxtune.models.load import DType, Init, ModelConfig
 
     heads = max(hidden // head, 2)
-    kind: dict[str, Any] = {"model_type": "llama"}
+    kind: dict[str, Any] = {"model_type": "llama", "intermediate_size": round(hidden * 2.7 / 64) * 64}
     if experts:
-        kind = {
-            "model_type": "qwen3_moe",
+        kind |= {
+            "model_type": mixture,
             "num_experts": experts,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": hidden,
             "norm_topk_prob": True,
             "head_dim": hidden // heads,
         }
+    if mixture == "gpt_oss":
+        kind |= {"intermediate_size": hidden, "sliding_window": context // 8, "rope_parameters": ROPE}
+        del kind["moe_intermediate_size"], kind["norm_topk_prob"]
     return ModelConfig(
         path=None,
         tokenizer=str(tokenizer),
@@ -136,7 +144,6 @@ def random_llama(tokenizer: Path, hidden: int, layers: int, head: int, context: 
             **kind,
             "hidden_size": hidden,
             "num_hidden_layers": layers,
-            "intermediate_size": round(hidden * 2.7 / 64) * 64,
             "num_attention_heads": heads,
             "num_key_value_heads": heads // 2 or 1,
             "tie_word_embeddings": True,

@@ -5,7 +5,7 @@ measure time have the marker `timed` and need the GPU for themselves:
 
     pytest tests/gpu -m 'not timed' -n 6 --dist worksteal && pytest tests/gpu -m timed
 
-With several GPUs each worker uses one, chosen by its number (from CUDA_VISIBLE_DEVICES if that is set). With as many
+With several GPUs each worker uses one (the runs of test_two_cards.py use two), chosen by its number (from CUDA_VISIBLE_DEVICES if that is set). With as many
 workers as GPUs the timed tests may also run in parallel: `pytest tests/gpu -m timed -n 8` on eight GPUs.
 
 Unlike other test folders this one is a package, so that `from conftest import ...` still finds tests/conftest.py.
@@ -24,6 +24,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 
 SKIP_REASON = f"needs a GPU, and torch {torch.__version__} finds none on this machine"
+CARDS: list[str] = []
+"""All GPUs, as CUDA_VISIBLE_DEVICES names them, also in a worker that sees one."""
 
 
 def pytest_configure(config):
@@ -39,9 +41,18 @@ def assign_gpu() -> None:
     imported, and torch.cuda.device_count() does not initialize CUDA.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    CARDS[:] = [name.strip() for name in names] if count else []
     if worker.startswith("gw") and count > 1:
-        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)].strip()
+        os.environ["CUDA_VISIBLE_DEVICES"] = CARDS[int(worker.removeprefix("gw")) % count]
+
+
+@pytest.fixture
+def two_cards() -> dict[str, str]:
+    """The variable with which a started run sees two GPUs. Skips the test if there are fewer."""
+    if len(CARDS) < 2:
+        pytest.skip(f"needs two GPUs, and this machine has {len(CARDS)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(CARDS[:2])}
 
 
 def pytest_collection_modifyitems(items):

@@ -126,14 +126,16 @@ def test_float32_losses_equal_at_every_step(smoke):
 
 
 @pytest.mark.slow
-def test_mixture_of_experts_has_equal_losses(recorded, capsys):
-    record = recorded("--moe", "--steps", "4")
+@pytest.mark.parametrize(("mixture", "variants"), [("--moe", ["fxtune"]), ("--gpt-oss", ["fxtune", "mxfp4"])])
+def test_mixture_of_experts_has_equal_losses(recorded, capsys, mixture, variants):
+    record = recorded(mixture, "--steps", "4")
     assert record["sizes"]["experts"] == 4
-    plain, ours = (record["runs"][f"{name} 0"] for name in ("plain", "fxtune"))
-    assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
-    assert ours["judged"] == pytest.approx(ours["held_out"][-1][1], rel=2e-5)
-    assert any("8 experts in 2 layers have adapters" in line for line in ours["evidence"])
-    assert "(bound 0.1%): equal" in capsys.readouterr().out
+    for variant in variants:
+        plain, ours = (record["runs"][f"{name} 0"] for name in ("plain", variant))
+        assert ours["train"] == pytest.approx(plain["train"], rel=2e-5)
+        assert ours["judged"] == pytest.approx(ours["held_out"][-1][1], rel=2e-5)
+        assert any("8 experts in 2 layers have adapters" in line for line in ours["evidence"])
+    assert capsys.readouterr().out.count("(bound 0.1%): equal") == 2 * len(variants)
 
 
 @pytest.mark.slow
@@ -146,7 +148,7 @@ def test_full_fine_tuning_has_equal_losses(recorded, capsys):
     assert "techniques.float8.enabled: " in runs["float8 0"].get("error", "fp8 ran")
     said = capsys.readouterr().out
     assert "its weights in plain transformers: at most 0.00" in said
-    assert "(bound 0.2%): equal" in said
+    assert "(bound 0.1%): equal" in said
 
 
 @pytest.mark.slow

@@ -31,16 +31,14 @@ from torch import Tensor
 
 from fxtune.kernels import fp8, gated_experts
 from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
-from fxtune.kernels.gated_experts import Adapter, Layer
-from fxtune.kernels.grouped_matmul import outer, product, segments
+from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, Layer, outer_of, project
+from fxtune.kernels.grouped_matmul import product, segments
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
 
 TORCH, TRITON = "torch", "triton"
-"""Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the GEMM of fp8_experts_triton.py."""
-MOST_RANKS = 128
-"""The largest rank that Triton's GEMM adds itself: larger tiles do not fit in Hopper's shared memory. For a larger
-rank torch's GEMM multiplies."""
+"""Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the GEMM of fp8_experts_triton.py. Triton's adds an
+adapter of at most MOST_RANKS itself; for a larger rank torch's multiplies."""
 
 
 class Weights(NamedTuple):
@@ -218,36 +216,13 @@ def quantize_scaled(states: Tensor, token: Tensor, factors: Tensor, ends: Tensor
     return _quantized(states.index_select(0, token), ends, factors)
 
 
-def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
-    """[rows, r]: the states [tokens, d] of each row's token times the `factor` [experts, d, r] of its expert."""
-    if not factor.shape[2]:
-        return states.new_empty(len(token), 0)
-    if states.is_cuda:
-        from fxtune.kernels import fp8_experts_triton
-
-        return fp8_experts_triton.project(states, token, factor, ends)
-    return product(states.index_select(0, token), factor, ends)
-
-
 def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
     """[rows, out]: `narrow` [rows, r] times the `factor` [experts, r, out] of its row's expert."""
     if narrow.is_cuda:
-        from fxtune.kernels import fp8_experts_triton
+        from fxtune.kernels import expert_adapters_triton
 
-        return fp8_experts_triton.expand(narrow, factor, ends)
+        return expert_adapters_triton.expand(narrow, factor, ends)
     return product(narrow, factor, ends)
-
-
-def outer_of(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) -> Tensor:
-    """[experts, d, r]: the sum of x y^T over each expert's rows. y [r] is a row of `narrow` [rows, r]. x [d] is the
-    state of the row's token, or, without `token`, a row of `states`."""
-    if not narrow.shape[1]:
-        return states.new_empty(len(ends), states.shape[1], 0)
-    if states.is_cuda:
-        from fxtune.kernels import fp8_experts_triton
-
-        return fp8_experts_triton.outer(states, token, narrow, ends)
-    return outer(states if token is None else states.index_select(0, token), narrow, ends)
 
 
 def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: Activation) -> tuple[Rows, Tensor]:

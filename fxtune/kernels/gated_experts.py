@@ -15,8 +15,10 @@ The products with GU and D take most of the time. The steps between them move as
   adds dr2 A2.
   quack's GEMM of `down` adds r2 B2^T before it rounds; torch's needs another pass for it. The sum over a token's rows
   adds the bias of y.
-- Neither y nor the gathered x and dy are kept for the backward pass. The gradient of w is <dout[t], y>, which equals
-  <dh, h> before dh is multiplied by w, plus <dout[t], bias>; x and dy are gathered again.
+- The adapters' own products with x and dy, and the gradients of A1 and B2, read the tokens' states in place on Hopper
+  (expert_adapters_triton.py): only the products with GU and D need gathered rows.
+- Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>, which equals <dh, h>
+  before dh is multiplied by w, plus <dout[t], bias>.
 - Nothing is summed by atomic additions: the same bits in each run.
 - Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product, forward and again backward: one of the two
   tensors is in 16 bits at a time, and only the codes are kept for the backward pass.
@@ -35,9 +37,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.kernels.grouped_matmul import outer, product, segments
-from fxtune.kernels.matmul import CUBLAS
+from fxtune.kernels.matmul import CAPABILITY, CUBLAS
 from fxtune.kernels.quantized import unpack
 from fxtune.kernels.swiglu import SILU, Activation, act_and_slope
+
+MOST_RANKS = 128
+"""The largest rank of Triton's products with adapters: larger tiles do not fit in Hopper's shared memory."""
 
 
 class Adapter(NamedTuple):
@@ -204,8 +209,8 @@ def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
     ends, gemm, stored = layer.ends, layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
+    r1 = project(layer.hidden, layer.token, a1.mT, ends, gemm)
     x = gather(layer.hidden, layer.back)
-    r1 = product(x, a1.mT, ends, gemm=gemm)
     g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, gemm=gemm)
     del x
     h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation)
@@ -216,10 +221,11 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
     weights, back, ends, gemm, stored = layer.weights, layer.back, layer.ends, layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
-    w = layer.row_weights
-    dy = gather(dout, back)  # without w, which is multiplied where rows are narrow
-    db2 = outer(dy, (r2 * w).to(r2.dtype), ends, gemm=gemm)
-    dr2 = product(dy, b2, ends, gemm=gemm)
+    w, token = layer.row_weights, layer.token
+    # dout comes without w, which is multiplied where rows are narrow.
+    db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends, gemm)
+    dr2 = project(dout, token, b2, ends, gemm)
+    dy = gather(dout, back)
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
     del dy
     # This overwrites dh with w h.
@@ -228,7 +234,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     db1 = outer(dg, r1, ends, gemm=gemm)
     dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, _adapter_product(dr1, a1, ends, gemm), gemm)
     del dg, dh
-    da1 = outer(dr1, gather(layer.hidden, back), ends, gemm=gemm)
+    da1 = outer_of(layer.hidden, token, dr1, ends, gemm).mT.contiguous()
     dweights = dw.index_select(0, back).view(weights.shape)
     if layer.bias2 is not None:
         dweights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
@@ -262,6 +268,39 @@ def gather(states: Tensor, back: Tensor) -> Tensor:
         return scatter(states, back, out)
     out[back] = states.repeat_interleave(k, 0)
     return out
+
+
+def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
+    """[rows, r]: the states [tokens, d] of each row's token times the `factor` [experts, d, r] of its expert."""
+    if not factor.shape[2]:
+        return states.new_empty(len(token), 0)
+    if _reads_in_place(states, factor.shape[2]):
+        from fxtune.kernels import expert_adapters_triton
+
+        return expert_adapters_triton.project(states, token, factor, ends)
+    return product(states.index_select(0, token), factor, ends, gemm=gemm)
+
+
+def outer_of(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
+    """[experts, d, r]: the sum of x y^T over each expert's rows. y [r] is a row of `narrow` [rows, r]. x [d] is the
+    state of the row's token, or, without `token`, a row of `states`."""
+    if not narrow.shape[1]:
+        return states.new_empty(len(ends), states.shape[1], 0)
+    if _reads_in_place(states, narrow.shape[1]):
+        from fxtune.kernels import expert_adapters_triton
+
+        return expert_adapters_triton.outer(states, token, narrow, ends)
+    return outer(states if token is None else states.index_select(0, token), narrow, ends, gemm)
+
+
+def _reads_in_place(states: Tensor, ranks: int) -> bool:
+    """Whether a Triton kernel multiplies states of tokens by matrices of this rank."""
+    return (
+        states.is_cuda
+        and states.dtype.itemsize == 2
+        and ranks <= MOST_RANKS
+        and torch.cuda.get_device_capability(states.device) == CAPABILITY
+    )
 
 
 def _expert_of(back: Tensor, ends: Tensor) -> Tensor:

@@ -150,8 +150,14 @@ def ceilings(device: torch.device) -> None:
 
 def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """(kernel, launch, a call) for the candidates of each Triton kernel and for the other ways to compute the same."""
-    from fxtune.kernels import fp8_experts_triton as kernels
+    from fxtune.kernels import expert_adapters_triton, fp8_experts_triton
 
+    launch_of: dict[str, dict[str, int]] = {
+        "PROJECT": expert_adapters_triton.PROJECT,
+        "OUTER": expert_adapters_triton.OUTER,
+        "PRODUCT": fp8_experts_triton.PRODUCT,
+        "WIDE_PRODUCT": fp8_experts_triton.WIDE_PRODUCT,
+    }
     hidden, _, a1, _, _, b2 = layer.trained
     routing, (first, last), ends = layer.routing, layer.matrices, layer.routing.ends
     token, rows = routing.order // routing.k, len(routing.back)
@@ -161,27 +167,27 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 
     def with_launch(name: str, launch: dict[str, int], call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
-            kept = getattr(kernels, name)
-            setattr(kernels, name, launch)
+            kept = dict(launch_of[name])
+            launch_of[name].update(launch)
             try:
                 call()
             finally:
-                setattr(kernels, name, kept)
+                launch_of[name].update(kept)
 
         return run
 
     def each(name: str, kernel: str, launches: list[tuple[int, ...]], call: Callable[[], Any]) -> Iterator[Any]:
-        keys = [
-            key for key in ("ROWS", "COLUMNS", "DEPTH", "num_warps", "num_stages") if key in getattr(kernels, name)
-        ]
+        keys = [key for key in ("ROWS", "COLUMNS", "DEPTH", "num_warps", "num_stages") if key in launch_of[name]]
         for launch in launches:
             yield kernel, str(launch), with_launch(name, dict(zip(keys, launch, strict=True)), call)
 
     small = [(64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 4, 3), (128, 64, 4, 4)]
-    yield from each("PROJECT", "project in place", small, lambda: kernels.project(hidden, token, a1.mT, ends))
+    yield from each(
+        "PROJECT", "project in place", small, lambda: expert_adapters_triton.project(hidden, token, a1.mT, ends)
+    )
     down = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 128, 4, 3), (64, 64, 4, 5)]
-    yield from each("OUTER", "outer in place", down, lambda: kernels.outer(hidden, token, narrow, ends))
-    yield from each("OUTER", "outer of rows", down, lambda: kernels.outer(wide, None, narrow, ends))
+    yield from each("OUTER", "outer in place", down, lambda: expert_adapters_triton.outer(hidden, token, narrow, ends))
+    yield from each("OUTER", "outer of rows", down, lambda: expert_adapters_triton.outer(wide, None, narrow, ends))
     gathered = hidden.index_select(0, token)
     yield "project", layer.gemm, lambda: grouped_matmul.product(gathered, a1.mT, ends, gemm=layer.gemm)
     yield "outer", layer.gemm, lambda: grouped_matmul.outer(gathered, narrow, ends, gemm=layer.gemm)
@@ -217,7 +223,7 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
             "WIDE_PRODUCT",
             f"{name}, 16 bits with adapter",
             tiles,
-            lambda m=matrix, x=x, f=factor: kernels.product(x, None, m, None, ends, (narrow, f)),
+            lambda m=matrix, x=x, f=factor: fp8_experts_triton.product(x, None, m, None, ends, (narrow, f)),
         )
         if layer.biases[0] is None:
             codes, scales = fp8_experts.quantize_experts(matrix.contiguous(), False)[:2]
@@ -232,7 +238,7 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
                     (256, 128, 128, 8, 3),
                     (128, 256, 64, 8, 4),
                 ],
-                lambda c=codes, s=scales, x=left, f=factor: kernels.product(
+                lambda c=codes, s=scales, x=left, f=factor: fp8_experts_triton.product(
                     *x, c.view(fp8.E4M3), s, ends, (narrow, f)
                 ),
             )

@@ -16,6 +16,7 @@ ELSEWHERE = {
     "distributed/powersgd.py": "test_gradients.py, with the other ways to add up gradients",
     "kernels/save_input.py": "test_tiled_mlp.py and test_fused_modules.py, inside checkpoints",
     "kernels/activation.py": "runs inside Triton kernels only",
+    "kernels/expert_adapters_triton.py": "test_fp8_experts.py, in Triton's interpreter",
     "kernels/fp8_experts_triton.py": "test_fp8_experts.py, in Triton's interpreter",
     "kernels/fp8_triton.py": "test_fp8.py, in Triton's interpreter",
     "kernels/gated_experts_triton.py": "test_gated_experts.py, in Triton's interpreter",

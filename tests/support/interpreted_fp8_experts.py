@@ -7,7 +7,15 @@ import itertools
 
 import torch
 
-from fxtune.kernels import fp8, fp8_experts, fp8_experts_triton, fp8_triton, gated_experts, gated_experts_triton
+from fxtune.kernels import (
+    expert_adapters_triton,
+    fp8,
+    fp8_experts,
+    fp8_experts_triton,
+    fp8_triton,
+    gated_experts,
+    gated_experts_triton,
+)
 from fxtune.kernels.fp8 import E4M3, SMALLEST
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.swiglu import SILU, Activation
@@ -15,9 +23,9 @@ from fxtune.kernels.swiglu import SILU, Activation
 gated_experts_triton.COLUMNS = 32
 gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)
 gated_experts_triton.BACKWARD.update(ROWS=16, COLUMNS=32)
-fp8_experts_triton.PROJECT.update(ROWS=16, COLUMNS=32)
-fp8_experts_triton.OUTER.update(ROWS=16, COLUMNS=32)
-fp8_experts_triton.EXPAND.update(ROWS=16, COLUMNS=32)
+expert_adapters_triton.PROJECT.update(ROWS=16, COLUMNS=32)
+expert_adapters_triton.OUTER.update(ROWS=16, COLUMNS=32)
+expert_adapters_triton.EXPAND.update(ROWS=16, COLUMNS=32)
 fp8_experts_triton.PRODUCT.update(ROWS=16, COLUMNS=32, DEPTH=32)
 fp8_triton.SIDE = 32
 INTERLEAVED = Activation("gelu_pytorch_tanh", interleaved=True)
@@ -40,19 +48,19 @@ def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: in
     states, narrow = draw(tokens, width), draw(tokens * k, ranks)
     for factor in (draw(experts, width, ranks, scale=0.2), draw(experts, ranks, width, scale=0.2).mT):
         torch.testing.assert_close(
-            fp8_experts_triton.project(states, token, factor, routing.ends),
-            fp8_experts.project(states, token, factor, routing.ends),
+            expert_adapters_triton.project(states, token, factor, routing.ends),
+            gated_experts.project(states, token, factor, routing.ends),
             **CLOSE,
         )
         torch.testing.assert_close(
-            fp8_experts_triton.expand(narrow, factor.mT, routing.ends),
+            expert_adapters_triton.expand(narrow, factor.mT, routing.ends),
             fp8_experts.expand(narrow, factor.mT, routing.ends),
             **CLOSE,
         )
     for given, of in ((states, token), (draw(tokens * k, width), None)):
         torch.testing.assert_close(
-            fp8_experts_triton.outer(given, of, narrow, routing.ends),
-            fp8_experts.outer_of(given, of, narrow, routing.ends),
+            expert_adapters_triton.outer(given, of, narrow, routing.ends),
+            gated_experts.outer_of(given, of, narrow, routing.ends),
             **CLOSE,
         )
     close(

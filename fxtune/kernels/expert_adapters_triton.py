@@ -1,0 +1,174 @@
+"""Triton kernels of gated_experts.py and fp8_experts.py for the adapters of experts, which are of low rank.
+
+    project           the state of each row's token times a narrow matrix of the row's expert
+    expand            narrow rows times a matrix of their expert
+    outer             the sum of outer products of an expert's rows, for the gradients of adapters
+
+project() and outer() read tokens' states in place, once for each of a token's experts: mostly from the cache, which
+holds almost all states. Tiles of rows are found as in gated_experts_triton.py. Import this module only on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxtune.kernels.gated_experts_triton import IEEE, _grid, _tile_of
+
+PROJECT = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
+EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
+OUTER = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=4)
+"""Launches. PROJECT and EXPAND are first guesses. OUTER takes many rows and few columns at a time, because one expert
+may have most of the rows; it was not measured."""
+
+
+def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """See gated_experts.project()."""
+    states, (experts, width, ranks) = states.contiguous(), factor.shape
+    out = states.new_empty(len(token), ranks)
+    _project[_grid(len(token), ends, PROJECT)](
+        states, token, factor, *factor.stride(), out, ends, width, ranks, experts,
+        RANKS=rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **PROJECT,
+    )  # fmt: skip
+    return out
+
+
+def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """See fp8_experts.expand()."""
+    narrow, (experts, ranks, columns) = narrow.contiguous(), factor.shape
+    out = narrow.new_empty(len(narrow), columns)
+    across = triton.cdiv(columns, EXPAND["COLUMNS"])
+    _expand[(_grid(len(narrow), ends, EXPAND)[0] * across,)](
+        narrow, factor, *factor.stride(), out, ends, columns, ranks, experts,
+        RANKS=rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **EXPAND,
+    )  # fmt: skip
+    return out
+
+
+def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) -> Tensor:
+    """See gated_experts.outer_of()."""
+    states, narrow, width, ranks = states.contiguous(), narrow.contiguous(), states.shape[1], narrow.shape[1]
+    out = states.new_empty(len(ends), width, ranks)
+    grid = triton.cdiv(width, OUTER["COLUMNS"]), len(ends)
+    _outer[grid](
+        states, ends if token is None else token, narrow, out, ends, width, ranks,
+        GATHER=token is not None, RANKS=rank_block(ranks), **OUTER,
+    )  # fmt: skip
+    return out
+
+
+def rank_block(ranks: int) -> int:
+    return max(triton.next_power_of_2(ranks), 16)
+
+
+@triton.jit
+def _project(
+    states,
+    token,
+    factor,
+    by_expert,
+    by_column,
+    by_rank,
+    out,
+    ends,
+    width,
+    ranks,
+    experts,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert, first, end = _tile_of(ends, tl.program_id(0), experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    row = first.to(tl.int64) + tl.arange(0, ROWS)
+    rank = tl.arange(0, RANKS)[None, :]
+    source = tl.load(token + row, mask=row < end, other=0).to(tl.int64)
+    total = tl.zeros((ROWS, RANKS), tl.float32)
+    factor += expert.to(tl.int64) * by_expert
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (row[:, None] < end) & (column[None, :] < width)
+        x = tl.load(states + source[:, None] * width + column[None, :], mask=inside, other=0.0)
+        narrow = (column[:, None] < width) & (rank < ranks)
+        f = tl.load(factor + column[:, None] * by_column + rank * by_rank, mask=narrow, other=0.0)
+        total = tl.dot(x, f, total, input_precision=IEEE)
+    tl.store(
+        out + row[:, None] * ranks + rank, total.to(out.dtype.element_ty), mask=(row[:, None] < end) & (rank < ranks)
+    )
+
+
+@triton.jit
+def _expand(
+    narrow,
+    factor,
+    by_expert,
+    by_rank,
+    by_column,
+    out,
+    ends,
+    columns,
+    ranks,
+    experts,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    across = (columns + COLUMNS - 1) // COLUMNS
+    expert, first, end = _tile_of(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    row = first.to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = low_product(narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks,
+                 tl.zeros((ROWS, COLUMNS), tl.float32), RANKS)  # fmt: skip
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=(row < end) & (column < columns))
+
+
+@triton.jit
+def low_product(narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks, total,
+         RANKS: tl.constexpr):  # fmt: skip
+    """`total` plus a tile of `narrow` times the factor of the expert."""
+    rank = tl.arange(0, RANKS)
+    r = tl.load(narrow + row * ranks + rank[None, :], mask=(row < end) & (rank[None, :] < ranks), other=0.0)
+    f = tl.load(
+        factor + expert.to(tl.int64) * by_expert + rank[:, None] * by_rank + column * by_column,
+        mask=(rank[:, None] < ranks) & (column < columns),
+        other=0.0,
+    )
+    return tl.dot(r, f, total, input_precision=IEEE)
+
+
+@triton.jit
+def _outer(
+    states,
+    token,
+    narrow,
+    out,
+    ends,
+    width,
+    ranks,
+    GATHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, RANKS)[None, :]
+    total = tl.zeros((COLUMNS, RANKS), tl.float32)
+    for first in range(begin, end, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        source = tl.load(token + row, mask=row < end, other=0).to(tl.int64) if GATHER else row
+        inside = (row[:, None] < end) & (column[None, :] < width)
+        x = tl.load(states + source[:, None] * width + column[None, :], mask=inside, other=0.0)
+        y = tl.load(narrow + row[:, None] * ranks + rank, mask=(row[:, None] < end) & (rank < ranks), other=0.0)
+        total = tl.dot(tl.trans(x), y, total, input_precision=IEEE)
+    out += expert.to(tl.int64) * width * ranks
+    inside = (column[:, None] < width) & (rank < ranks)
+    tl.store(out + column[:, None] * ranks + rank, total.to(out.dtype.element_ty), mask=inside)

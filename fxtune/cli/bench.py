@@ -108,7 +108,7 @@ def figures_table(figures: Figures) -> Any:
     first, second = figures["first_step_seconds"], figures["second_step_seconds"]
     parts = [f"{part} {seconds:.1f}" for part, seconds in figures["startup_seconds"].items() if seconds >= SHOWN]
     rows += [
-        ("seconds to the first step", f"{first:.1f}, to the second {second:.1f}"),
+        ("seconds to the first step", f"{first:.1f}" + ("" if second is None else f", to the second {second:.1f}")),
         *([("", ", ".join(parts))] if parts else []),
         ("compiling", "off" if figures["compile_seconds"] is None else f"{figures['compile_seconds']:.1f} s"),
         ("loss", known(figures["loss"], "{:.4f}") + not_finite),

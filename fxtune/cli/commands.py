@@ -136,7 +136,7 @@ COMMANDS = {
             "--ablate": _flag("also with each technique off in turn"),
             "--profile": _flag("also the time of each kernel in a step"),
             "--steps": {**_STEPS, "help": "measured steps"},
-            "--warm-up": {**_STEPS, "type": whole_number(2), "help": "steps before them"},
+            "--warm-up": {**_STEPS, "type": whole_number(1), "help": "steps before them"},
             "--price": {
                 "metavar": "PER_HOUR",
                 "type": positive_number("what this machine costs per hour"),

@@ -39,7 +39,7 @@ STEPS = 10
 WARM_UP = 3
 PROFILED = 2
 """Further steps whose kernels are timed, if requested."""
-LEAST_WARM_UP = 2
+LEAST_WARM_UP = 1
 """The first step compiles and allocates gradients and moments. The second step is the first without this work."""
 
 
@@ -81,9 +81,10 @@ class Measured:
     """The source of the joules, or why there are none."""
     first_step_seconds: float
     """Seconds from the start of the process; of a later measurement in this process, from its start."""
-    second_step_seconds: float
+    second_step_seconds: Optional[float]
+    """None: the second step was measured, so nothing waited for its end."""
     startup_seconds: dict[str, float]
-    """second_step_seconds by part of the work (fxtune/system/startup.py)."""
+    """second_step_seconds, or else first_step_seconds, by part of the work (fxtune/system/startup.py)."""
     compile_seconds: Optional[float]
     """Time in torch.compile, forward and backward; None: it is off."""
     loss: Optional[float]
@@ -197,8 +198,8 @@ def _measure(
         watts=joules / seconds if joules else None,
         energy=source,
         first_step_seconds=sum(starts[0].values()),
-        second_step_seconds=sum(starts[1].values()),
-        startup_seconds=starts[1],
+        second_step_seconds=sum(starts[1].values()) if warm_up > 1 else None,
+        startup_seconds=starts[:2][-1],
         compile_seconds=compiled.report().seconds if compiled.enabled else None,
         loss=sum(finite) / len(finite) if finite else None,
         losses=losses,

@@ -38,7 +38,7 @@ def test_the_command_prints_and_writes_the_figures(cwd, capsys):
     ("words", "message", "code"),
     [
         (["--steps", "0"], "--steps 0: give a whole number, 1 or more", 2),
-        (["--warm-up", "1"], "--warm-up 1: give a whole number, 2 or more", 2),
+        (["--warm-up", "0"], "--warm-up 0: give a whole number, 1 or more", 2),
         (["--steps", "many"], "--steps many", 2),
         (["--price", "free"], "--price free: give what this machine costs per hour", 2),
         (["--price", "0"], "--price 0", 2),

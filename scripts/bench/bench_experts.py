@@ -185,7 +185,7 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     yield from each(
         "PROJECT", "project in place", small, lambda: expert_adapters_triton.project(hidden, token, a1.mT, ends)
     )
-    down = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 128, 4, 3), (64, 64, 4, 5)]
+    down = [(128, 64, 4, 4), (128, 64, 4, 7), (64, 128, 4, 4), (64, 128, 4, 7)]
     yield from each("OUTER", "outer in place", down, lambda: expert_adapters_triton.outer(hidden, token, narrow, ends))
     yield from each("OUTER", "outer of rows", down, lambda: expert_adapters_triton.outer(wide, None, narrow, ends))
     gathered = hidden.index_select(0, token)

@@ -195,6 +195,8 @@ def _losses_and_gradients(
                 _add_outer(d_weight, logits, inputs)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=sum_dtype)
+            del logits
+        del buffer  # before the gradients' copies in the dtypes of the parameters
     return losses, d_hidden, _cast_like(d_weight, weight), _cast_like(d_bias, bias)
 
 
@@ -225,16 +227,15 @@ def _softmax_gradient(
 
 
 def _add_outer(total: Tensor, logits: Tensor, inputs: Tensor) -> None:
-    """total += logits^T inputs in `total`'s dtype, a block of the vocabulary at a time to keep temporaries small."""
-    block = max(BLOCK // total.shape[1], 128)
-    for start in range(0, total.shape[0], block):
-        part = logits[:, start : start + block].t()
-        if logits.dtype is total.dtype:
-            total[start : start + block].addmm_(part, inputs)
-        elif logits.device.type == "cuda":
-            total[start : start + block] += torch.mm(part, inputs, out_dtype=total.dtype)
-        else:
-            total[start : start + block].addmm_(part.to(total.dtype), inputs.to(total.dtype))
+    """total += logits^T inputs in `total`'s dtype."""
+    if logits.dtype is total.dtype:
+        total.addmm_(logits.t(), inputs)
+    elif logits.is_cuda:
+        torch.addmm(total, logits.t(), inputs, out_dtype=total.dtype, out=total)
+    else:  # a block of the vocabulary at a time, to keep the converted copies small
+        block = max(BLOCK // total.shape[1], 128)
+        for rows, part in zip(total.split(block), logits.t().split(block), strict=True):
+            rows.addmm_(part.to(total.dtype), inputs.to(total.dtype))
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:

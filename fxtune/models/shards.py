@@ -14,14 +14,15 @@ A module whose weight is not stored as the files have it (fp8) is one that Store
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
 memory. The files must store weights as the architecture has them, under its names or under older names that
-transformers knows. Families whose weights transformers converts while it reads them (experts of a mixture) are
-refused.
+transformers knows. The experts of a mixture may also be stored apart, each as a tensor or gate and up as two tensors:
+rows of the architecture's tensor are experts, so a rank reads its own experts. Other conversions are refused.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +35,7 @@ from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
 from fxtune.models.kinds.known import kind_of
 from fxtune.system.hub import Origin
-from fxtune.upstream.transformers import find_conversions, not_in_files, renamed
+from fxtune.upstream.transformers import EXPERTS_APART, TURNED_EXPERTS, find_conversions, not_in_files, renamed, words
 
 MARK = "stored_pieces"
 MXFP4 = CODES, SCALES = "_blocks", "_scales"
@@ -54,8 +55,12 @@ class Piece(NamedTuple):
 class StoresRows:
     """A module that stores codes, of dtype uint8, in place of the rows of its weight."""
 
-    def store_rows(self, into: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-        """Write `rows` of the files to `into`, this rank's memory for them. `first`: their first row in the weight."""
+    rounding: float = 0.0
+    """|dequantized - weight| / |weight| of the first rows that this rank has stored."""
+
+    def store_rows(self, name: str, into: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Write `rows` of the files to `into`, this rank's memory for them in the parameter `name` of this module.
+        `first`: their first row in the weight."""
         raise NotImplementedError
 
     def complete_rows(self, world: World) -> None:
@@ -64,7 +69,11 @@ class StoresRows:
 
 
 Read = Callable[[str, int, int], torch.Tensor]
-"""(name, first row, row after the last) -> these rows of a tensor of the files."""
+"""(name, first row, row after the last) -> these rows of a tensor of the architecture."""
+EXPERT = re.compile(r"(.*\.)(\d+)(\..*)")
+"""The name of an expert's tensor in the files: before its number, the number, after it."""
+BLOCK = 2**25
+"""Most numbers that are read at a time of a tensor with more than one row."""
 
 
 def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
@@ -82,6 +91,10 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
     model.initialize_weights()  # computes the buffers; on parameters without memory it does nothing
     for name, parameter in model.named_parameters():
         setattr(parameter, MARK, [Piece(name, 0, tuple(parameter.shape))])
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():  # such as the biases of routers
+        if name in saved and buffer.is_floating_point() and buffer.dim():
+            setattr(buffer, MARK, [Piece(name, 0, tuple(buffer.shape))])
     return model
 
 
@@ -110,6 +123,11 @@ def pieces_of(model: nn.Module) -> dict[str, list[Piece]]:
     return {name: getattr(weight, MARK) for name, weight in model.named_parameters() if hasattr(weight, MARK)}
 
 
+def _buffers(model: nn.Module) -> dict[Piece, torch.Tensor]:
+    """The buffers of `model` that files hold. They are whole on each rank."""
+    return {getattr(buffer, MARK)[0]: buffer for buffer in model.buffers() if hasattr(buffer, MARK)}
+
+
 @torch.no_grad()
 def fill(model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read) -> None:
     """Write the rows that this rank holds of each parameter of `pieces`; numbers without a piece become zero."""
@@ -127,16 +145,22 @@ def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
     owner = cast(Any, model.get_submodule(parent))
     parameter = owner._parameters[leaf]
     own, start = local(parameter), chunk_of(parameter).offset[0]
-    first, end = max(start, piece.first), min(start + len(own), piece.first + piece.shape[0])
-    if first < end:
+    end_of_piece = min(start + len(own), piece.first + piece.shape[0])
+    for first, end in _blocks(max(start, piece.first), end_of_piece, piece.shape):
         into = own[first - start : end - start]
         if len(piece.shape) > 1:
             into = into.narrow(1, 0, piece.shape[1])
         rows = read(piece.name, first - piece.first, end - piece.first)
         if isinstance(owner, StoresRows) and into.dtype is torch.uint8:
-            owner.store_rows(into, first, rows)
+            owner.store_rows(leaf, into, first, rows)
         else:
             into.copy_(rows.reshape(into.shape))
+
+
+def _blocks(first: int, end: int, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first row, row after the last) of blocks of at most BLOCK numbers. `shape`: of the tensor."""
+    step = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    return ((start, min(start + step, end)) for start in range(first, end, step))
 
 
 @torch.no_grad()
@@ -163,14 +187,19 @@ def read(
 
     Raises StorageError on all ranks if weights are missing, have another shape, or are not finite.
     """
-    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    with _opened(origin, model, {**wanted, **(elsewhere or {})}, path) as rows:
-        fill(model, pieces, rows)
-    broken = [
-        name
-        for name, parameter in model.named_parameters()
-        if name in pieces and not _finite(local(parameter), pieces[name][0].name)
-    ]
+    wanted = {**_shapes(model, pieces), **(elsewhere or {})}
+    with _opened(origin, model, wanted, path) as files:
+        fill(model, pieces, files.rows)
+        for piece, buffer in _buffers(model).items():
+            buffer.copy_(files.rows(piece.name, 0, piece.shape[0]))
+        broken = [
+            files.broken(pieces[name], parameter.dtype)
+            for name, parameter in model.named_parameters()
+            if name in pieces and not _finite(local(parameter), pieces[name][0].name)
+        ]
+        broken += [
+            files.broken([piece], buffer.dtype) for piece, buffer in _buffers(model).items() if not _finite(buffer)
+        ]
     for names in world.gather(broken[:1], "comparing the weights"):
         if names:
             raise _not_finite(origin, path, names[0])
@@ -187,18 +216,76 @@ def read_each(
 ) -> None:
     """Hand each tensor of `wanted`, by name and shape, to `take`, whole, on world.device in `dtype`, one at a time.
     `model`: empty(). Raises what read() raises, but only on the rank that sees the broken file."""
-    every = {piece.name: piece.shape for parts in pieces_of(model).values() for piece in parts}
-    with _opened(origin, model, {**every, **wanted}, path) as rows:
+    with _opened(origin, model, {**_shapes(model, pieces_of(model)), **wanted}, path) as files:
         for name, shape in wanted.items():
-            weight = rows(name, 0, shape[0]).to(world.device, dtype)
+            weight = torch.empty(shape, dtype=dtype, device=world.device)
+            for first, end in _blocks(0, shape[0], shape):
+                weight[first:end] = files.rows(name, first, end)
             if not _finite(weight):
-                raise _not_finite(origin, path, name)
+                raise _not_finite(origin, path, files.broken([Piece(name, 0, shape)], dtype))
             take(name, weight)
 
 
+def _shapes(model: nn.Module, pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that the files must have for `pieces` and for the buffers of `model`, by name."""
+    every = [*(piece for parts in pieces.values() for piece in parts), *_buffers(model)]
+    return {piece.name: piece.shape for piece in every}
+
+
+class _Tensor(NamedTuple):
+    """Where the files hold a tensor of the architecture."""
+
+    parts: tuple[Mapping[int, str], ...]
+    """The names of its tensors in the files. Stored whole: {0: name}. Experts apart: {expert: name} of each matrix
+    that an expert has one after the other, gate and up or down."""
+    shape: tuple[int, ...]
+    """Of each tensor in the files."""
+    apart: bool = False
+    """Whether each expert, a row, is stored apart."""
+    turned: bool = False
+    """Whether the files have the transposes of experts that are stored whole."""
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for part in self.parts for key in part.values()]
+
+
+class _Files:
+    """The opened files of a model. `stored`: the file of each tensor; `tensors`: where each tensor of the architecture
+    is."""
+
+    def __init__(self, stored: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> None:
+        self.stored, self.tensors = stored, tensors
+
+    def rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Rows of a tensor of the architecture; see Read."""
+        tensor = self.tensors[name]
+        if tensor.apart:
+            return torch.stack(
+                [torch.cat([self._whole(part[row]) for part in tensor.parts]) for row in range(first, end)]
+            )
+        (key,) = tensor.keys
+        rows: torch.Tensor = self.stored[key].get_slice(key)[first:end]
+        return rows.mT if tensor.turned else rows
+
+    def broken(self, pieces: Sequence[Piece], dtype: torch.dtype) -> str:
+        """The name in the files of the first tensor of `pieces` that is not finite in `dtype`, a parameter's."""
+        packs = dtype is torch.uint8
+        for piece in pieces:
+            for key in self.tensors[piece.name].keys:
+                if not _finite(self._whole(key) if packs else self._whole(key).to(dtype), key):
+                    return key
+        return self.tensors[pieces[0].name].keys[0]
+
+    def _whole(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.stored[key].get_tensor(key)
+        return tensor
+
+
 @contextmanager
-def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], path: str) -> Iterator[Read]:
-    """Reads rows of `wanted`, tensors by name and shape, which must be all that the files of `origin` hold."""
+def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], path: str) -> Iterator[_Files]:
+    """Opens the files of `origin`. `wanted`, tensors of the architecture by name and shape, must be all that they
+    hold."""
     from safetensors import safe_open
 
     files = weights.readable_files(origin)
@@ -208,43 +295,84 @@ def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], p
             handle = opened.enter_context(safe_open(file, framework="pt"))
             stored.update(dict.fromkeys(handle.keys(), handle))
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        names = {**{name: key for key, name in renamed(base, stored).items()}, **{key: key for key in stored}}
-        found = {name: _key(name, names, base.base_model_prefix) for name in wanted}
-        keys = {name: names[stored_as] for name, stored_as in found.items() if stored_as is not None}
-        _require_fit(stored, wanted, keys, base, _place(origin, path))
-
-        def rows(name: str, first: int, end: int) -> torch.Tensor:
-            tensor: torch.Tensor = stored[keys[name]].get_slice(keys[name])[first:end]
-            return tensor
-
-        yield rows
+        yield _Files(stored, _found(stored, wanted, base, _place(origin, path)))
 
 
-def _key(name: str, names: Mapping[str, str], prefix: str) -> str | None:
+def _key(name: str, names: Collection[str], prefix: str) -> str | None:
     """The key of a parameter among the `names` of tensors: its name, with or without the prefix of the decoder."""
     return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in names), None)
 
 
+def _found(
+    stored: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], base: Any, place: str
+) -> dict[str, _Tensor]:
+    """Where each tensor of `wanted`, by name and shape, is in the files. `stored`: the file of each of their tensors.
+    Raises StorageError if they do not fit."""
+    names, joined = renamed(base, stored)
+    names |= {key: key for key in stored}
+    found: dict[str, _Tensor] = {}
+    missing: set[str] = set()
+    converted: set[str] = set()
+    for name, shape in wanted.items():
+        if made := _key(name, joined, base.base_model_prefix):
+            operations, sources = joined[made]
+            if operations in EXPERTS_APART:
+                found[name], absent = _experts(sources, shape)
+                missing |= absent
+            elif operations == TURNED_EXPERTS:
+                key = sources.popitem()[1][0]
+                turned = tuple(stored[key].get_slice(key).get_shape()) != shape
+                found[name] = _Tensor(({0: key},), (shape[0], shape[2], shape[1]) if turned else shape, turned=turned)
+            else:
+                keys = [key for part in sources.values() for key in part]
+                found[name] = _Tensor(tuple({0: key} for key in keys), ())
+                converted.add(f"{keys[0]} ({words(operations)})")
+        elif key := _key(name, names, base.base_model_prefix):
+            found[name] = _Tensor(({0: names[key]},), shape)
+        else:
+            missing.add(name)
+    _require_fit(stored, found, missing, converted, base, place)
+    return found
+
+
+def _experts(sources: Mapping[str, Sequence[str]], shape: tuple[int, ...]) -> tuple[_Tensor, set[str]]:
+    """Where the files hold experts that are stored apart, and the names of experts that they lack. `sources`: see
+    Joined; `shape`: of all experts as one tensor."""
+    numbered = {
+        pattern: [match for key in keys if (match := EXPERT.fullmatch(key))] for pattern, keys in sources.items()
+    }
+    parts, missing = [], set()
+    before = next(match[1] for found in numbered.values() for match in found)
+    for pattern, found in numbered.items():
+        parts.append({row: match[0] for match in found if (row := int(match[2])) < shape[0]})
+        after = found[0][3] if found else pattern.rpartition("*")[2]
+        missing.update(f"{before}{row}{after}" for row in range(shape[0]) if row not in parts[-1])
+    return _Tensor(tuple(parts), (shape[1] // len(parts), *shape[2:]), apart=True), missing
+
+
 def _require_fit(
     stored: Mapping[str, Any],
-    wanted: Mapping[str, tuple[int, ...]],
-    keys: Mapping[str, str],
+    found: Mapping[str, _Tensor],
+    missing: Collection[str],
+    converted: Collection[str],
     base: Any,
     place: str,
 ) -> None:
     shapes, packed = [], []
-    for name, key in keys.items():
-        header = stored[key].get_slice(key)
-        if tuple(header.get_shape()) != wanted[name]:
-            shapes.append(f"{key} ({tuple(header.get_shape())} in the file, {wanted[name]} in the config)")
-        if "F" not in header.get_dtype() and not name.endswith(MXFP4):
-            packed.append(f"{key} ({header.get_dtype()})")
+    for name, tensor in found.items():
+        for key in tensor.keys:
+            header = stored[key].get_slice(key)
+            if tensor.shape and tuple(header.get_shape()) != tensor.shape:
+                shapes.append(f"{key} ({tuple(header.get_shape())} in the file, {tensor.shape} in the config)")
+            if "F" not in header.get_dtype() and not name.endswith(MXFP4):
+                packed.append(f"{key} ({header.get_dtype()})")
     ignored, kind = not_in_files(base), kind_of(base.config)
-    others = stored.keys() - set(keys.values())
+    others = stored.keys() - {key for tensor in found.values() for key in tensor.keys}
     others = others.difference(kind.unused_weights(others), kind.drawn_weights(others))
     unexpected = {key for key in others if not any(re.search(pattern, key) for pattern in ignored)}
     troubles = weights.misfits(
-        ("weights of the architecture are not in the files", wanted.keys() - keys.keys()),
+        ("weights are converted in a way that fxtune does not know row by row", converted),
+        ("weights of the architecture are not in the files", missing),
         ("weights in the files have no place in the architecture", unexpected),
         ("weights have another shape", shapes),
         ("weights are packed", packed),
@@ -252,9 +380,9 @@ def _require_fit(
     if troubles:
         raise StorageError(
             f"{place} cannot be read row by row, which parallel.shard and quantized models larger than the memory "
-            f"need: each tensor must be stored as in the architecture. {troubles}. Use a complete copy, saved by "
-            "transformers; or parallel.shard=1 and a device or host that holds the model, if this family's weights "
-            "are converted as they are read (experts of a mixture)."
+            f"need: each tensor must be stored as in the architecture, or each expert apart. {troubles}. Use a "
+            "complete copy, saved by transformers; or parallel.shard=1 and a device or host that holds the model, if "
+            "this family's weights are converted as they are read."
         )
 
 

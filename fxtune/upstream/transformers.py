@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxtune.errors import UnavailableError
 
@@ -180,7 +180,8 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 # Names of tensors in a checkpoint's files.
 #
 # What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which
-#   undoes it; get_model_conversion_mapping(), which says under which names older files have a model's tensors;
+#   undoes it; get_model_conversion_mapping(), which says of which tensors of the files, by which operations, and under
+#   which older names a model's tensors are made;
 #   `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
@@ -207,30 +208,85 @@ def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def find_conversions(model: Any) -> None:
     """Keep with an empty model how its family's files differ from it, for renamed() and as_stored(): transformers does
     not know a class that torch has divided. Without the mapping of the installed version: nothing."""
+    if mapping := _conversions_of(model):
+        model._weight_conversions = mapping
+
+
+def _conversions_of(model: Any) -> list[Any]:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
-        return
-    model._weight_conversions = get_model_conversion_mapping(model)
+        return []
+    return list(get_model_conversion_mapping(model))
 
 
-def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """The name in `model` of each tensor of its files that transformers renames as it reads them, by the tensor's name
-    in the files. Of find_conversions() only what renamed a tensor is kept, as from_pretrained() does."""
-    from transformers.core_model_loading import WeightRenaming
+class Joined(NamedTuple):
+    """A tensor of a model that transformers converts from tensors of the files."""
 
-    changes = [
-        change for change in getattr(model, "_weight_conversions", None) or () if isinstance(change, WeightRenaming)
-    ]
-    found = {}
-    for key in stored:
-        name = key
-        for change in changes:
-            name = change.rename_source_key(name)[0]
-        if name != key:
-            found[key] = name
+    operations: tuple[tuple[Any, ...], ...]
+    """(class, *arguments) of each operation."""
+    sources: dict[str, list[str]]
+    """The names in the files for each source pattern of the conversion, in the order of the patterns."""
+
+
+EXPERTS_APART = (("MergeModulelist", 0),), (("MergeModulelist", 0), ("Concatenate", 1))
+"""Operations that stack experts, each of one matrix in the files or of several (gate and up)."""
+TURNED_EXPERTS = (("Transpose", 1, 2, True),)
+"""Transposes the experts of files that have [experts, in, out]."""
+
+
+def renamed(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], dict[str, Joined]]:
+    """What transformers makes of the tensors `stored` in files of `model`: {name in the model: name in the files} of
+    each that has one name in both, and {name in the model: its sources} of each that is converted.
+
+    Of find_conversions() only what acted on a tensor is kept, as from_pretrained() does.
+    """
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key
+
+    changes = getattr(model, "_weight_conversions", None) or []
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if _converts(change)]
+    names: dict[str, str] = {}
+    joined: dict[str, Joined] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = key, None
+        for renaming in renamings:
+            name = renaming.rename_source_key(name)[0]
+        for converter in converters:
+            name, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                sources: dict[str, list[str]] = {known: [] for known in converter.source_patterns}
+                joined.setdefault(name, Joined(_operations(converter), sources)).sources[pattern].append(key)
+                break
+        else:
+            names[name] = key
     model._weight_conversions = [change for change in changes if change.was_used()]
-    return found
+    return names, joined
+
+
+def other_conversions(model: Any) -> set[str]:
+    """The operations by which transformers converts weights of this model's files, without those of Joined."""
+    found = {_operations(change) for change in _conversions_of(model) if _converts(change)}
+    return {words(operations) for operations in found.difference(EXPERTS_APART, [TURNED_EXPERTS])}
+
+
+def words(operations: Iterable[tuple[Any, ...]]) -> str:
+    """Operations of a conversion as transformers' documentation writes them."""
+    return ", ".join(f"{name}({', '.join(map(str, arguments))})" for name, *arguments in operations)
+
+
+def _converts(change: Any) -> bool:
+    from transformers.core_model_loading import WeightConverter
+
+    return isinstance(change, WeightConverter)
+
+
+def _operations(converter: Any) -> tuple[tuple[Any, ...], ...]:
+    options = ("dim", "dim0", "dim1", "check_dims")
+    return tuple(
+        (type(step).__name__, *(getattr(step, option) for option in options if hasattr(step, option)))
+        for step in converter.operations
+    )
 
 
 def not_in_files(model: Any) -> list[str]:

@@ -34,7 +34,7 @@ MORE = {
 
 
 def mixture(kind: str, **changes) -> ModelConfig:
-    values = {**(MORE.get(kind) or ARCHITECTURES[kind]), **changes}
+    values = {**(MORE.get(kind) or ARCHITECTURES.get(kind) or {}), **changes}
     return ModelConfig(path=None, init=Init.random, architecture={"model_type": kind, **values})
 
 

@@ -54,6 +54,10 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
         return states * (1 + nudge * up).to(states.dtype)
 
     hook = model.get_input_embeddings().register_forward_hook(moved)
+    experts = model.get_experts_implementation() if mask is not None else None
+    if experts is not None:
+        # On the meta device torch's grouped products know bfloat16 alone.
+        model.set_experts_implementation("batched_mm")
     try:
         with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = outputs(model, **row, attention_mask=mask, use_cache=False)
@@ -61,6 +65,8 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
                 logits = torch.cat([logits, outputs(model, **with_image, use_cache=False)[:, -TOKENS:]], 1)
     finally:
         hook.remove()
+        if experts is not None:
+            model.set_experts_implementation(experts)
     return logits
 
 

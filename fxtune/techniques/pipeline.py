@@ -327,8 +327,8 @@ class Pipeline(Techniques):
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
         """Whether weights are quantized while they are read. They are if on some rank the unquantized model
         fits neither on the device nor in host memory, or if the checkpoint's experts stay in MXFP4."""
-        if models.ships_mxfp4(model, hf_config) and self.keeps_mxfp4(hf_config.to_dict()):
-            return True
+        if models.ships_mxfp4(model, hf_config):
+            return self.keeps_mxfp4(hf_config.to_dict())
         if not self.quantize.enabled or not takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world.capability)

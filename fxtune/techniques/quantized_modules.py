@@ -227,10 +227,8 @@ class DividedCodes(StoresRows):
 
     source_dtype: torch.dtype
     """The dtype that is quantized: that of the model's weights."""
-    rounding: float = 0.0
-    """|dequantized - weight| / |weight| of the first rows that this rank has stored."""
 
-    def store_rows(self: Any, into: Tensor, first: int, rows: Tensor) -> None:
+    def store_rows(self: Any, name: str, into: Tensor, first: int, rows: Tensor) -> None:
         rows = rows.to(into.device, self.source_dtype)
         codes, scales = quantize_rows(rows, powers=True)
         into.copy_(codes.view(torch.uint8))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from fxtune.facts.options import Library, QuantizeOptions, Switch, WeightFormat
 from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import places, put
 from fxtune.system.units import GIB
-from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, hold_mxfp4, quantize_experts
+from fxtune.techniques.quantize.quantized_experts import (
+    TENSORS,
+    QuantizedExperts,
+    experts_of,
+    hold_mxfp4,
+    in_place_of,
+    quantize_experts,
+    quantize_tensor,
+)
 from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantize.selection import experts_type, linears_of, stored_name
 from fxtune.techniques.quantized_modules import (
@@ -29,6 +38,8 @@ from fxtune.techniques.quantized_modules import (
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a weight by its name; must not keep it."""
+Storage = tuple[str, bool, torch.dtype, torch.device, bool]
+"""The options of quantized_modules.quantized() after its kind."""
 
 
 def quantize_model(
@@ -37,8 +48,8 @@ def quantize_model(
     """Quantize `prepared` on world.device and note in it what was quantized. Linears are replaced one by one, so the
     device holds at most one extra linear (in fp8 three of its size).
 
-    `each_weight`: hands over the weight of each linear of a model without memory; its experts, if it has any, are read
-    as they are.
+    `each_weight`: hands over the weights of the linears and experts of a model without memory. Experts that the
+    checkpoint stores in MXFP4 are read later, as they are.
     """
     model, compute = prepared.module, getattr(torch, options.compute_dtype.value)
     takes_experts, ships = options.experts is Switch.on, prepared.ships_mxfp4
@@ -54,17 +65,25 @@ def quantize_model(
     kind = experts_type(options, ships)
     storage = options.library.value, options.double, compute, world.device, options.transpose is not Switch.off
 
-    # Experts in MXFP4 first: then the names of all weights are compared with the files.
-    where = places(model) if experts else {}
-    packed = [hold_mxfp4(layer, compute) for layer in experts] if each_weight else []
-    for layer, replacement in zip(experts, packed, strict=False):
-        put(where, layer, replacement)
-    error, worst = _replace_linears(options.type, storage, targets, each_weight), 0.0
-    for layer in [] if each_weight else experts:
-        replacement, off = quantize_experts(layer, kind.value, *storage)
+    # Experts first: experts in MXFP4 have other names in the files, with which all names are compared.
+    where, paths = (places(model), {part: path for path, part in model.named_modules()}) if experts else ({}, {})
+    packed: list[QuantizedExperts] = []
+    unread: dict[str, Callable[[torch.Tensor], float]] = {}
+    worst = 0.0
+    for layer in experts:
+        if each_weight is None:
+            replacement, off = quantize_experts(layer, kind.value, *storage)
+            worst = max(worst, off)
+        elif ships:
+            replacement = hold_mxfp4(layer, compute)
+        else:
+            replacement = in_place_of(layer, kind.value, compute)
+            for name in TENSORS:
+                unread[f"{paths[layer]}.{name}"] = partial(_quantize, replacement, name, kind.value, storage)
         put(where, layer, replacement)
         packed.append(replacement)
-        worst = max(worst, off)
+    error, off = _replace_linears(options.type, storage, targets, each_weight, unread)
+    worst = max(worst, off)
     after = sum(map(stored_bytes, filter(is_quantized, model.modules()))) + sum(map(bytes_of_experts, packed))
     ends = _quantize_ends(options, model, compute, world)
 
@@ -94,18 +113,22 @@ def quantize_model(
 
 def _replace_linears(
     kind: WeightFormat,
-    storage: tuple[str, bool, torch.dtype, torch.device, bool],
+    storage: Storage,
     targets: list[tuple[str, nn.Module, str, nn.Linear]],
     each_weight: Callable[[Take], None] | None,
-) -> float:
+    experts: Mapping[str, Callable[[torch.Tensor], float]],
+) -> tuple[float, float]:
     """Replace each linear of `targets`, which is emptied. Returns |dequantized - weight| / |weight| of the first
-    linear; NaN if no linear has memory. `storage`: the options of quantized() after its kind."""
-    error, device = math.nan, storage[3]
+    linear, NaN if no linear has memory; and the largest of `experts`, which quantize tensors of experts by name."""
+    error, worst, device = math.nan, 0.0, storage[3]
     waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
     targets.clear()
 
     def replace(path: str, weight: torch.Tensor) -> None:
-        nonlocal error
+        nonlocal error, worst
+        if path in experts:
+            worst = max(worst, experts[path](weight))
+            return
         parent, name, linear = waiting.pop(path)
         linear.weight = nn.Parameter(weight.detach(), requires_grad=False) if each_weight else linear.weight
         made = quantized(linear, kind.value, *storage)
@@ -118,7 +141,11 @@ def _replace_linears(
         each_weight(replace)
     for path in list(waiting):
         replace(path, waiting[path][2].weight)
-    return error
+    return error, worst
+
+
+def _quantize(made: QuantizedExperts, name: str, kind: str, storage: Storage, weight: torch.Tensor) -> float:
+    return quantize_tensor(made, name, weight, kind, *storage)
 
 
 def _quantize_ends(options: QuantizeOptions, model: Any, compute: torch.dtype, world: World) -> list[str]:

@@ -222,8 +222,9 @@ def _memory(options: QuantizeOptions, facts: Facts, total: int, inside: int) -> 
             f"enabled: {which} takes {after:.1f} GiB, and the card has {free:.1f} GiB free. Use a "
             "smaller model" + ("." if options.type in (WeightFormat.nf4, WeightFormat.mxfp4) else ", or type=nf4.")
         )
-    elif before > max(free, host) and not takes_rows(
-        facts.techniques.lora, skeleton(facts.model), facts.ships_mxfp4 and takes_experts(options, facts)
+    elif before > max(free, host) and (
+        (facts.ships_mxfp4 and not takes_experts(options, facts))
+        or not takes_rows(facts.techniques.lora, skeleton(facts.model))
     ):
         yield (
             f"enabled: before quantization the model takes {before:.1f} GiB in {facts.dtype}, and neither the "

@@ -10,8 +10,9 @@ not change. It runs as one operator, with or without adapters:
 - nf4, int8 and MXFP4: kernels/gated_experts.py dequantizes one tensor of a layer at a time, forward and backward.
   nf4 and int8 are those of the linears (quantized_modules.py), over the rows of all experts.
 
-A checkpoint that ships its experts in MXFP4 (gpt-oss) is read as it is where that is possible (hold_mxfp4()): codes
-and exponents go from the files to the device, and the experts are never in 16 bits.
+Experts of a model that fits nowhere in 16 bits are quantized as models/shards.py reads them: in fp8 a few experts at a
+time, otherwise a tensor of a layer at a time. A checkpoint that ships its experts in MXFP4 (gpt-oss) is read as it is
+where that is possible (hold_mxfp4()): codes and exponents go from the files to the device.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxtune.distributed.world import World
 from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
 from fxtune.kernels import fp8_experts
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, pack_mxfp4, unpack
 from fxtune.models.replacement import PackedExperts
-from fxtune.models.shards import mark_mxfp4
+from fxtune.models.shards import StoresRows, mark_joined, mark_mxfp4
 from fxtune.techniques.lora.experts import (
     FIRST,
     LAST,
@@ -105,26 +107,71 @@ def quantize_experts(
     transpose: bool,
 ) -> tuple[QuantizedExperts, float]:
     """The weights of `experts` as `kind` on `device`, in a module for their place; `experts` loses its own. And
-    |dequantized - weight| / |weight| of the first expert's down_proj.
+    |dequantized - weight| / |weight| of the first expert's down_proj, 0 for weights without memory, which can only
+    become fp8: the result then stores the experts that models/shards.py reads.
 
     `library`, `double`: see quantized_modules.quantized(). `compute`: the dtype of everything else that they compute;
     fp8 on a GPU takes bfloat16. `transpose`: see fp8_experts.Weights.
     """
-    made = (QuantizedExperts if kind == FP8 else ExpertsInFewBits)(experts, compute)
-    error, made.stored_as = 0.0, kind
+    made, error = in_place_of(experts, kind, compute), 0.0
     for name in TENSORS:
-        weight = getattr(experts, name).detach()
-        weight = (weight.mT if experts.is_transposed else weight).to(device).contiguous()
-        if kind == FP8:
-            tensors = [tensor for tensor in fp8_experts.quantize_experts(weight, transpose) if tensor is not None]
-            first = fp8_experts.dequantize_experts(tensors[0][:1], tensors[1][:1], torch.float32)[0]
+        if getattr(experts, name).is_meta:
+            _hold_nothing(made, name, device, transpose)
         else:
-            made.stored_as, tensors = packed_matrices(weight, kind, library, double, compute, device)
-            first = dequantize(made.stored_as, tensors, weight.shape, compute)[0].float()
-        error = ((first - weight[0].float()).norm() / weight[0].float().norm()).item()
-        del weight, first
-        _hold(made, name, tensors)
+            error = quantize_tensor(
+                made, name, getattr(experts, name), kind, library, double, compute, device, transpose
+            )
     return made, error
+
+
+def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExperts:
+    """A module for the place of `experts` with their weights. quantize_tensor() quantizes them."""
+    made = (Fp8Experts if kind == FP8 else ExpertsInFewBits)(experts, compute)
+    made.stored_as = kind
+    return made
+
+
+@torch.no_grad()
+def quantize_tensor(
+    made: QuantizedExperts,
+    name: str,
+    weight: Tensor,
+    kind: str,
+    library: str,
+    double: bool,
+    compute: torch.dtype,
+    device: torch.device,
+    transpose: bool,
+) -> float:
+    """Put `weight`, in transformers' layout, into `made` as `kind`, in place of the weight `name`. Returns the first
+    expert's error; this and the other arguments are as in quantize_experts()."""
+    weight = weight.detach()
+    weight = (weight.mT if made.is_transposed else weight).to(device).contiguous()
+    if kind == FP8:
+        tensors = [tensor for tensor in fp8_experts.quantize_experts(weight, transpose) if tensor is not None]
+        first = fp8_experts.dequantize_experts(tensors[0][:1], tensors[1][:1], torch.float32)[0]
+    else:
+        made.stored_as, tensors = packed_matrices(weight, kind, library, double, compute, device)
+        first = dequantize(made.stored_as, tensors, weight.shape, compute)[0].float()
+    error = ((first - weight[0].float()).norm() / weight[0].float().norm()).item()
+    _hold(made, name, tensors)
+    return error
+
+
+def _hold_nothing(made: QuantizedExperts, name: str, device: torch.device, transpose: bool) -> None:
+    """Let `made` store in fp8 what models/shards.py reads of its weight `name`, which has no memory: a parameter
+    without memory for the codes, and buffers on `device` for the rest."""
+    weight = made._parameters[name]
+    assert weight is not None
+    assert isinstance(made, Fp8Experts)
+    experts, out, inner = weight.shape
+    tensors = [torch.empty_like(weight, dtype=torch.uint8), torch.zeros(experts, out, device=device)]
+    if transpose:
+        back = torch.empty(experts, inner, out, dtype=torch.uint8, device=device)
+        tensors += [back, torch.zeros(experts, inner, device=device)]
+    made.source_dtype = weight.dtype
+    _hold(made, name, tensors)
+    mark_joined(made._parameters[name], [weight])  # type: ignore[arg-type]  # _hold() has put a parameter there
 
 
 def packed_matrices(
@@ -228,6 +275,25 @@ class QuantizedExperts(PackedExperts, OwnExperts):
 
     def run_grouped(self, outermost: Any) -> None:
         run_grouped(outermost)
+
+
+class Fp8Experts(StoresRows, QuantizedExperts):
+    source_dtype: torch.dtype
+    """The dtype that is quantized: that of the model's weights."""
+
+    def store_rows(self, name: str, into: Tensor, first: int, rows: Tensor) -> None:
+        rows = rows.to(into.device, self.source_dtype)
+        parts = self.stored_names[name]
+        weights = fp8_experts.quantize_experts(rows, len(parts) > 2)
+        into.copy_(weights.codes)
+        for part, tensor in zip(parts[1:], weights[1:], strict=False):
+            getattr(self, part)[first : first + len(rows)] = tensor
+        if not self.rounding:
+            lost = fp8_experts.dequantize_experts(weights.codes[:1], weights.scales[:1], torch.float32)[0]
+            self.rounding = ((lost - rows[0].float()).norm() / rows[0].float().norm()).item()
+
+    def complete_rows(self, world: World) -> None:
+        """Each expert is complete when it is stored."""
 
 
 class ExpertsInFewBits(QuantizedExperts):

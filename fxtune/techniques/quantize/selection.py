@@ -14,6 +14,7 @@ from fxtune.models.structure import is_named, output_head, projectors, skeleton,
 from fxtune.techniques.lora.experts import follows_interface
 from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
 from fxtune.techniques.quantize.quantized_experts import refusal as refusal_of_experts
+from fxtune.upstream.transformers import other_conversions
 
 
 def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
@@ -86,19 +87,18 @@ def expert_weights(options: QuantizeOptions, model: nn.Module | None, facts: Fac
     return sum(getattr(experts, name).numel() for experts in experts_of(model) for name in TENSORS)
 
 
-def takes_rows(lora: LoraOptions, model: nn.Module | None, shipped: bool = False) -> bool:
+def takes_rows(lora: LoraOptions, model: nn.Module | None) -> bool:
     """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that they need not fit
-    anywhere in 16 bits. `shipped`: whether its experts stay in MXFP4, in which the checkpoint has them."""
+    anywhere in 16 bits. Experts that a checkpoint has in MXFP4 must stay so (keeps_shipped())."""
     if lora.dora or lora.factored or lora.modules_to_save or model is None:
         return False
-    # transformers converts the files of mixtures as it reads them.
-    return shipped or not any(map(follows_interface, model.modules()))
+    return not (any(map(follows_interface, model.modules())) and other_conversions(model))
 
 
 def keeps_shipped(options: QuantizeOptions, lora: LoraOptions, model: nn.Module | None) -> bool:
     """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
     kept = options.enabled and options.experts is Switch.on and experts_type(options, True) is WeightFormat.mxfp4
-    return kept and takes_rows(lora, model, True)
+    return kept and takes_rows(lora, model)
 
 
 def stored_name(options: QuantizeOptions, kind: WeightFormat) -> str:

@@ -15,8 +15,8 @@ The experts of a mixture, which are no linears, are quantized with them where on
 read as they are, also if the linears are in nf4 or int8, because to quantize them again would only add an error.
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
-in host memory either: then its linears are quantized one by one as they are read, in fp8 row by row
-(models/shards.py). Only the adapter is saved; it loads onto the plain base.
+in host memory either: then its linears and experts are quantized one tensor after the other as they are read, in fp8
+row by row (models/shards.py). Only the adapter is saved; it loads onto the plain base.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.quantize import check, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model
-from fxtune.techniques.quantize.quantized_experts import experts_of
+from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of
 from fxtune.techniques.quantize.selection import (
     expert_weights,
     experts_refusal,
@@ -114,11 +114,16 @@ class Quantize(QuantizeOptions, Technique):
         quantize_model(self, model, world)
 
     def apply_as_read(self, model: PreparedModel, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
-        """apply() to a model without memory, whose linears cannot be quantized row by row, and whose experts, if it
-        has any, the checkpoint stores in MXFP4. Returns the names and shapes of the weights that it has read by
-        `each_weight`."""
+        """apply() to a model without memory, whose weights cannot be quantized row by row. Returns the names and
+        shapes of the weights that it has read by `each_weight`: all but experts that the checkpoint stores in
+        MXFP4."""
         targets = linears_of(self, model.module, False)
         wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in targets}
+        if self.experts is Switch.on and not model.ships_mxfp4:
+            experts = {*experts_of(model.module)}
+            for path, module in model.module.named_modules():
+                if module in experts:
+                    wanted.update({f"{path}.{name}": tuple(getattr(module, name).shape) for name in TENSORS})
         quantize_model(self, model, world, partial(each_weight, wanted))
         return wanted
 

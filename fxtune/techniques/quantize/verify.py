@@ -12,6 +12,7 @@ from fxtune.facts.options import QuantizeOptions, WeightFormat
 from fxtune.kernels.quantized import MXFP4
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.replacement import PackedLinear
+from fxtune.models.shards import StoresRows
 from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.system.units import GIB
@@ -19,7 +20,7 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.quantize.quantized_experts import TENSORS, QuantizedExperts
 from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantize.selection import stored_name
-from fxtune.techniques.quantized_modules import DividedCodes, Fp8Embedding, Fp8Head, dequantized, stored_bytes
+from fxtune.techniques.quantized_modules import Fp8Embedding, Fp8Head, dequantized, stored_bytes
 
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
 """Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8, 0.115
@@ -53,10 +54,10 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
     worst = WORST_ERROR[options.type.value]
     error, which = done.error, "in the first linear"
     if divided := [
-        module.rounding for module in model.modules() if isinstance(module, DividedCodes) and module.rounding
+        module.rounding for module in model.modules() if isinstance(module, StoresRows) and module.rounding
     ]:
         error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
-    if experts and not done.shipped:
+    elif experts and not done.shipped:
         error = max(done.experts_error, error if linears else 0.0)
         which = "at most in the first linear and an expert of each layer"
     if linears or not done.shipped:

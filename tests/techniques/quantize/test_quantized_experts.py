@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, trained
 from support.cases import slow_but
 from support.mixtures import mixture, uneven
 from support.mxfp4 import in_mxfp4
 
 from fxtune.cli.merge import merge
+from fxtune.errors import StorageError
 from fxtune.export.save import save_model
 from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
@@ -333,6 +335,51 @@ def test_experts_that_a_checkpoint_ships_in_mxfp4_are_read_as_they_are(kind, tmp
     if kind == "mxfp4":
         plain = built(lora(), model, packing=False)
         torch.testing.assert_close(logits(mine), logits(plain), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but(["fp8", "fp8 without transposes", "nf4", "int8", "mxfp4", "linears alone"], "fp8", "nf4")
+)
+def test_experts_of_a_model_that_fits_nowhere_are_quantized_as_they_are_read(kind, tmp_path, monkeypatch):
+    """The same bits as of a model that is read whole, from files that store each expert apart."""
+    model = ModelConfig(path=str(on_disk(tmp_path, model=mixture("qwen3_moe", **SIZES, moe_intermediate_size=64))))
+    assert any(".experts.3." in name for name in load_file(tmp_path / "model.safetensors"))
+    if kind.startswith("fp8"):
+        pipeline = fp8(transpose=Switch.off if "without" in kind else Switch.on)
+    else:
+        pipeline = packing("nf4" if kind == "linears alone" else kind)
+        pipeline.quantize.experts = Switch.off if kind == "linears alone" else Switch.on
+        pipeline, _ = decided(pipeline, model)
+    whole = made(pipeline, model)
+    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.models.weights.read", None)
+    prepared = prepared_model(pipeline, model)
+    mine = prepared.module
+    assert mine.state_dict().keys() == whole.state_dict().keys()
+    assert not any(parameter.is_meta for parameter in mine.parameters())
+    assert torch.equal(logits(mine), logits(whole))
+    evidence = [
+        one for one in pipeline.verify(prepared, make_probe(mine, packing=False)) if one.technique == "quantize"
+    ]
+    assert [one.asked for one in evidence if not one.acted] == []
+    if kind != "linears alone":
+        for one, other in zip(experts_of(mine), experts_of(whole), strict=True):
+            for stored, expected in zip(one.stored_weights(), other.stored_weights(), strict=True):
+                assert all(map(torch.equal, stored, expected))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_a_damaged_expert_is_found_as_the_experts_are_read(kind, tmp_path, monkeypatch):
+    on_disk(tmp_path, model=mixture("qwen3_moe", **SIZES, moe_intermediate_size=64))
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.2.down_proj.weight"
+    stored = load_file(file)
+    stored[name][0, 0] = torch.inf
+    save_file(stored, file, {"format": "pt"})
+    model = ModelConfig(path=str(tmp_path))
+    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    pipeline = fp8() if kind == "fp8" else decided(packing(kind), model)[0]
+    with pytest.raises(StorageError, match=rf"hold NaN or infinite numbers.*, in {name}\. Use"):
+        prepared_model(pipeline, model)
 
 
 def test_options_that_need_whole_weights_unpack_the_shipped_experts_and_pack_them_again(tmp_path):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.architectures import on_disk
 from support.harness import command
 from support.killing import Reference, tail
+from support.mixtures import mixture
 from support.ranks import ONE_THREAD, Ranks
 from support.runs import losses
 
@@ -69,6 +71,33 @@ def test_halves_of_the_weights_learn_what_one_process_learns(ranks, forks, tmp_p
     seen = next(observation["observed"] for observation in evidence if observation["technique"] == "parallel")
     held, total = (int(word.replace(",", "")) for word in re.findall(r"[\d,]+", seen)[:2])
     assert total / 2 <= held < 0.51 * total
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [((*FULL, "train.max_grad_norm=0"), 2), (("techniques.lora.exclude_modules=[experts]",), 3)],
+    ids=("full", "adapters, three ranks of four experts"),
+)
+def test_mixture_whose_files_store_each_expert_apart_learns_what_one_process_learns(forks, tmp_path, words, count):
+    """Exports have the names and shapes of such files, too."""
+    base = on_disk(tmp_path / "base", model=mixture("qwen3_moe", vocab_size=1024, max_position_embeddings=256))
+    words = (
+        *words,
+        f"model.path={base}",
+        "model.tokenizer=builtin:tiny",
+        "model.init=pretrained",
+        "model.architecture={}",
+        "train.micro_batch_size=1",
+        f"train.global_batch_size={count}",
+        "train.max_steps=8",
+    )
+    alone, folder = tmp_path / "alone", tmp_path / "divided"
+    Reference.of(forks, made(alone, *words), alone, **ONE_THREAD)
+    argv = made(folder, *words, f"parallel.shard={count}")
+    assert Ranks(forks, count).run(argv, folder, **ONE_THREAD) == [0] * count, tail(folder)
+    assert_same_learning(alone, folder, 0.0 if count == 2 else 1e-6)
+    if FULL[0] in words:
+        assert exported(folder).keys() == load_file(base / "model.safetensors").keys()
 
 
 def test_two_copies_of_two_halves_learn_what_one_process_learns(forks, tmp_path):

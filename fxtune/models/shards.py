@@ -320,9 +320,10 @@ def _found(
                 found[name], absent = _experts(sources, shape)
                 missing |= absent
             elif operations == TURNED_EXPERTS:
-                key = sources.popitem()[1][0]
-                turned = tuple(stored[key].get_slice(key).get_shape()) != shape
-                found[name] = _Tensor(({0: key},), (shape[0], shape[2], shape[1]) if turned else shape, turned=turned)
+                ((whole,),) = sources.values()
+                turned = tuple(stored[whole].get_slice(whole).get_shape()) != shape
+                stored_shape = (shape[0], shape[2], shape[1]) if turned else shape
+                found[name] = _Tensor(({0: whole},), stored_shape, turned=turned)
             else:
                 keys = [key for part in sources.values() for key in part]
                 found[name] = _Tensor(tuple({0: key} for key in keys), ())
@@ -341,8 +342,9 @@ def _experts(sources: Mapping[str, Sequence[str]], shape: tuple[int, ...]) -> tu
     numbered = {
         pattern: [match for key in keys if (match := EXPERT.fullmatch(key))] for pattern, keys in sources.items()
     }
-    parts, missing = [], set()
-    before = next(match[1] for found in numbered.values() for match in found)
+    parts: list[dict[int, str]] = []
+    missing: set[str] = set()
+    before = next((match[1] for found in numbered.values() for match in found), "")
     for pattern, found in numbered.items():
         parts.append({row: match[0] for match in found if (row := int(match[2])) < shape[0]})
         after = found[0][3] if found else pattern.rpartition("*")[2]

@@ -41,10 +41,13 @@ from torch.nn import functional as F  # noqa: E402
 from fxtune.kernels import matmul  # noqa: E402
 from fxtune.kernels.linear_cross_entropy import chunk_sizes, linear_cross_entropy  # noqa: E402
 from fxtune.system.host import cache_home  # noqa: E402
+from fxtune.system.profiler import kernel_times, short_name  # noqa: E402
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The mean cross-entropy of hidden states [tokens, d], a weight [vocabulary, d] and labels [tokens]."""
 WARM_UP = 2
+KERNELS = 8
+"""Kernels of a tool that are listed, with the ms and the calls of one pass."""
 REFERENCE_ROWS = 512
 """Tokens whose logits the reference holds in float32."""
 
@@ -66,10 +69,14 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001  a tool that is not installed or cannot run here
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
             rows.append(row)
-            print(row, flush=True)
+            print({key: value for key, value in row.items() if key != "kernels"}, flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))
+    for row in rows:
+        kernels = ", ".join(f"{name} {ms:.1f} ms ({calls})" for name, ms, calls in row.get("kernels", ()))
+        print(f"\n{row['head']}, {row['tool']} {row['settings']}: {kernels}" if kernels else "", end="")
+    print()
     baselines.save(args.baseline, [measurement(row, args.tokens) for row in rows])
 
 
@@ -167,7 +174,16 @@ def measure(
             step()
             times.append(1e3 * (time.perf_counter() - began))
     memory = torch.cuda.max_memory_allocated() if cuda else None
-    return dict(ms=statistics.median(times), ms_least=min(times), ms_most=max(times), memory=memory, errors=errors)
+    by_name = kernel_times(step).by_name
+    kernels = [(short_name(name), 1e3 * seconds, calls) for name, (seconds, calls) in by_name.items()]
+    return dict(
+        ms=statistics.median(times),
+        ms_least=min(times),
+        ms_most=max(times),
+        memory=memory,
+        errors=errors,
+        kernels=sorted(kernels, key=lambda kernel: -kernel[1])[:KERNELS],
+    )
 
 
 def relative_error(mine: Tensor, wanted: Tensor) -> float:

@@ -23,7 +23,7 @@ from bench_peers import CASES  # noqa: E402
 from first_step import GOALS  # noqa: E402
 
 PLACE = re.compile(r"(<!-- baseline (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NAMES = {"unsloth": "Unsloth", "trl": "TRL"}
+NAMES = {"unsloth": "Unsloth", "trl": "TRL", "liger": "Liger"}
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
@@ -69,7 +69,7 @@ def peers(*names: str) -> str:
     lines, before = [], ""
     for row in rows:
         case = f"`{row.case}`" if row.case != before else ""
-        tool = ", ".join(filter(None, (NAMES.get(row.tool, row.tool), row.settings)))
+        tool = ", ".join(filter(None, (NAMES.get(row.tool, row.tool), row.settings, row.error)))
         lines.append([case, tool, *(cell(row) for cell in used.values())])
         before = row.case
     return table(["case", "tool", *used], lines, range(2, 2 + len(used)))
@@ -167,6 +167,16 @@ def scaling(name: str) -> str:
         ratio = figure(speed / alone / row.cards, 3) if alone and row.cards else ""
         rows.append([f"`{row.case}`", str(row.cards), figure(speed), ratio, share, figure(row.memory_gib, 1)])
     return table(["case", "cards", "tokens/s", "of N times one card", "exchange not hidden", "peak GiB a card"], rows)
+
+
+def head_loss() -> str:
+    """The rows of head_loss.py. Memory is in GB of 10^9 bytes, as in the published figures."""
+    rows = []
+    for row in read("h100_head_loss").measurements:
+        memory = row.memory_gib and row.memory_gib * 2**30 / 1e9
+        tool = ", ".join(filter(None, (NAMES.get(row.tool, row.tool), row.settings)))
+        rows.append([row.case, tool, row.error or figure(row.step_ms, 1), figure(memory, 1)])
+    return table(["head", "tool", "ms", "peak GB"], rows, range(2, 4))
 
 
 TABLES: dict[str, Callable[[], str]] = {

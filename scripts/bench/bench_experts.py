@@ -219,6 +219,19 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
             f"{layer.gemm}, bordered",
             lambda m=border.mT, x=bordered: grouped_matmul.product(x, m, ends, gemm=layer.gemm),
         )
+        # The product in the other direction reads the weight without its border: a tensor with gaps.
+        inside = border[:, : matrix.shape[1], : matrix.shape[2]]
+        y = torch.randn(rows, matrix.shape[1], device=x.device, dtype=x.dtype)
+        yield (
+            f"{name}, 16 bits",
+            f"{layer.gemm}, back, plain",
+            lambda m=matrix, y=y: grouped_matmul.product(y, m, ends, gemm=layer.gemm),
+        )
+        yield (
+            f"{name}, 16 bits",
+            f"{layer.gemm}, back, gaps",
+            lambda m=inside, y=y: grouped_matmul.product(y, m, ends, gemm=layer.gemm),
+        )
         yield from each(
             "WIDE_PRODUCT",
             f"{name}, 16 bits with adapter",

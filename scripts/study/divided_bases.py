@@ -34,7 +34,8 @@ BASES: dict[str, tuple[str, bool, list[str]]] = {
         False,
         [*LINEARS, "techniques.quantize.enabled=true", "techniques.quantize.type=mxfp4"],
     ),
-    "experts, stored one by one": ("mixtral", False, LINEARS),
+    "experts stored apart": ("mixtral", True, LINEARS),
+    "trained experts stored apart": ("mixtral", True, ["techniques.lora.enabled=false"]),
     "experts with adapters": ("mixtral", False, ["techniques.lora.target_modules=[all-linear]"]),
 }
 """Name -> (kind of model, whether docs/distributed.md says that it is divided, keys)."""

@@ -337,6 +337,16 @@ def test_experts_that_a_checkpoint_ships_in_mxfp4_are_read_as_they_are(kind, tmp
         torch.testing.assert_close(logits(mine), logits(plain), rtol=0, atol=1e-6)
 
 
+def test_a_copy_of_gpt_oss_in_16_bits_is_packed_to_the_numbers_that_it_has(tmp_path):
+    gpt_oss = mixture("gpt_oss", **SIZES)
+    numbers = in_mxfp4(on_disk(tmp_path / "shipped", model=gpt_oss))
+    copy = on_disk(tmp_path / "copy", model=gpt_oss)
+    file = copy / "model.safetensors"
+    save_file({**load_file(file), **{name: one.contiguous() for name, one in numbers.items()}}, file)
+    evidence = proven(*packed("mxfp4", ModelConfig(path=str(copy))))
+    assert any("0.0000 at most" in one.observed for one in evidence.values())
+
+
 @pytest.mark.parametrize(
     "kind", slow_but(["fp8", "fp8 without transposes", "nf4", "int8", "mxfp4", "linears alone"], "fp8", "nf4")
 )

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fxtune.distributed.chunks import LinearWeights
+from fxtune.distributed.chunks import LinearWeights, is_divided, local
 from fxtune.distributed.world import World
 from fxtune.upstream import torch as upstream
 
@@ -34,10 +34,11 @@ Result = TypeVar("Result")
 
 
 class Sharding:
-    """What a pass and a training step control of the sharded weights of `model`; shard() returns it."""
+    """What a pass and a training step control of the sharded weights of `model`; shard() returns it. `experts`: the
+    parameters that are divided by expert."""
 
-    def __init__(self, model: Any, world: World) -> None:
-        self.model, self.world = model, world
+    def __init__(self, model: Any, world: World, experts: Sequence[nn.Parameter] = ()) -> None:
+        self.model, self.world, self.experts = model, world, experts
         self.accumulates = True
         """Whether gradients of earlier micro-batches are kept whole on each rank, in float32, and summed over ranks
         once a step. That sends less, and needs memory for a whole gradient."""
@@ -53,6 +54,16 @@ class Sharding:
             ahead.append(item)
         self.model.set_requires_gradient_sync(True)
         yield from ahead
+
+    @torch.no_grad()
+    def sum_gradients_of_experts(self) -> None:
+        """Sum the gradients of experts over the replicas, in place. Over the ranks that divide the weights they are
+        sums already: an expert's rank has computed the rows of all their tokens."""
+        mesh = self.world.weights_mesh
+        for parameter in self.experts if mesh.ndim > 1 else ():
+            if parameter.grad is not None:
+                own = local(parameter.grad)
+                own.copy_(self.world.sum(own.float(), "adding up gradients of experts", mesh.get_group(0)))
 
     def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over the ranks that hold parts of the same weights, in place."""
@@ -82,12 +93,14 @@ def shard(
     whole: Collection[nn.Parameter],
     world: World,
     cast: torch.dtype | None = None,
+    experts: Sequence[nn.Module] = (),
 ) -> Sharding:
     """Divide the weights of `model` over the ranks of `world.weights_mesh`, in place. Weights on the meta device
     become uninitialized memory on world.device.
 
     `layers`: the decoder layers; `embedding`: the embedding of tokens, None if its weight is also the head's;
-    `whole`: parameters that are not divided; `cast`: the dtype in which linears are multiplied, None: the weights'.
+    `whole`: parameters that are not divided; `cast`: the dtype in which linears are multiplied, None: the weights';
+    `experts`: modules whose tensors [experts, ...] are divided by expert, and never gathered.
     """
     from torch.distributed.fsdp import (
         FSDPModule,
@@ -97,6 +110,9 @@ def shard(
     )
 
     mesh, ignored = world.weights_mesh, set(whole)
+    for module in experts:
+        divide_by_expert(module, world)
+        ignored.update(module.parameters(recurse=False))
 
     def divide(part: nn.Module) -> Any:
         # Autocast leaves operations other than products in the dtype of their weights.
@@ -124,7 +140,24 @@ def shard(
     register_fsdp_forward_method(model, "run_with_head")
     # torch keeps the root's weights gathered after a forward pass: for a backward pass, if there is one.
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
-    return Sharding(model, world)
+    by_expert = [weight for module in experts for weight in module.parameters(recurse=False) if is_divided(weight)]
+    return Sharding(model, world, by_expert)
+
+
+def divide_by_expert(experts: nn.Module, world: World) -> None:
+    """Replace each parameter [experts, ...] of a module, on the meta device, by one that is divided: each rank holds
+    equally many experts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = world.weights_mesh
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for name, weight in experts._parameters.items():
+        if weight is not None and weight.dim() > 1:
+            own = weight.detach().new_empty(len(weight) // mesh.size(-1), *weight.shape[1:])
+            divided = DTensor.from_local(
+                own, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+            )
+            experts._parameters[name] = nn.Parameter(divided, requires_grad=weight.requires_grad)
 
 
 class _CodesWithoutGradients(TorchFunctionMode):

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fxtune.kernels.grouped_matmul import outer, product, segments
+from fxtune.kernels.grouped_matmul import outer, pick, product, segments
 from fxtune.kernels.matmul import CAPABILITY, CUBLAS
 from fxtune.kernels.quantized import unpack
 from fxtune.kernels.swiglu import SILU, Activation, act_and_slope
@@ -69,7 +69,7 @@ def gated_experts(
 
     Args:
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
-        order, back, ends: the attributes of a Routing of [tokens, k] experts.
+        order, back, ends: the attributes of a Routing of [tokens, k] experts, or of an OwnRouting.
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
             strides. With `stored` each is a list of packed tensors.
         adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
@@ -161,7 +161,7 @@ def register(
     def shapes(*inputs: Any) -> tuple[Tensor, ...]:
         layer = Layer(*inputs)
         sizes = layer.b1.shape[1], layer.a1.shape[1], layer.a2.shape[1]
-        return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(len(layer.back), size) for size in sizes)
+        return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(layer.order.shape[0], size) for size in sizes)
 
     def shapes_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         layer = Layer(*inputs[:-3])
@@ -193,12 +193,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _flops(*inputs: Any, **_: Any) -> int:
-    return int(2 * inputs[3][0] * sum(_sizes(*inputs[7:11])))
+    return int(2 * inputs[2][0] * sum(_sizes(*inputs[7:11])))
 
 
 def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
     first, last, *adapters = _sizes(*inputs[7:11])
-    return int(2 * inputs[3][0] * (first + last + 2 * sum(adapters)))
+    return int(2 * inputs[2][0] * (first + last + 2 * sum(adapters)))
 
 
 def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
@@ -210,7 +210,7 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
     ends, gemm, stored = layer.ends, layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
     r1 = project(layer.hidden, layer.token, a1.mT, ends, gemm)
-    x = gather(layer.hidden, layer.back)
+    x = gather(layer.hidden, layer.order, layer.back)
     g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, gemm=gemm)
     del x
     h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation)
@@ -219,13 +219,14 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
 
 
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
-    weights, back, ends, gemm, stored = layer.weights, layer.back, layer.ends, layer.gemm, layer.stored
+    weights, order, back, ends = layer.weights, layer.order, layer.back, layer.ends
+    gemm, stored = layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
     w, token = layer.row_weights, layer.token
     # dout comes without w, which is multiplied where rows are narrow.
     db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends, gemm)
     dr2 = project(dout, token, b2, ends, gemm)
-    dy = gather(dout, back)
+    dy = gather(dout, order, back)
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
     del dy
     # This overwrites dh with w h.
@@ -235,7 +236,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, _adapter_product(dr1, a1, ends, gemm), gemm)
     del dg, dh
     da1 = outer_of(layer.hidden, token, dr1, ends, gemm).mT.contiguous()
-    dweights = dw.index_select(0, back).view(weights.shape)
+    dweights = pick(dw, back).view(weights.shape)
     if layer.bias2 is not None:
         dweights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
     return combine(dx, back, None, weights.shape[1]), dweights.to(weights.dtype), da1, db1, da2, db2
@@ -258,16 +259,13 @@ def _adapter_product(narrow: Tensor, factor: Tensor, ends: Tensor, gemm: str) ->
     return product(narrow, factor, ends, gemm=gemm) if narrow.shape[1] else None
 
 
-def gather(states: Tensor, back: Tensor) -> Tensor:
-    """[rows, d]: the states [tokens, d] of each row's token. `back`: the row of each pair (token, rank)."""
-    k = len(back) // len(states)
-    out = states.new_empty(len(back), states.shape[1])
+def gather(states: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """[rows, d]: the states [tokens, d] of each row's token. `order`, `back`: see Routing."""
     if states.is_cuda:
         from fxtune.kernels.gated_experts_triton import scatter
 
-        return scatter(states, back, out)
-    out[back] = states.repeat_interleave(k, 0)
-    return out
+        return scatter(states, back, states.new_empty(len(order), states.shape[1]))
+    return states.index_select(0, order // (len(back) // len(states)))
 
 
 def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
@@ -318,14 +316,15 @@ def combine(
     plus: Tensor | None = None,
 ) -> Tensor:
     """[tokens, d]: the sum of each token's rows, weighted by `weights` [tokens, k] if given. First the `bias`
-    [experts, d] of a row's expert, and `plus` [rows, d], are added to the rows, without rounding."""
+    [experts, d] of a row's expert, and `plus` [rows, d], are added to the rows, without rounding. Where `back` is -1
+    there is no row; if there is a bias, its weight must be 0."""
     k = k if weights is None else weights.shape[1]
     expert = None if bias is None or ends is None else _expert_of(back, ends)
     if rows.is_cuda:
         from fxtune.kernels.gated_experts_triton import add_up
 
         return add_up(rows, back, weights, k, bias, expert, plus)
-    pairs = (_wide(rows) if plus is None else _wide(rows) + _wide(plus)).index_select(0, back)
+    pairs = pick(_wide(rows) if plus is None else _wide(rows) + _wide(plus), back)
     pairs = (pairs if bias is None else pairs + bias[expert]).unflatten(0, (-1, k))
     return (pairs if weights is None else pairs * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 

@@ -35,7 +35,8 @@ IEEE = tl.constexpr("ieee")
 
 
 def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:
-    """Write each row of `states` [tokens, d] to its k rows of `out` [tokens k, d], listed in `back` [tokens k]."""
+    """Write each of `states` [tokens, d] to its rows of `out` [rows, d]: `back` [tokens k] has k numbers of rows for a
+    token, or -1 for no row."""
     tokens, width = states.shape
     block = min(triton.next_power_of_2(width), COLUMNS)
     if tokens:
@@ -160,7 +161,7 @@ def _scatter(states, out, back, width, K: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(states[0] + token * states[1] + column, mask=inside)
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
-        tl.store(out[0] + row * out[1] + column, value, mask=inside)
+        tl.store(out[0] + row * out[1] + column, value, mask=inside & (row >= 0))
 
 
 @triton.jit
@@ -185,12 +186,13 @@ def _add_up(
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
-        value = tl.load(rows[0] + row * rows[1] + column, mask=inside, other=0.0).to(tl.float32)
+        exists = inside & (row >= 0)
+        value = tl.load(rows[0] + row * rows[1] + column, mask=exists, other=0.0).to(tl.float32)
         if BIASED:
             at = bias + tl.load(expert + token * K + rank).to(tl.int64) * width + column
             value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if PLUS:
-            value += tl.load(plus[0] + row * plus[1] + column, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(plus[0] + row * plus[1] + column, mask=exists, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * K + rank).to(tl.float32)
         total += value

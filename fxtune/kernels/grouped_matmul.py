@@ -209,7 +209,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
 
 def _runs_as_one(x: Tensor, other: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these tensors."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if not (x.is_cuda and len(x)) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *other.shape[1:]))
     return aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
@@ -232,6 +232,9 @@ class Routing:
     of `expert`, and the host reads nothing.
     """
 
+    complete = True
+    """Whether each pair (token, rank) has a row."""
+
     def __init__(self, expert: Tensor, experts: int) -> None:
         self.tokens, self.k = expert.shape
         self.expert, self.order = expert.flatten().sort(stable=True)
@@ -242,39 +245,61 @@ class Routing:
         self.back[self.order] = torch.arange(len(self.order), device=expert.device)
 
     def gather(self, states: Tensor) -> Tensor:
-        """[tokens k, d]: the states [tokens, d] of each token once for each of its experts, sorted by expert."""
-        return _Gather.apply(states, self.order, self.back, self.k)
+        """[rows, d]: the states [tokens, d] of each token once for each of its experts, sorted by expert."""
+        return _Gather.apply(states, self.order, self.back, self.k, self.complete)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """[tokens, d]: the sum of each token's sorted rows [tokens k, d], weighted by `weights` [tokens, k]."""
-        unsorted = _Permute.apply(rows, self.back, self.order).view(self.tokens, self.k, -1)
+        """[tokens, d]: the sum of each token's sorted rows [rows, d], weighted by `weights` [tokens, k]."""
+        unsorted = _Permute.apply(rows, self.back, self.order, self.complete).view(self.tokens, self.k, -1)
         return (unsorted * weights.unsqueeze(-1)).sum(1)
+
+
+class OwnRouting(Routing):
+    """The rows of some of the experts, which a rank holds. A pair (token, rank) with another expert has no row: its
+    entry of `back` is -1, and its weight must be 0."""
+
+    complete = False
+
+    def __init__(self, order: Tensor, back: Tensor, ends: Tensor) -> None:
+        """`order` [rows], `back` [tokens, k]: see Routing. `ends`: of the experts that the rank holds."""
+        self.tokens, self.k = back.shape
+        self.order, self.back, self.ends = order, back.flatten(), ends
+        self.elsewhere = back < 0
+        """[tokens, k]: whether the pair has no row."""
+        numbers = torch.arange(order.shape[0], dtype=ends.dtype, device=ends.device)
+        self.expert = torch.searchsorted(ends, numbers, right=True)
+
+
+def pick(rows: Tensor, back: Tensor, complete: bool = False) -> Tensor:
+    """rows[back], zero where `back` is -1. `complete`: it is -1 nowhere."""
+    return rows.index_select(0, back) if complete else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1))[back]
 
 
 class _Gather(torch.autograd.Function):
     """states[order // k]. Backward adds up a token's k gradients in a fixed order, without atomic additions."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, states: Tensor, order: Tensor, back: Tensor, k: int, complete: bool) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.k = k
+        ctx.k, ctx.complete = k, complete
         return states.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        pairs = pick(gradient, back, ctx.complete)
+        return pairs.unflatten(0, (-1, ctx.k)).sum(1), None, None, None, None
 
 
 class _Permute(torch.autograd.Function):
-    """rows[order], whose gradient is a permutation too."""
+    """pick(rows, back), whose gradient is a permutation too."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, order)
+    def forward(ctx: Any, rows: Tensor, back: Tensor, order: Tensor, complete: bool) -> Tensor:
+        ctx.save_for_backward(order)
+        return pick(rows, back, complete)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back), None, None
+        (order,) = ctx.saved_tensors
+        return gradient.index_select(0, order), None, None, None

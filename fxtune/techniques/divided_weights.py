@@ -1,5 +1,8 @@
 """Weights that are divided over ranks (`parallel.shard`): what cannot be combined with them, and the call that divides
 a built model. How they are divided: distributed/sharding.py; how each rank reads its part: models/shards.py.
+
+Experts of a mixture that transformers describes are divided by expert and stay where they are: tokens travel to them
+(kernels/token_exchange.py). All other weights are gathered for each layer.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import Sharding, shard
 from fxtune.distributed.world import World
-from fxtune.facts.options import Scope, WeightFormat
+from fxtune.facts.options import Scope, Switch, WeightFormat
 from fxtune.facts.run import Facts
-from fxtune.models.structure import decoder_layers, for_images, output_head, skeleton
+from fxtune.kernels.token_exchange import Exchange, set_tokens
+from fxtune.models.structure import backbone, decoder_layers, for_images, output_head, skeleton
 from fxtune.techniques.base import Evidence
+from fxtune.techniques.lora.experts import EXCHANGE, IMPLEMENTATION, OwnExperts, follows_interface, plain_experts
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8
@@ -42,15 +47,32 @@ def refusals(facts: Facts) -> Iterator[str]:
     if lora.enabled and lora.train_tokens:
         yield f"techniques.lora.train_tokens copies rows of whole weights, which no rank has. Set it to null, {whole}."
     if lora.enabled and (model := skeleton(facts.model)) is not None and select(model, lora).experts:
-        yield (
-            "peft adds adapters of experts to whole weights in each pass. Set "
-            f"techniques.lora.exclude_modules=[experts], {whole}."
-        )
+        ranks, without = facts.degrees.shard * facts.degrees.context, "techniques.lora.exclude_modules=[experts]"
+        if lora.grouped_experts is Switch.off:
+            yield (
+                "peft adds adapters of experts to whole weights in each pass. Set techniques.lora.grouped_experts=on, "
+                f"{without}, {whole}."
+            )
+        elif not divisible_experts(model, ranks):
+            yield (
+                f"experts with adapters are divided by expert, and {ranks} ranks cannot have equally many experts "
+                f"(or transformers does not describe them). Set another number of ranks, {without}, {whole}."
+            )
     if compile.enabled and compile.scope is Scope.model:
         yield (
             "with one graph for all layers there is no point between layers at which to gather weights. Set "
             f"techniques.compile.scope=layers, {whole}."
         )
+
+
+def compute_experts(model: Any) -> None:
+    """Let fxtune compute the experts of `model`, a model without adapters that is to be divided. torch's grouped GEMM,
+    which transformers calls, does not run without memory in float32."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if any(map(follows_interface, model.modules())):
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, plain_experts)
+        model.set_experts_implementation(IMPLEMENTATION)
 
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:
@@ -68,7 +90,34 @@ def divide(model: Any, world: World, precision: Precision) -> Sharding:
     if any(parameter.requires_grad for parameter in images):
         embedding.register_forward_hook(_with_gradient)
     autocast = getattr(torch, precision.autocast.value) if precision.casts else None
-    return shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast)
+    experts = divisible_experts(model, world.weights_mesh.size(-1))
+    made = shard(model, decoder_layers(model), None if tied else embedding, whole, world, autocast, experts)
+    if experts:
+        _exchange_tokens(model, experts, world)
+    return made
+
+
+def divisible_experts(model: nn.Module, ranks: int) -> list[Any]:
+    """The modules with the experts of a layer that `ranks` ranks divide by expert."""
+    described: list[Any] = [module for module in model.modules() if follows_interface(module)]
+    return [module for module in described if not isinstance(module, OwnExperts) and module.num_experts % ranks == 0]
+
+
+def _exchange_tokens(model: Any, experts: list[Any], world: World) -> None:
+    """Let tokens travel to the experts, which are divided, in each forward pass of `model`."""
+    group = world.weights_group
+    members = torch.distributed.get_process_group_ranks(group)
+
+    def count_tokens(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        rows, tokens = next(tensor.shape[:2] for tensor in given if tensor is not None)
+        counts = world.exchange([rows * tokens], "counting tokens")
+        set_tokens(group.group_name, [int(counts[member][0]) for member in members])
+
+    for module in experts:
+        count = module.num_experts // group.size()
+        setattr(module, EXCHANGE, Exchange(group.group_name, group.rank() * count, count))
+    backbone(model).register_forward_pre_hook(count_tokens, with_kwargs=True)
 
 
 def _with_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -290,6 +290,8 @@ class Pipeline(Techniques):
                 "is read. Name the tokens."
             )
         built = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
+        if world.degrees.shard > 1:
+            divided_weights.compute_experts(built.module)
         replace_patch_embeddings(built.module)
         tower.prepare(built.module)
         built.reads_sizes_on_host = True

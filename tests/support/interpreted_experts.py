@@ -8,8 +8,9 @@ import itertools
 import torch
 
 from fxtune.kernels import gated_experts, gated_experts_triton
-from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.grouped_matmul import OwnRouting, Routing
 from fxtune.kernels.swiglu import Activation
+from fxtune.kernels.token_exchange import sorted_rows
 
 gated_experts_triton.COLUMNS = 32
 gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)
@@ -27,17 +28,20 @@ def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def tokens_and_rows(tokens: int, k: int, experts: int, width: int) -> Routing:
-    """Compare scatter and add_up, and return the routing."""
-    routing = Routing(torch.rand(tokens, experts).topk(k, -1).indices, experts)
-    states, weights = draw(tokens, width), torch.rand(tokens, k)
-    rows = gated_experts_triton.scatter(states, routing.back, torch.empty(tokens * k, width, dtype=KIND))
-    assert torch.equal(rows, gated_experts.gather(states, routing.back))
-    expert = torch.searchsorted(routing.ends, routing.back.int(), right=True)
-    for given, bias in ((None, None), (weights, None), (weights, draw(experts, width))):
-        mine = gated_experts_triton.add_up(rows, routing.back, given, k, bias, expert)
-        wanted = gated_experts.combine(rows, routing.back, given, k, bias, routing.ends)
-        torch.testing.assert_close(mine, wanted, **CLOSE)
-    return routing
+    """Compare scatter and add_up, with the rows of all experts and of some, and return the routing of all."""
+    index = torch.rand(tokens, experts).topk(k, -1).indices
+    whole, some = Routing(index, experts), OwnRouting(*sorted_rows(index, experts // 2, max(experts // 3, 1)))
+    for routing in (whole, some):
+        states, weights = draw(tokens, width), torch.rand(tokens, k)
+        weights[routing.back.view(tokens, k) < 0] = 0
+        rows = gated_experts_triton.scatter(states, routing.back, torch.empty(len(routing.order), width, dtype=KIND))
+        assert torch.equal(rows, gated_experts.gather(states, routing.order, routing.back))
+        expert = torch.searchsorted(routing.ends, routing.back.int(), right=True)
+        for given, bias in ((None, None), (weights, None), (weights, draw(experts, width))):
+            mine = gated_experts_triton.add_up(rows, routing.back, given, k, bias, expert)
+            wanted = gated_experts.combine(rows, routing.back, given, k, bias, routing.ends)
+            torch.testing.assert_close(mine, wanted, **CLOSE)
+    return whole
 
 
 def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activation) -> None:

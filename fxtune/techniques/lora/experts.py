@@ -23,10 +23,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.distributed.chunks import is_divided
 from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import ACTS, Activation
+from fxtune.kernels.token_exchange import Exchange
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.replacement import InPlaceOf
 from fxtune.models.structure import outputs, without_dropout
@@ -35,6 +37,8 @@ from fxtune.upstream.peft import specialize
 
 FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
 """Names of the tensors: before the activation, after it."""
+EXCHANGE = "exchange"
+"""The attribute of experts that are divided by expert, an Exchange."""
 
 
 def follows_interface(experts: nn.Module) -> bool:
@@ -141,8 +145,12 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
         learning = set(range(count))
         for weight, experts in pairs:
             gradient = gradient_of[id(weight)]
-            moved = None if gradient is None else gradient.view(len(weight), -1, experts).any(0).any(0)
-            learning &= set() if moved is None else set(moved.nonzero()[:, 0].tolist())
+            moved = weight.new_zeros(experts, dtype=torch.bool)
+            if gradient is not None:
+                moved = gradient.view(len(weight), -1, experts).any(0).any(0)
+            if (exchange := exchange_of(module.get_base_layer())) is not None:
+                moved = exchange.anywhere(moved)
+            learning &= set(moved.nonzero()[:, 0].tolist())
         seen.learning += len(learning & reached)
     return seen
 
@@ -171,6 +179,15 @@ def _fits(outermost: Any) -> bool:
         ):
             return False
     return True
+
+
+IMPLEMENTATION = "fxtune_divided"
+"""The name in transformers of plain_experts()."""
+
+
+def plain_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """run_experts() without adapters, as transformers calls an implementation of experts."""
+    return run_experts(experts, {}, hidden, index, weights)
 
 
 class GroupedExperts:
@@ -225,7 +242,32 @@ def run_experts(
         act: the activation if one operator can compute these experts (one_operator()).
         gemm: the GEMM backend of that operator over 16-bit weights.
     """
-    routing = Routing(index, experts.num_experts)
+    if (exchange := exchange_of(experts)) is None:
+        return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm)
+    routing = exchange.route(index)
+    states = exchange.gather(hidden.to(getattr(experts, LAST).dtype), routing)
+    # Weights of experts that another rank holds have no gradient here.
+    weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
+    sums = _run(experts, adapters, states, routing, weights, act, gemm)
+    return exchange.sum(sums, len(hidden)).to(hidden.dtype)
+
+
+def exchange_of(experts: Any) -> Exchange | None:
+    """Where the experts of a layer are that is divided by expert over ranks; None if this rank has all of them."""
+    found: Exchange | None = getattr(experts, EXCHANGE, None)
+    return found
+
+
+def _run(
+    experts: Any,
+    adapters: dict[str, Any],
+    hidden: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    act: Activation | None,
+    gemm: str,
+) -> torch.Tensor:
+    """run_experts() by the experts that this rank holds, for tokens that `routing` has sorted."""
     first = FIRST[0] if experts.has_gate else FIRST[1]
     if isinstance(experts, OwnExperts):
         return experts.run(adapters, hidden, routing, weights, gemm)
@@ -273,33 +315,41 @@ def _number(experts: Any, *names: str) -> float:
     )
 
 
+def _own(weight: Any) -> torch.Tensor:
+    """This rank's experts of a tensor, all of them if it is not divided; differentiable."""
+    own: torch.Tensor = weight.to_local() if is_divided(weight) else weight
+    return own
+
+
 def _frozen(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensors gate_up and down as [experts, out, in]."""
-    first, last = experts.gate_up_proj, experts.down_proj
+    first, last = _own(experts.gate_up_proj), _own(experts.down_proj)
     return (first.mT, last.mT) if experts.is_transposed else (first, last)
 
 
 def biases_of(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not experts.has_bias:
         return None, None
-    return experts.gate_up_proj_bias.to(dtype), experts.down_proj_bias.to(dtype)
+    return _own(experts.gate_up_proj_bias).to(dtype), _own(experts.down_proj_bias).to(dtype)
 
 
 def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    weight = getattr(experts, name)
+    weight = _own(getattr(experts, name))
     rows = rows.to(weight.dtype)
     result = grouped_mm(rows, weight, routing.ends, experts.is_transposed)
     if name in adapters:
         a, b = halves_of(adapters[name], rows.dtype)
         result = result + grouped_mm(grouped_mm(rows, a, routing.ends, False), b, routing.ends, False)
     if experts.has_bias:
-        result = result + getattr(experts, f"{name}_bias")[routing.expert]
+        result = result + _own(getattr(experts, f"{name}_bias"))[routing.expert]
     return result
 
 
 def halves_of(wrapper: Any, dtype: torch.dtype) -> Adapter:
-    """A and the scaled B of a wrapper in `dtype`."""
+    """A and the scaled B of a wrapper in `dtype`, for the experts that this rank holds."""
     a, b = adapter_of(wrapper)
+    if (exchange := exchange_of(wrapper.get_base_layer())) is not None:
+        a, b = (half.narrow(0, exchange.first, exchange.experts) for half in (a, b))
     b = b * wrapper.scaling[ADAPTER]
     return Adapter(_padded(a.to(dtype), 1), _padded(b.to(dtype), 2))
 

@@ -1,0 +1,89 @@
+"""Experts of which each rank holds some, beside one process that holds all. Ranks have different numbers of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.sharded import run_ranks
+
+from fxtune.distributed.world import World
+from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.grouped_matmul import Routing, grouped_mm
+from fxtune.kernels.token_exchange import Exchange, set_tokens
+
+D, WIDTH, R, K, EXPERTS = 8, 6, 2, 3, 6
+TOKENS = (4, 1, 7)
+"""Of each rank. No token chooses expert 5, and the tokens of rank 1 choose experts of rank 0 only."""
+
+
+def drawn() -> dict[str, torch.Tensor]:
+    """The tokens of all ranks, their experts and weights, and the matrices and adapters of all experts."""
+    torch.manual_seed(0)
+    tokens = sum(TOKENS)
+    index = torch.rand(tokens, EXPERTS - 1).topk(K, -1).indices
+    index[TOKENS[0] : TOKENS[0] + TOKENS[1]] = torch.tensor([0, 2, 1])
+    shapes = {
+        "first": (EXPERTS, 2 * WIDTH, D),
+        "last": (EXPERTS, D, WIDTH),
+        "a1": (EXPERTS, R, D),
+        "b1": (EXPERTS, 2 * WIDTH, R),
+        "a2": (EXPERTS, R, WIDTH),
+        "b2": (EXPERTS, D, R),
+        "bias1": (EXPERTS, 2 * WIDTH),
+        "bias2": (EXPERTS, D),
+        "hidden": (tokens, D),
+        "weights": (tokens, K),
+    }
+    return {"index": index, **{name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}}
+
+
+def output(kind: str, hidden: torch.Tensor, weights: torch.Tensor, routing: Routing, of: dict) -> torch.Tensor:
+    """Adapted experts in one operator, or trained experts as products."""
+    if kind == "adapted":
+        halves = Adapter(of["a1"], of["b1"]), Adapter(of["a2"], of["b2"])
+        rows = routing.order, routing.back, routing.ends
+        biases = of["bias1"], of["bias2"]
+        return gated_experts(hidden, weights, *rows, (of["first"], of["last"]), halves, biases=biases)
+    rows = grouped_mm(routing.gather(hidden), of["first"], routing.ends, False) + of["bias1"][routing.expert]
+    return routing.combine(grouped_mm(rows[:, :WIDTH].tanh(), of["last"], routing.ends, False), weights)
+
+
+def learn(kind: str, world: World) -> dict[str, np.ndarray]:
+    """The output, and the gradients of one sum over it, of this rank's tokens and experts."""
+    given, group = drawn(), torch.distributed.group.WORLD
+    tokens = sum(TOKENS[: world.rank]), TOKENS[world.rank]
+    experts = EXPERTS // world.size * world.rank, EXPERTS // world.size
+    if world.size == 1:
+        tokens, experts = (0, sum(TOKENS)), (0, EXPERTS)
+    else:
+        set_tokens(group.group_name, TOKENS)
+    by_token = "index", "hidden", "weights"
+    own = {
+        name: tensor.narrow(0, *(tokens if name in by_token else experts)).clone() for name, tensor in given.items()
+    }
+    trained = ("a1", "b1", "a2", "b2") if kind == "adapted" else ("first", "last", "bias1")
+    trained = "hidden", "weights", *trained
+    for name in trained:
+        own[name].requires_grad_()
+    if world.size == 1:
+        result = output(kind, own["hidden"], own["weights"], Routing(own["index"], EXPERTS), own)
+    else:
+        exchange = Exchange(group.group_name, *experts)
+        routing = exchange.route(own["index"])
+        weights = exchange.gather(own["weights"], routing).masked_fill(routing.elsewhere, 0)
+        sums = output(kind, exchange.gather(own["hidden"], routing), weights, routing, own)
+        result = exchange.sum(sums, tokens[1])
+    factors = torch.arange(sum(TOKENS) * D, dtype=torch.float64).sin().view(-1, D).narrow(0, *tokens)
+    (result * factors).sum().backward()
+    found = {"output": result.detach(), **{name: own[name].grad for name in trained}}
+    return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["adapted", "trained"])
+def test_ranks_with_some_experts_compute_what_one_process_computes(kind):
+    (alone,) = run_ranks(1, learn, kind)
+    ranks = run_ranks(3, learn, kind)
+    for name, whole in alone.items():
+        np.testing.assert_allclose(np.concatenate([rank[name] for rank in ranks]), whole, atol=1e-12, err_msg=name)
+        assert whole.any(), name

@@ -36,7 +36,7 @@ BASES: dict[str, tuple[str, bool, list[str]]] = {
     ),
     "experts stored apart": ("mixtral", True, LINEARS),
     "trained experts stored apart": ("mixtral", True, ["techniques.lora.enabled=false"]),
-    "experts with adapters": ("mixtral", False, ["techniques.lora.target_modules=[all-linear]"]),
+    "experts with adapters": ("mixtral", True, ["techniques.lora.target_modules=[all-linear]"]),
 }
 """Name -> (kind of model, whether docs/distributed.md says that it is divided, keys)."""
 

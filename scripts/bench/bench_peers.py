@@ -436,7 +436,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "model.path=null",
         f"model.tokenizer={processor_folder(args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
-        f"model.architecture={in_words(architecture(case))}",
+        f"model.architecture={in_words(architecture(case.shape, case.length))}",
         f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",
         f"data.sequence_length={case.packed_length or case.length}",
@@ -456,11 +456,12 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
     ]
 
 
-def architecture(case: Case) -> dict[str, Any]:
-    """The config of a case's model. Its positions reach to the end of a row, as in peer_tools.random_model()."""
-    shape = SHAPES[case.shape]
-    positions = shape.get("max_position_embeddings", case.length)
-    return {**shape, "max_position_embeddings": case.length} if positions < case.length else shape
+def architecture(name: str, length: int) -> dict[str, Any]:
+    """The config of a shape for rows of `length` tokens. Its positions reach to the end of a row, as in
+    peer_tools.random_model()."""
+    shape = SHAPES[name]
+    positions = shape.get("max_position_embeddings", length)
+    return {**shape, "max_position_embeddings": length} if positions < length else shape
 
 
 def in_words(value: Any) -> str:

@@ -98,17 +98,18 @@ def compare(measured: Measured) -> Row:
     assert row.shape
     assert row.rows
     assert row.length
+    shared = any(key.startswith("parallel.context=") for key in row.keys)
     words = [
         "model.path=null",
         "model.tokenizer=builtin:tiny",
         "model.init=random",
         "model.dtype=bfloat16",
-        f"model.architecture={bench_peers.in_words(bench_peers.SHAPES[row.shape])}",
+        f"model.architecture={bench_peers.in_words(bench_peers.architecture(row.shape, row.length))}",
         f"data.sequence_length={row.length}",
         "data.packing=true",
         "train.max_steps=10",
         f"train.micro_batch_size={row.rows}",
-        f"train.global_batch_size={row.rows * baseline.cards}",
+        f"train.global_batch_size={row.rows * (1 if shared else baseline.cards)}",
         *row.keys,
     ]
     config = compose.load(words)

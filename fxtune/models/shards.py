@@ -261,9 +261,8 @@ class _Files:
         """Rows of a tensor of the architecture; see Read."""
         tensor = self.tensors[name]
         if tensor.apart:
-            return torch.stack(
-                [torch.cat([self._whole(part[row]) for part in tensor.parts]) for row in range(first, end)]
-            )
+            matrices = [self._whole(part[row]) for row in range(first, end) for part in tensor.parts]
+            return torch.cat(matrices).unflatten(0, (end - first, -1))
         (key,) = tensor.keys
         rows: torch.Tensor = self.stored[key].get_slice(key)[first:end]
         return rows.mT if tensor.turned else rows

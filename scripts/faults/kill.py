@@ -68,6 +68,7 @@ SHARES = {
     "dpo-stored": 2,
     "kto": 2,
     "reward": 2,
+    "images": 1,
     "compiled": 1,
 }
 """Relative number of kills per mode. Modes `workers`, `tokenisers` and `compiled` are slow."""

@@ -51,5 +51,7 @@ def test_every_module_has_a_test_file_of_its_name():
 
 
 def test_gpu_tests_are_named_after_a_module_or_a_package():
-    names = {path.stem for path in modules()} | {path.parent.name for path in modules()} | {"deterministic", "two_cards"}
+    names = (
+        {path.stem for path in modules()} | {path.parent.name for path in modules()} | {"deterministic", "two_cards"}
+    )
     assert {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= names

@@ -17,7 +17,7 @@ numbers for half the bytes. Gradients are summed, not averaged: losses are divid
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -25,19 +25,22 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fxtune.distributed.chunks import LinearWeights, is_divided, local
+from fxtune.distributed.chunks import LinearWeights, divided_like, is_divided, local
 from fxtune.distributed.world import World
 from fxtune.upstream import torch as upstream
 
+OWN = "own_experts"
+"""The attribute of a module whose parameters are divided by expert: their names -> the experts that this rank holds.
+These share the parameters' memory and get their gradients: torch's compiler takes plain tensors."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Sharding:
-    """What a pass and a training step control of the sharded weights of `model`; shard() returns it. `experts`: the
-    parameters that are divided by expert."""
+    """What a pass and a training step control of the sharded weights of `model`; shard() returns it. `experts`:
+    parameters that are divided by expert, and this rank's experts of each."""
 
-    def __init__(self, model: Any, world: World, experts: Sequence[nn.Parameter] = ()) -> None:
+    def __init__(self, model: Any, world: World, experts: Mapping[nn.Parameter, nn.Parameter]) -> None:
         self.model, self.world, self.experts = model, world, experts
         self.accumulates = True
         """Whether gradients of earlier micro-batches are kept whole on each rank, in float32, and summed over ranks
@@ -46,6 +49,8 @@ class Sharding:
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
         """Yield the `micro_batches` of a step. If gradients accumulate, they are summed over the ranks after the last
         micro-batch only. A micro-batch is yielded when the next one is known, so that the last one is recognised."""
+        for own in self.experts.values():
+            own.grad = None  # of a step that was given up
         ahead: list[Item] = []
         self.model.set_requires_gradient_sync(not self.accumulates)
         for item in micro_batches:
@@ -56,14 +61,15 @@ class Sharding:
         yield from ahead
 
     @torch.no_grad()
-    def sum_gradients_of_experts(self) -> None:
-        """Sum the gradients of experts over the replicas, in place. Over the ranks that divide the weights they are
-        sums already: an expert's rank has computed the rows of all their tokens."""
+    def collect_gradients_of_experts(self) -> None:
+        """Give the experts' parameters the gradients of this rank's experts, summed over the replicas. Over the ranks
+        that divide the weights they are sums already: a rank has computed the rows of all tokens of its experts."""
         mesh = self.world.weights_mesh
-        for parameter in self.experts if mesh.ndim > 1 else ():
-            if parameter.grad is not None:
-                own = local(parameter.grad)
-                own.copy_(self.world.sum(own.float(), "adding up gradients of experts", mesh.get_group(0)))
+        for weight, own in self.experts.items():
+            if own.grad is not None and mesh.ndim > 1:
+                own.grad.copy_(self.world.sum(own.grad.float(), "adding up gradients of experts", mesh.get_group(0)))
+            weight.grad = None if own.grad is None else divided_like(own.grad, weight)
+            own.grad = None
 
     def sum_over_shards(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over the ranks that hold parts of the same weights, in place."""
@@ -140,8 +146,12 @@ def shard(
     register_fsdp_forward_method(model, "run_with_head")
     # torch keeps the root's weights gathered after a forward pass: for a backward pass, if there is one.
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
-    by_expert = [weight for module in experts for weight in module.parameters(recurse=False) if is_divided(weight)]
-    return Sharding(model, world, by_expert)
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for module in experts:
+        held = {name: weight for name, weight in module.named_parameters(recurse=False) if is_divided(weight)}
+        own.update({weight: nn.Parameter(local(weight), weight.requires_grad) for weight in held.values()})
+        setattr(module, OWN, {name: own[weight] for name, weight in held.items()})
+    return Sharding(model, world, own)
 
 
 def divide_by_expert(experts: nn.Module, world: World) -> None:
@@ -153,9 +163,9 @@ def divide_by_expert(experts: nn.Module, world: World) -> None:
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for name, weight in experts._parameters.items():
         if weight is not None and weight.dim() > 1:
-            own = weight.detach().new_empty(len(weight) // mesh.size(-1), *weight.shape[1:])
+            held = weight.detach().new_empty(len(weight) // mesh.size(-1), *weight.shape[1:])
             divided = DTensor.from_local(
-                own, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+                held, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
             )
             experts._parameters[name] = nn.Parameter(divided, requires_grad=weight.requires_grad)
 

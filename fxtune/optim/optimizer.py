@@ -128,7 +128,7 @@ class Optimizer:
     def collect(self) -> None:
         """Take the gradients that the backward pass has left in divided parameters."""
         if self.sharding is not None:
-            self.sharding.sum_gradients_of_experts()
+            self.sharding.collect_gradients_of_experts()
         for own, parameter in self.divided.items():
             own.grad = None if parameter.grad is None else local(parameter.grad)
 

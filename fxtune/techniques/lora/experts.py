@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxtune.distributed.chunks import is_divided
+from fxtune.distributed.sharding import OWN
 from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
@@ -245,7 +245,7 @@ def run_experts(
     if (exchange := exchange_of(experts)) is None:
         return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm)
     routing = exchange.route(index)
-    states = exchange.gather(hidden.to(getattr(experts, LAST).dtype), routing)
+    states = exchange.gather(hidden.to(_own(experts, LAST).dtype), routing)
     # Weights of experts that another rank holds have no gradient here.
     weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
     sums = _run(experts, adapters, states, routing, weights, act, gemm)
@@ -272,7 +272,7 @@ def _run(
     if isinstance(experts, OwnExperts):
         return experts.run(adapters, hidden, routing, weights, gemm)
     rows = routing.order, routing.back, routing.ends
-    dtype = getattr(experts, first).dtype
+    dtype = _own(experts, first).dtype
     if act is not None and len(adapters) == 2:
         matrices, biases = _frozen(experts), biases_of(experts, dtype)
         result = gated_experts(
@@ -315,33 +315,34 @@ def _number(experts: Any, *names: str) -> float:
     )
 
 
-def _own(weight: Any) -> torch.Tensor:
-    """This rank's experts of a tensor, all of them if it is not divided; differentiable."""
-    own: torch.Tensor = weight.to_local() if is_divided(weight) else weight
-    return own
+def _own(experts: Any, name: str) -> torch.Tensor:
+    """A tensor of the experts that this rank holds."""
+    held = getattr(experts, OWN, {})
+    tensor: torch.Tensor = held[name] if name in held else getattr(experts, name)
+    return tensor
 
 
 def _frozen(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensors gate_up and down as [experts, out, in]."""
-    first, last = _own(experts.gate_up_proj), _own(experts.down_proj)
+    first, last = _own(experts, "gate_up_proj"), _own(experts, "down_proj")
     return (first.mT, last.mT) if experts.is_transposed else (first, last)
 
 
 def biases_of(experts: Any, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not experts.has_bias:
         return None, None
-    return _own(experts.gate_up_proj_bias).to(dtype), _own(experts.down_proj_bias).to(dtype)
+    return _own(experts, "gate_up_proj_bias").to(dtype), _own(experts, "down_proj_bias").to(dtype)
 
 
 def _product(experts: Any, name: str, adapters: dict[str, Any], rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    weight = _own(getattr(experts, name))
+    weight = _own(experts, name)
     rows = rows.to(weight.dtype)
     result = grouped_mm(rows, weight, routing.ends, experts.is_transposed)
     if name in adapters:
         a, b = halves_of(adapters[name], rows.dtype)
         result = result + grouped_mm(grouped_mm(rows, a, routing.ends, False), b, routing.ends, False)
     if experts.has_bias:
-        result = result + _own(getattr(experts, f"{name}_bias"))[routing.expert]
+        result = result + _own(experts, f"{name}_bias")[routing.expert]
     return result
 
 

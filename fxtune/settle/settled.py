@@ -29,6 +29,7 @@ from fxtune.settle.rows import decide_rows
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques import withdrawal
 from fxtune.techniques.attention import isolation
+from fxtune.techniques.estimate.memory import divides_experts
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable
 from fxtune.techniques.pipeline import Pipeline
 
@@ -114,6 +115,10 @@ def settle(
     else:
         techniques, decided = config.techniques.decided(facts)
     facts = replace(facts, techniques=techniques)
+    if divides_experts(facts):
+        decided.append(
+            f"experts: 1/{degrees.shard * degrees.context} of each layer's on a rank, tokens travel to them"
+        )
     remarks = _remarks(config, techniques, facts, hf_config, decided)
     return Settled(config, hf_config, techniques, facts, (*notes, *remarks, *decided))
 

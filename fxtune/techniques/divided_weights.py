@@ -19,12 +19,30 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import Scope, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
-from fxtune.models.structure import backbone, decoder_layers, for_images, output_head, skeleton
+from fxtune.models.structure import (
+    backbone,
+    decoder_layers,
+    for_images,
+    output_head,
+    skeleton,
+    without_dropout,
+)
+from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.lora.experts import EXCHANGE, IMPLEMENTATION, OwnExperts, follows_interface, plain_experts
+from fxtune.techniques.lora.experts import (
+    EXCHANGE,
+    IMPLEMENTATION,
+    divisible_experts,
+    exchange_of,
+    follows_interface,
+    plain_experts,
+)
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8
+
+GATHER, SUM = "fxtune.gather_tokens", "fxtune.sum_tokens"
+"""The operators that send hidden states, and weights of the routing, to the experts, and their outputs back."""
 
 
 def refusals(facts: Facts) -> Iterator[str]:
@@ -97,12 +115,6 @@ def divide(model: Any, world: World, precision: Precision) -> Sharding:
     return made
 
 
-def divisible_experts(model: nn.Module, ranks: int) -> list[Any]:
-    """The modules with the experts of a layer that `ranks` ranks divide by expert."""
-    described: list[Any] = [module for module in model.modules() if follows_interface(module)]
-    return [module for module in described if not isinstance(module, OwnExperts) and module.num_experts % ranks == 0]
-
-
 def _exchange_tokens(model: Any, experts: list[Any], world: World) -> None:
     """Let tokens travel to the experts, which are divided, in each forward pass of `model`."""
     group = world.weights_group
@@ -126,8 +138,9 @@ def _with_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tenso
     return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
-def observe(model: nn.Module, world: World) -> Evidence:
-    """How many bytes of the model each rank holds between two passes. All ranks call it together."""
+def observe(model: nn.Module, probe: dict[str, Any], world: World) -> Iterator[Evidence]:
+    """How many bytes of the model each rank holds between two passes, and whether tokens travel to divided experts.
+    All ranks call it together, under training's autocast. `probe`: a small row."""
     parts = world.weights_mesh.size(-1)
     divided = [parameter for parameter in model.parameters() if is_divided(parameter)]
     held = sum(local(parameter).nbytes for parameter in divided)
@@ -136,10 +149,31 @@ def observe(model: nn.Module, world: World) -> Evidence:
     # Rows are not halved: the first ranks may hold one row more than the last.
     spare = sum(parameter.nbytes // len(parameter) for parameter in divided)
     most = max(world.gather(held, "comparing what ranks hold"))
-    return Evidence(
+    yield Evidence(
         "parallel",
         f"weights divided over {parts} ranks",
         f"at most {most:,} of {total:,} bytes of {len(divided)} matrices on a rank, and {whole:,} bytes of "
         "undivided weights on each",
         bool(divided) and most <= total / parts + spare,
+    )
+    if experts := [module for module in model.modules() if exchange_of(module) is not None]:
+        yield _observe_experts(model, experts, probe)
+
+
+def _observe_experts(model: nn.Module, experts: list[nn.Module], probe: dict[str, Any]) -> Evidence:
+    """Whether this rank holds its part of the experts, and tokens travel to each of the modules in `experts`."""
+    weights = [weight for module in experts for weight in module.parameters(recurse=False) if is_divided(weight)]
+    held, total = sum(local(weight).nbytes for weight in weights), sum(weight.nbytes for weight in weights)
+    counter = OperatorCounter(lambda name, _: name if name in (GATHER, SUM) else None)
+    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), counter:
+        model(**probe)
+    gathers, sums = counter.counts[GATHER], counter.counts[SUM]
+    exchange, parts = exchange_of(experts[0]), total // held
+    assert exchange is not None
+    return Evidence(
+        "parallel",
+        f"experts divided over {parts} ranks, tokens travel to them",
+        f"{exchange.experts} of {exchange.experts * parts} experts of a layer on a rank, {held:,} of {total:,} bytes; "
+        f"{gathers} exchanges to the experts of {len(experts)} layers and {sums} back in a forward pass",
+        (gathers, sums) == (2 * len(experts), len(experts)),
     )

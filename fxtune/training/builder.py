@@ -331,7 +331,8 @@ class RunBuilder:
                     observed.append(context.observe(model.model, self.world, layers, self.facts.packing))
             if model.prepared.sharding is not None:
                 model.prepared.sharding.free_gathered()
-                observed.append(divided_weights.observe(model.model, self.world))
+                with self.techniques.precision.context(self.world.device):
+                    observed += divided_weights.observe(model.model, probe, self.world)
             return observed
 
     @phase("Making the optimizer", part="optimizer")

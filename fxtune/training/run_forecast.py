@@ -279,12 +279,12 @@ def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Len
 
 def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:
     """Seconds of a step in which ranks send and do not compute. The exchange of divided weights, and of the gradients
-    of full fine-tuning, overlaps with computation. The exchange of rows, and of adapters' gradients, does not."""
+    of full fine-tuning, overlaps with computation. The exchange of rows, tokens, and adapters' gradients does not."""
     if facts.degrees.ranks == 1:
         return 0.0
     traffic, link = step_traffic(facts, micro_batches), rates(facts).peer
     beside = (traffic.weights + (0 if facts.techniques.lora.enabled else traffic.gradients)) / link
-    waited = (traffic.rows + (traffic.gradients if facts.techniques.lora.enabled else 0)) / link
+    waited = (traffic.rows + traffic.tokens + (traffic.gradients if facts.techniques.lora.enabled else 0)) / link
     return waited + max(beside - compute, 0.0)
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.harness import command, write_preferences
 from support.killing import MODES, tail
+from support.mixtures import ON_EXPERTS, QWEN3_MOE
 from support.ranks import Ranks
 from support.runs import losses
 
@@ -73,6 +74,27 @@ def test_adapters_on_divided_weights_resume_bit_for_bit(ranks, tmp_path):
     killed(ranks, tmp_path / "killed", words, "training", 9)
     ended(ranks, tmp_path / "killed", words)
     assert sha256(tmp_path / "killed" / "run" / ADAPTER) == sha256(undisturbed / "run" / ADAPTER)
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_experts_on_divided_ranks_resume_bit_for_bit_and_in_one_process(adapters, ranks, forks, tmp_path):
+    words = (QWEN3_MOE, "train.epochs=1", *(ON_EXPERTS if adapters else FULL[:1]))
+    undisturbed, again, alone = (tmp_path / name for name in ("undisturbed", "again", "alone"))
+    for folder in (undisturbed, again, alone):
+        folder.mkdir()
+    ended(ranks, undisturbed, (*words, "parallel.shard=2"))
+    killed(ranks, again, (*words, "parallel.shard=2"), "training", 9)
+    shutil.copytree(again, alone, dirs_exist_ok=True)
+    ended(ranks, again, (*words, "parallel.shard=2"))
+    file = ADAPTER if adapters else MODEL
+    assert sha256(again / "run" / file) == sha256(undisturbed / "run" / file)
+    assert forks.start(command(alone, *words), alone, "after.jsonl").wait() == 0, tail(alone)
+    assert "Resuming run after step" in tail(alone, 10**6)
+    assert losses(alone / "run") == pytest.approx(losses(undisturbed / "run"), abs=1e-5)
+    one, divided = load_file(alone / "run" / file), load_file(undisturbed / "run" / file)
+    assert one.keys() == divided.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=0)
 
 
 def test_one_process_goes_on_with_a_divided_run(ranks, forks, whole, tmp_path):

@@ -33,6 +33,19 @@ MORE = {
 }
 
 
+SIZES = "hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 1024"
+QWEN3_MOE = (
+    f"model.architecture={{model_type: qwen3_moe, {SIZES}, head_dim: 16, num_experts: 6, num_experts_per_tok: 2, "
+    "moe_intermediate_size: 32}"
+)
+GPT_OSS = (
+    f"model.architecture={{model_type: gpt_oss, {SIZES}, head_dim: 16, intermediate_size: 48, num_local_experts: 4, "
+    "num_experts_per_tok: 2}"
+)
+ON_EXPERTS = ("techniques.lora.target_modules=[all-linear]", "techniques.checkpointing.enabled=true")
+"""Words of commands: models, and what trains adapters of their experts."""
+
+
 def mixture(kind: str, **changes) -> ModelConfig:
     values = {**(MORE.get(kind) or ARCHITECTURES.get(kind) or {}), **changes}
     return ModelConfig(path=None, init=Init.random, architecture={"model_type": kind, **values})

@@ -57,6 +57,22 @@ def test_where_fp8_does_not_run_each_type_gets_one_advice_that_is_not_refused(de
     assert not list(divided_weights.refusals(replace(sharded({**LORA}), **device)))
 
 
+@pytest.mark.parametrize(
+    ("experts", "lora", "reason"),
+    [
+        (4, {}, None),
+        (4, {"grouped_experts": "off"}, "Set techniques.lora.grouped_experts=on"),
+        (3, {}, "2 ranks cannot have equally many experts"),
+        (3, {"exclude_modules": ["experts"]}, None),
+    ],
+)
+def test_adapters_of_experts_need_ranks_that_divide_the_experts(experts, lora, reason):
+    model = {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    facts = sharded({"lora": {"target_modules": ["all-linear"], **lora}}, model)
+    found = list(divided_weights.refusals(facts))
+    assert [reason in text for text in found] == [True] if reason else not found, found
+
+
 def test_adapters_over_a_plain_or_fp8_base_are_not_refused():
     together = {**LORA, "compile": {}, "liger": {}, "checkpointing": {}}
     for techniques in (together, {**together, "quantize": {"type": "fp8"}}):

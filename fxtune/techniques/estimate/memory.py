@@ -34,7 +34,8 @@ their step (`Facts.undo_limit`).
 The forecast is for one rank. Replicas add up their gradients in a buffer as large as all gradients, in float32 unless
 the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights, gradients and
 moments. They also hold, whole and in the dtype of matmuls: the head, two layers (one is fetched while the other
-computes), and the gradients of one layer, which are added up in float32. Adapters are whole on each rank. Ranks that
+computes), and the gradients of one layer, which are added up in float32. Adapters are whole on each rank. Experts that
+are divided by expert are never whole; in their place ranks hold the hidden states of all ranks' tokens. Ranks that
 share rows hold their part of the activations. On two H100 the forecast of divided weights is 3 to 4 % too high
 (benchmarks/baselines/h100_two_cards.json).
 
@@ -54,10 +55,11 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Shape
-from fxtune.models.structure import normalizes_queries
+from fxtune.models.structure import normalizes_queries, skeleton
 from fxtune.techniques.attention.backends.registry import backend_of
 from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
 from fxtune.techniques.estimate.tower import has_gradients, image_adapters, image_memory, image_numbers
+from fxtune.techniques.lora.experts import divisible_experts
 from fxtune.techniques.lora.targets import gate_up_parts
 from fxtune.techniques.quantize.quantized_experts import leaves_linears
 from fxtune.techniques.quantized_modules import bytes_per_weight
@@ -238,6 +240,8 @@ class LayerBytes:
         self.keys = self.shape.k * (1 + facts.shares_prompts)
         """Width of a token's keys: a shared prompt has a copy of them (attention/packed.py), at most one a token."""
         self.normalizes = normalizes_queries(facts.model)
+        self.everyone = facts.degrees.shard * facts.degrees.context if divides_experts(facts) else 0
+        """How many ranks' tokens reach the experts of this rank; 0: experts are not divided."""
         float8 = facts.techniques.float8
         self.float8 = float8.enabled and float8.weight_gradient == "float8" and self.shape.expert_count == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
@@ -268,6 +272,11 @@ class LayerBytes:
 
     def working(self, level: str) -> float:
         """Bytes that a layer holds in its backward pass beyond what it kept."""
+        # All ranks' tokens: as sent, as received, and what this rank's experts add to their gradients.
+        return self._working(level) + 3 * self.number * self.everyone * self.shape.hidden
+
+    def _working(self, level: str) -> float:
+        """working() but for tokens of other ranks."""
         h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.keys, self.shape.inner, self.plan.tiles
         kept_before = self._everything() if level != "everything" else 0
         # Ranks that share rows hold queries, keys and values as sent and as received.
@@ -297,6 +306,7 @@ class LayerBytes:
         h, q, i = self.shape.hidden, self.shape.q, self.shape.inner if self.plan.tiles == 1 else 0
         k = self.keys if self.grouped else q
         small = 4 * self.shape.heads + self._adapters(*GROUPS) + self._routing()
+        small += self.number * self.everyone * h
         if self.normalizes:  # queries and keys before their norms and after
             small += self.number * (q + self.shape.k)
         if self.float8:  # inputs of linears take a byte in place of two; attention keeps its output, too
@@ -316,7 +326,7 @@ class LayerBytes:
         if s.expert_count == 1:
             return 0
         adapters = 2 * lora.r * s.used * self.number if lora.enabled else 0
-        return 4 * 2 * s.expert_count + 16 * s.used + adapters
+        return 4 * 2 * s.expert_count + 8 * (2 + self.everyone) * s.used + adapters
 
     def _adapters(self, *groups: str) -> int:
         """Bytes of x A^T for the adapters of these groups."""
@@ -449,11 +459,25 @@ def exchange_bytes(facts: Facts) -> int:
         return facts.sum_bytes * trained_parameters(facts)
     # The embedding is whole in its own forward pass only, far from any peak. The head's weight, which may be the same
     # tensor, is whole from the end of the forward pass to its gradient.
-    head, layer = shape.vocabulary * shape.hidden, shape.linear_parameters / shape.layers
+    head, layer = shape.vocabulary * shape.hidden, gathered_parameters(facts, shape) / shape.layers
     gradients = layer * (number_bytes(facts) + 4)
     if facts.techniques.lora.enabled:  # as replicas do
         gradients = facts.sum_bytes * trained_parameters(facts)
     return int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts) + gradients)
+
+
+def divides_experts(facts: Facts) -> bool:
+    """Whether the experts of a mixture are divided by expert over the ranks, and tokens travel to them."""
+    ranks = facts.degrees.shard * facts.degrees.context
+    if facts.degrees.shard == 1 or shape_of(facts).expert_count == 1 or quantizes_experts(facts):
+        return False
+    model = skeleton(facts.model)
+    return model is not None and bool(divisible_experts(model, ranks))
+
+
+def gathered_parameters(facts: Facts, shape: Shape) -> int:
+    """Parameters of the linears of all layers that ranks with divided weights gather."""
+    return shape.linear_parameters - shape.expert_parameters * divides_experts(facts)
 
 
 def trained_parameters(facts: Facts) -> int:

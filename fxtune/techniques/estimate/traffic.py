@@ -3,7 +3,8 @@
 By the algorithms of NCCL a rank sends (n - 1) / n B in a reduce-scatter or an all-gather of B bytes over n ranks, and
 twice that in an all-reduce. Divided weights are gathered for the forward and for the backward pass of each
 micro-batch. If rows are divided, ranks exchange queries, keys and values before attention, and its output afterwards,
-in the forward and in the backward pass.
+in the forward and in the backward pass. Experts that are divided by expert are not gathered: tokens travel to them and
+back in both passes, and once more to experts that are recomputed, which is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from dataclasses import dataclass
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.techniques.attention.context import key_copies
-from fxtune.techniques.estimate.memory import linear_bytes, number_bytes, trained_parameters
+from fxtune.techniques.estimate.memory import (
+    divides_experts,
+    gathered_parameters,
+    linear_bytes,
+    number_bytes,
+    trained_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -24,29 +31,35 @@ class Traffic:
     weights: int
     rows: int
     """Activations of divided rows."""
+    tokens: int
+    """Hidden states of tokens that travel to experts and back."""
 
     @property
     def total(self) -> int:
-        return self.gradients + self.weights + self.rows
+        return self.gradients + self.weights + self.rows + self.tokens
 
 
 def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
     """What a rank sends in a step in which it computes `micro_batches` micro-batches."""
     shape, degrees = Shape.of(facts.text), facts.degrees
     number = number_bytes(facts)
-    all_weights = shape.linear_parameters * linear_bytes(facts) + shape.other_parameters * number
+    all_weights = gathered_parameters(facts, shape) * linear_bytes(facts) + shape.other_parameters * number
     # Gradients are scattered over the ranks that divide the weights. Then the ranks with the same part add it up.
     copies, parts = degrees.replicate * degrees.context, degrees.shard
     if facts.techniques.lora.enabled:  # adapters are whole on each rank
         copies, parts = degrees.ranks, 1
     all_gradients = facts.sum_bytes * trained_parameters(facts)
-    gradients = _sent_share(parts) * all_gradients + 2 * _sent_share(copies) * all_gradients / parts
+    experts = shape.expert_parameters if divides_experts(facts) else 0
+    scattered = all_gradients if facts.techniques.lora.enabled else all_gradients - facts.sum_bytes * experts
+    gradients = _sent_share(parts) * scattered + 2 * _sent_share(copies) * all_gradients / parts
     keys = shape.k * key_copies(shape.heads, shape.key_heads, degrees.context)
     activations = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
+    states = 4 * shape.layers * facts.tokens * number * shape.hidden
     return Traffic(
         int(gradients),
         int(2 * _sent_share(degrees.shard) * all_weights * micro_batches),
         int(_sent_share(degrees.context) * activations * micro_batches),
+        int((degrees.shard * degrees.context - 1) * states * micro_batches) if experts else 0,
     )
 
 

@@ -46,6 +46,12 @@ def follows_interface(experts: nn.Module) -> bool:
     return all(hasattr(experts, name) for name in ("is_transposed", "has_gate", "has_bias", "num_experts", LAST))
 
 
+def divisible_experts(model: nn.Module, ranks: int) -> list[Any]:
+    """The modules with the experts of a layer that `ranks` ranks divide by expert."""
+    described: list[Any] = [module for module in model.modules() if follows_interface(module)]
+    return [module for module in described if not isinstance(module, OwnExperts) and module.num_experts % ranks == 0]
+
+
 def used_experts(model: nn.Module, config: Any) -> int | None:
     """How many experts a token uses; 0 without experts, None if the number or the storage of experts is not known."""
     if not any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.architectures import enable
-from support.forecasts import TECHNIQUES, card
+from support.forecasts import LLAMA, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.settle.degrees import memory_need
@@ -56,3 +56,18 @@ def test_adapters_are_whole_on_ranks_that_share_the_base():
     assert half.exchange > 4 * ADAPTERS
     facts = replace(one, degrees=Degrees(shard=2))
     assert step_traffic(facts).gradients == 4 * ADAPTERS
+
+
+def test_tokens_travel_in_place_of_experts():
+    """Two ranks of a mixture send the hidden states of their tokens; three ranks gather experts that 3 does not
+    divide."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "head_dim": 128}
+    one = card(139, 4096, model={**LLAMA, "model_type": "qwen3_moe", **experts}, techniques={})
+    one = replace(one, techniques=FULL)
+    two, three = (step_traffic(replace(one, degrees=Degrees(shard=parts)), 3) for parts in (2, 3))
+    assert two.tokens == 3 * 4 * 32 * 4096 * 4096 * 2
+    assert three.tokens == 0
+    weights = 32 * 4 * 3 * 1024 * 4096
+    assert three.weights * 3 / 2 - two.weights * 2 == pytest.approx(3 * 2 * 2 * weights, rel=1e-6)
+    half, third = (forecast(replace(one, degrees=Degrees(shard=parts)), RecomputePlan("input")) for parts in (2, 3))
+    assert third.exchange - half.exchange == pytest.approx((2 * 2 + 2 + 4) * weights / 32, rel=1e-6)

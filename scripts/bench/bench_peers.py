@@ -294,7 +294,8 @@ def main() -> None:
         print(f"{key} ...", flush=True)
         try:
             found = run_fxtune(name, args, left) if tool == "fxtune" else run_peer(name, tool, args, left)
-        except (TimeoutError, subprocess.TimeoutExpired):
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            print(f"  {error}", flush=True)
             left_out.append(key)
             continue
         print(f"  {found.get('error') or summary(found)}", flush=True)

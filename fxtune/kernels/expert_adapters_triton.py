@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxtune.kernels.gated_experts_triton import IEEE, _grid, _tile_of
+from fxtune.kernels.triton_matrix import matrix
 
 PROJECT = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
@@ -48,11 +49,12 @@ def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
 
 def outer(states: Tensor, token: Tensor | None, narrow: Tensor, ends: Tensor) -> Tensor:
     """See gated_experts.outer_of()."""
-    states, narrow, width, ranks = states.contiguous(), narrow.contiguous(), states.shape[1], narrow.shape[1]
+    states = states if states.stride(1) == 1 else states.contiguous()
+    narrow, width, ranks = narrow.contiguous(), states.shape[1], narrow.shape[1]
     out = states.new_empty(len(ends), width, ranks)
     grid = triton.cdiv(width, OUTER["COLUMNS"]), len(ends)
     _outer[grid](
-        states, ends if token is None else token, narrow, out, ends, width, ranks,
+        matrix(states), ends if token is None else token, narrow, out, ends, width, ranks,
         GATHER=token is not None, RANKS=rank_block(ranks), **OUTER,
     )  # fmt: skip
     return out
@@ -166,7 +168,7 @@ def _outer(
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         source = tl.load(token + row, mask=row < end, other=0).to(tl.int64) if GATHER else row
         inside = (row[:, None] < end) & (column[None, :] < width)
-        x = tl.load(states + source[:, None] * width + column[None, :], mask=inside, other=0.0)
+        x = tl.load(states[0] + source[:, None] * states[1] + column[None, :], mask=inside, other=0.0)
         y = tl.load(narrow + row[:, None] * ranks + rank, mask=(row[:, None] < end) & (rank < ranks), other=0.0)
         total = tl.dot(tl.trans(x), y, total, input_precision=IEEE)
     out += expert.to(tl.int64) * width * ranks

@@ -230,8 +230,8 @@ def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: A
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 
-        _, r2, codes = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, SMALLEST)
-        return codes, r2
+        h, r2 = g.new_empty(len(g), a2.shape[2]), g.new_empty(len(g), a2.shape[1])
+        return gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2, SMALLEST), r2
     h, r2 = gated_experts.activate(g, r1, b1, a2, None, ends, act)
     return quantize_rows(h), r2
 
@@ -253,8 +253,9 @@ def activate_backward(
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 
-        dg, dr1, dw, codes = gated_experts_triton.backward(
-            g, r1, b1, dh, dr2, a2, w, None, ends, act, SMALLEST, factors
+        dg, dr1 = torch.empty_like(g), torch.empty_like(r1)
+        dw, codes = gated_experts_triton.backward(
+            g, r1, b1, dh, dr2, a2, w, None, ends, act, dg, dr1, SMALLEST, factors
         )
         return dg, codes, dr1, dw
     dg, dr1, dw = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, None, ends, act)

@@ -12,9 +12,10 @@ Where experts have biases, g and y contain them. Activation defines act, and the
 The products with GU and D take most of the time. The steps between them move as few bytes as possible:
 
 - The kernel of the activation adds r1 B1^T and a bias as it reads g, and computes r2; backward it computes dr1 and
-  adds dr2 A2.
-  quack's GEMM of `down` adds r2 B2^T before it rounds; torch's needs another pass for it. The sum over a token's rows
-  adds the bias of y.
+  adds dr2 A2. The sum over a token's rows adds the bias of y.
+- r2 B2^T and dr1 A1 are as wide as y and dx. Weights with space for adapters (with_space()) need neither: [h, r2] is
+  one tensor, and its product with [D, B2] is y. Without the space quack's GEMM adds r2 B2^T before it rounds, and
+  torch's needs another pass for it.
 - The adapters' own products with x and dy, and the gradients of A1 and B2, read the tokens' states in place on Hopper
   (expert_adapters_triton.py): only the products with GU and D need gathered rows.
 - Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>, which equals <dh, h>
@@ -37,8 +38,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.kernels.grouped_matmul import outer, pick, product, segments
-from fxtune.kernels.matmul import CAPABILITY, CUBLAS
-from fxtune.kernels.quantized import unpack
+from fxtune.kernels.matmul import CAPABILITY, CUBLAS, CUTE
+from fxtune.kernels.quantized import MXFP4, unpack
 from fxtune.kernels.swiglu import SILU, Activation, act_and_slope
 
 MOST_RANKS = 128
@@ -71,7 +72,8 @@ def gated_experts(
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
         order, back, ends: the attributes of a Routing of [tokens, k] experts, or of an OwnRouting.
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
-            strides. With `stored` each is a list of packed tensors.
+            strides. With `gemm=CUTE` each may be the result of with_space(): the first for more rows, the second for
+            more columns, as many as its adapter's rank. With `stored` each is a list of packed tensors.
         adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
         gemm: see grouped_matmul.product().
         biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
@@ -213,8 +215,9 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
     x = gather(layer.hidden, layer.order, layer.back)
     g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, gemm=gemm)
     del x
-    h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation)
-    y = product(h, _matrices(layer.last, stored, a2, b2).mT, ends, _adapter_product(r2, b2.mT, ends, gemm), gemm)
+    last = _matrices(layer.last, stored, a2, b2, 2, gemm)
+    h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation, last.shape[2] > a2.shape[2])
+    y, r2 = _adapted(h, r2, last, b2, ends, gemm)
     return combine(y, layer.back, layer.weights, bias=layer.bias2, ends=ends), g, r1, r2
 
 
@@ -230,11 +233,13 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
     del dy
     # This overwrites dh with w h.
-    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation)
+    first = _matrices(layer.first, stored, a1, b1, 1, gemm)
+    beside = first.shape[1] > b1.shape[1]
+    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation, beside)
     da2 = outer(dr2, dh, ends, gemm=gemm)
     db1 = outer(dg, r1, ends, gemm=gemm)
-    dx = product(dg, _matrices(layer.first, stored, a1, b1), ends, _adapter_product(dr1, a1, ends, gemm), gemm)
-    del dg, dh
+    dx, dr1 = _adapted(dg, dr1, first.mT, a1.mT, ends, gemm)
+    del dg, dh, first
     da1 = outer_of(layer.hidden, token, dr1, ends, gemm).mT.contiguous()
     dweights = pick(dw, back).view(weights.shape)
     if layer.bias2 is not None:
@@ -245,18 +250,69 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
 _operator = register("gated_experts", _forward, _backward)
 
 
-def _matrices(tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor) -> Tensor:
-    """The matrices [experts, out, in] of one product, whose adapter is a [experts, r, in] and b [experts, out, r]."""
+def _matrices(
+    tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor, beside: int = 0, gemm: str = CUBLAS
+) -> Tensor:
+    """The matrices [experts, out, in] of one product, whose adapter is a [experts, r, in] and b [experts, out, r].
+    `beside`: with space for the adapter's rows (1) or columns (2), if there is or can be any."""
+    rank = a.shape[1] if beside and gemm == CUTE else 0
     if not stored:
-        return tensors[0]
-    matrices = a.new_empty(len(a), b.shape[1], a.shape[2])
-    unpack(stored, tensors, matrices.flatten(0, 1))
+        return _with_its_space(tensors[0], rank, beside) if rank else tensors[0]
+    sizes = [len(a), b.shape[1], a.shape[2]]
+    if not rank or stored != MXFP4:
+        matrices = a.new_empty(sizes)
+        unpack(stored, tensors, matrices.flatten(0, 1))
+        return matrices
+    sizes[beside] += rank
+    matrices = a.new_empty(sizes)
+    unpack(stored, tensors, matrices[:, : b.shape[1], : a.shape[2]])
     return matrices
 
 
-def _adapter_product(narrow: Tensor, factor: Tensor, ends: Tensor, gemm: str) -> Tensor | None:
-    """The adapter's part of a product; None for an adapter of rank 0."""
-    return product(narrow, factor, ends, gemm=gemm) if narrow.shape[1] else None
+def with_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
+    """A copy of `matrices` [experts, out, in] with the order of its strides, in memory that has space for `rank` more
+    rows (dim 1) or columns (dim 2) of each matrix. `rank` times the size of an element is a multiple of 16 bytes."""
+    sizes = list(matrices.shape)
+    sizes[dim] += rank
+    across = matrices.stride(1) == 1
+    made = matrices.new_empty(sizes[0], sizes[2], sizes[1]).mT if across else matrices.new_empty(sizes)
+    return made.narrow(dim, 0, matrices.shape[dim]).copy_(matrices)
+
+
+def _with_its_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
+    """The result of with_space() with its space; other tensors as they are."""
+    sizes, strides = list(matrices.shape), matrices.stride()
+    room = (strides[3 - dim] if strides[dim] == 1 else strides[0] // strides[dim]) - sizes[dim]
+    if room != rank:
+        return matrices
+    sizes[dim] += rank
+    return matrices.as_strided(sizes, strides)
+
+
+def _adapted(
+    x: Tensor, narrow: Tensor, matrices: Tensor, factor: Tensor, ends: Tensor, gemm: str
+) -> tuple[Tensor, Tensor]:
+    """[rows, out]: each row of `x` [rows, in] times the transpose of its expert's matrix [out, in], plus its row of
+    `narrow` [rows, r] times the transpose of the expert's `factor` [out, r]. And `narrow` as a tensor of its own.
+
+    If `matrices` has space for `factor` beside its columns, x and `narrow` are parts of one tensor.
+    """
+    width = x.shape[1]
+    if matrices.shape[2] > width:
+        # .data, so that autograd does not see the write: only a call that has just written the space reads it.
+        matrices.data[:, :, width:] = factor
+        both = x.as_strided((len(x), matrices.shape[2]), x.stride())
+        return product(both, matrices.mT, ends, gemm=gemm), narrow.contiguous()
+    plus = product(narrow, factor.mT, ends, gemm=gemm) if narrow.shape[1] else None
+    return product(x, matrices.mT, ends, plus, gemm), narrow
+
+
+def _pair(like: Tensor, wide: int, narrow: int, beside: bool) -> tuple[Tensor, Tensor]:
+    """Two uninitialized tensors [rows, wide] and [rows, narrow]. `beside`: as parts of one tensor."""
+    if not beside:
+        return like.new_empty(len(like), wide), like.new_empty(len(like), narrow)
+    both = like.new_empty(len(like), wide + narrow)
+    return both[:, :wide], both[:, wide:]
 
 
 def gather(states: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -330,17 +386,26 @@ def combine(
 
 
 def activate(
-    g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, bias: Tensor | None, ends: Tensor, act: Activation
+    g: Tensor,
+    r1: Tensor,
+    b1: Tensor,
+    a2: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    act: Activation,
+    beside: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """h [rows, width] and r2 = h A2^T [rows, r]; g [rows, 2 width] comes without r1 B1^T and `bias`."""
+    """h [rows, width] and r2 = h A2^T [rows, r]; g [rows, 2 width] comes without r1 B1^T and `bias`. `beside`: both
+    are parts of one tensor."""
+    h, r2 = _pair(g, a2.shape[2], a2.shape[1], beside)
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import forward
 
-        return forward(g, r1, b1, a2, bias, ends, act)[:2]
-    h, r2 = g.new_empty(len(g), g.shape[1] // 2), g.new_empty(len(g), a2.shape[1])
+        forward(g, r1, b1, a2, bias, ends, act, h, r2)
+        return h, r2
     for expert, rows in segments(ends):
         h[rows] = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)[0].to(h.dtype)
-        torch.mm(h[rows], a2[expert].t(), out=r2[rows])
+        r2[rows] = h[rows] @ a2[expert].t()
     return h, r2
 
 
@@ -355,17 +420,19 @@ def activate_backward(
     bias: Tensor | None,
     ends: Tensor,
     act: Activation,
+    beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the part that comes from h of the gradient [rows] of the rows'
-    weights `w` [rows, 1].
+    weights `w` [rows, 1]. `beside`: dg and dr1 are parts of one tensor.
 
     `dh` [rows, width] comes without dr2 A2; `dh` and `dr2` come without w. `dh` is overwritten with w h.
     """
+    dg, dr1 = _pair(g, g.shape[1], r1.shape[1], beside)
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import backward
 
-        return backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act)[:3]
-    dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(len(g), dtype=_wide(w).dtype)
+        return dg, dr1, backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act, dg, dr1)[0]
+    dw = w.new_empty(len(g), dtype=_wide(w).dtype)
     for expert, rows in segments(ends):
         full_dh = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
         h, gate_slope, up_slope = _gated(_whole(g[rows], r1[rows], b1[expert], bias, expert), act)
@@ -374,7 +441,7 @@ def activate_backward(
         gate, up = _halves(dg[rows], act)
         gate.copy_(full_dh * gate_slope)
         up.copy_(full_dh * up_slope)
-        torch.mm(dg[rows], b1[expert], out=dr1[rows])
+        dr1[rows] = dg[rows] @ b1[expert]
         dh[rows] = (h * w[rows]).to(dh.dtype)
     return dg, dr1, dw
 

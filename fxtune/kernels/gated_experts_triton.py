@@ -76,19 +76,20 @@ def forward(
     bias: Tensor | None,
     ends: Tensor,
     act: Activation,
+    h: Tensor,
+    r2: Tensor,
     smallest: float = 0.0,
-) -> tuple[Tensor, Tensor, Codes]:
-    """See gated_experts.activate(). `smallest`: the smallest scale of h's codes (the third result); 0: no codes
-    are made."""
-    rows, width = len(g), g.shape[1] // 2
-    h, r2 = g.new_empty(rows, width), g.new_empty(rows, a2.shape[1])
+) -> Codes:
+    """Write `h` and `r2`, see gated_experts.activate(). `smallest`: the smallest scale of h's codes, the result; 0: no
+    codes are made."""
+    rows, width = h.shape
     codes, scales = _codes(h, bool(smallest))
     _forward[_grid(rows, ends, FORWARD)](
         *map(matrix, (g, r1, h, r2, codes)), scales, b1.contiguous(), a2.contiguous(),
         g if bias is None else bias.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
         QUANTIZED=bool(smallest), **_kind(act, bias), **_blocks(b1, a2, ends), **FORWARD,
     )  # fmt: skip
-    return h, r2, (codes, scales)
+    return codes, scales
 
 
 def backward(
@@ -102,13 +103,16 @@ def backward(
     bias: Tensor | None,
     ends: Tensor,
     act: Activation,
+    dg: Tensor,
+    dr1: Tensor,
     smallest: float = 0.0,
     factors: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Codes]:
-    """See gated_experts.activate_backward(). `smallest`: as for forward(), for the codes of dg. `factors`: float32
-    [experts, 2 width]; the columns of dg are multiplied by them before dg is quantized."""
+) -> tuple[Tensor, Codes]:
+    """Write `dg` and `dr1`, and return the gradient of w, see gated_experts.activate_backward(). `smallest`: as for
+    forward(), for the codes of dg. `factors`: float32 [experts, 2 width]; the columns of dg are multiplied by them
+    before dg is quantized."""
     rows, width = dh.shape
-    dg, dr1, dw = torch.empty_like(g), torch.empty_like(r1), w.new_empty(rows, dtype=torch.float32)
+    dw = w.new_empty(rows, dtype=torch.float32)
     codes, scales = _codes(dg, bool(smallest))
     _backward[_grid(rows, ends, BACKWARD)](
         *map(matrix, (g, r1, dh, dr2, dg, dr1, codes)), scales, b1.contiguous(), a2.contiguous(),
@@ -116,7 +120,7 @@ def backward(
         scales if factors is None else factors.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
         QUANTIZED=bool(smallest), SCALED=factors is not None, **_kind(act, bias), **_blocks(b1, a2, ends), **BACKWARD,
     )  # fmt: skip
-    return dg, dr1, dw, (codes, scales)
+    return dw, (codes, scales)
 
 
 def _codes(x: Tensor, needed: bool) -> Codes:

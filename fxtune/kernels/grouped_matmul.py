@@ -191,10 +191,14 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     sizes = (300, 192), (300, 16), (3, 192, 16)
     x, y, matrices = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
     ends = torch.tensor([100, 100, 300], dtype=torch.int32, device=device)
+    rows, columns = matrices.new_zeros(3, 200, 16), matrices.new_zeros(3, 192, 24)  # weights with space for adapters
+    with_gaps = rows[:, :192].copy_(matrices), columns[:, :, :16].copy_(matrices)
     for calls in (
         lambda gemm: product(x, matrices, ends, gemm=gemm),
         lambda gemm: product(y, matrices.mT, ends, plus=x.clone(), gemm=gemm),
         lambda gemm: outer(x, y, ends, gemm=gemm),
+        lambda gemm: product(x, with_gaps[0], ends, gemm=gemm),
+        lambda gemm: product(y, with_gaps[1].mT, ends, gemm=gemm),
     ):
         _PREPARED.add((device, dtype))
         try:

@@ -5,6 +5,8 @@ Import this module only on a GPU.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,24 +17,34 @@ BYTES = 1024
 
 def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the numbers of `codes` (uint8, two in each) to `out`, which has twice as many. `scales`: uint8, one for
-    each 16 bytes of codes. All are contiguous."""
-    assert all(tensor.is_contiguous() for tensor in (codes, scales, out))
+    each 16 bytes of codes. All are contiguous, except that rows, or matrices, of `out` may have gaps between them."""
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
     assert out.numel() == 2 * codes.numel() == 32 * scales.numel()
-    if count := codes.numel():
-        _unpack[(triton.cdiv(count, BYTES),)](codes, scales, out, count, BYTES=BYTES, num_warps=4)
+    length = step = out.numel()
+    if not out.is_contiguous():
+        dim = -2 if out.stride(-2) != out.shape[-1] else -3
+        length, step = math.prod(out.shape[dim + 1 :]), out.stride(dim)
+        assert out[0].is_contiguous() or out.stride(0) == len(out[0]) * step
+    if out.numel():
+        blocks = triton.cdiv(length // 2, BYTES)
+        grid = (blocks * (out.numel() // length),)
+        _unpack[grid](codes, scales, out, blocks, length // 2, step, BYTES=BYTES, num_warps=4)
 
 
 @triton.jit
-def _unpack(codes_ptr, scales_ptr, into_ptr, count, BYTES: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BYTES
-    at = start + tl.arange(0, BYTES)
-    codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.int32)
-    power = tl.load(scales_ptr + at // 16, mask=at < count, other=127).to(tl.int32)
+def _unpack(codes_ptr, scales_ptr, into_ptr, blocks, length, step, BYTES: tl.constexpr):
+    """A program unpacks a block of a part without gaps, which has `length` bytes of codes."""
+    part, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64) * BYTES
+    byte = start + tl.arange(0, BYTES)
+    at = part * length + byte
+    codes = tl.load(codes_ptr + at, mask=byte < length, other=0).to(tl.int32)
+    power = tl.load(scales_ptr + at // 16, mask=byte < length, other=127).to(tl.int32)
     # 2^(power - 127) has `power` as its exponent's bits; the smallest one is subnormal.
     scale = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
     numbers = tl.interleave(_number(codes & 15) * scale, _number(codes >> 4) * scale)
     into = 2 * start + tl.arange(0, 2 * BYTES)
-    tl.store(into_ptr + into, numbers.to(into_ptr.dtype.element_ty), mask=into < 2 * count)
+    tl.store(into_ptr + part * step + into, numbers.to(into_ptr.dtype.element_ty), mask=into < 2 * length)
 
 
 @triton.jit

@@ -29,7 +29,8 @@ CHUNK = 4096
 
 @torch.no_grad()
 def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize a weight into `out` [out, in], which is contiguous.
+    """Dequantize a weight into `out` [out, in], which is contiguous; MXFP4 also into [experts, out, in], in which rows
+    or matrices may have gaps between them.
 
     `kind`: MXFP4, or a linear's `stored_as`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
     for the weight; the codes may have any shape.
@@ -96,11 +97,15 @@ def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def unpack_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write what pack_mxfp4() packed to `out` [rows, in], which is contiguous."""
+    """Write what pack_mxfp4() packed to `out`, see unpack()."""
     if out.is_cuda:
         from fxtune.kernels import mxfp4_triton
 
         mxfp4_triton.unpack(codes, scales, out)
+        return
+    if out.dim() == 3:
+        for matrix in zip(codes.view(len(out), -1), scales.view(len(out), -1), out, strict=True):
+            unpack_mxfp4(*matrix)
         return
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=out.device)
     codes, scales = codes.reshape(len(out), -1), scales.reshape(len(out), -1)

@@ -8,7 +8,7 @@ import torch
 from support import reference
 
 from fxtune.kernels import grouped_matmul, matmul
-from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.gated_experts import Adapter, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import SILU, Activation
@@ -68,11 +68,16 @@ def run(routing, trained, frozen, seed, act=SILU, gemm=CUBLAS):
     return [out.detach(), *torch.autograd.grad(out, trained, seed)]
 
 
-@pytest.mark.parametrize("gemm", [CUBLAS, CUTE])
+@pytest.mark.parametrize("gemm", [CUBLAS, CUTE, "space"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_accurate_and_reproducible(shape, gemm):
+    """`space`: quack's kernel over weights with space for adapters."""
     routing, trained, frozen, act = case(shape)
     seed = torch.randn_like(trained[0])
+    if gemm == "space":
+        gemm, ranks = CUTE, SHAPES[shape][-1]
+        spaced = (with_space(matrix, rank, dim) for matrix, rank, dim in zip(frozen[:2], ranks, (1, 2), strict=True))
+        frozen = *spaced, *frozen[2:]
     found, again = (run(routing, trained, frozen, seed, act, prepared(gemm)) for _ in range(2))
     on_cpu = Routing(routing.order.new_zeros(1, 1), 1)
     on_cpu.order, on_cpu.back, on_cpu.ends = routing.order.cpu(), routing.back.cpu(), routing.ends.cpu()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.runs import SUPPORT, interpreted
 
-from fxtune.kernels.gated_experts import Adapter, gated_experts
+from fxtune.kernels.gated_experts import Adapter, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import Activation
 from fxtune.techniques.quantize.quantized_experts import dequantize, packed_matrices
 
@@ -76,6 +77,26 @@ def test_values_and_gradients(act):
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("act", [ACTIVATIONS[0], GPT_OSS])
+def test_weights_with_space_for_adapters_give_the_same(act):
+    """The space is written and read, in both orders of strides."""
+    trained, (matrices, biases) = case(biased=act.limit > 0)
+    if act.interleaved:
+        matrices = tuple(matrix.mT.contiguous().mT for matrix in matrices)
+    spaced = tuple(with_space(matrix, rank, dim) for matrix, rank, dim in zip(matrices, RANKS, (1, 2), strict=True))
+    routing, seed, results = Routing(INDEX, EXPERTS), draw(TOKENS, SIZE, seed=8), []
+    hidden, weights, a1, b1, a2, b2 = trained
+    for given in (matrices, spaced):
+        given_adapters = Adapter(a1, b1), Adapter(a2, b2)
+        rows = routing.order, routing.back, routing.ends
+        out = gated_experts(hidden, weights, *rows, given, given_adapters, act, CUTE, biases)
+        results.append([out.detach(), *torch.autograd.grad(out, trained, seed)])
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+    rows_of_a1 = spaced[0].as_strided((EXPERTS, 2 * WIDTH + RANKS[0], SIZE), spaced[0].stride())[:, 2 * WIDTH :]
+    assert torch.equal(rows_of_a1, a1), "the space is used"
+
+
 def test_the_operators_are_described_to_the_compiler():
     trained, (matrices, biases) = case(biased=True)
     described([[matrix] for matrix in matrices], trained, biases, GPT_OSS, "")
@@ -103,10 +124,10 @@ def packed_case(kind, library="", ranks=RANKS, size=64, width=128):
     return trained, packs[0][0], tuple(pack for _, pack in packs), plain, biases
 
 
-def computed(trained, matrices, biases, stored):
+def computed(trained, matrices, biases, stored, gemm=CUBLAS):
     routing, (hidden, weights, a1, b1, a2, b2) = Routing(INDEX, EXPERTS), trained
     rows, adapters = (routing.order, routing.back, routing.ends), (Adapter(a1, b1), Adapter(a2, b2))
-    out = gated_experts(hidden, weights, *rows, matrices, adapters, GPT_OSS, biases=biases, stored=stored)
+    out = gated_experts(hidden, weights, *rows, matrices, adapters, GPT_OSS, gemm, biases, stored)
     return [out, *torch.autograd.grad(out, trained, draw(*out.shape, seed=8).float())]
 
 
@@ -119,9 +140,10 @@ def test_packed_experts_are_the_dequantized_ones(kind, library, ranks):
     if library:
         pytest.importorskip(library)
     trained, stored, matrices, dequantized, biases = packed_case(kind, library, ranks)
-    found, wanted = computed(trained, matrices, biases, stored), computed(trained, dequantized, biases, "")
-    for mine, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    wanted = computed(trained, dequantized, biases, "")
+    for gemm in (CUBLAS, CUTE):
+        for mine, other in zip(computed(trained, matrices, biases, stored, gemm), wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():

@@ -142,12 +142,20 @@ def test_a_product_that_would_be_overwritten_is_found(monkeypatch, tmp_path):
 def test_mxfp4_is_unpacked_with_wide_loads_and_stores(monkeypatch, tmp_path):
     """16 bytes a thread are written at a time, and 8 read."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kinds = {"codes_ptr": "*u8", "scales_ptr": "*u8", "into_ptr": "*bf16", "count": "i32", "BYTES": "constexpr"}
+    kinds = {
+        "codes_ptr": "*u8",
+        "scales_ptr": "*u8",
+        "into_ptr": "*bf16",
+        "blocks": "i32",
+        "length": "i32",
+        "step": "i32",
+        "BYTES": "constexpr",
+    }
     source = ASTSource(
         fn=mxfp4_triton._unpack,
         signature=kinds,
-        constexprs={(4,): mxfp4_triton.BYTES},
-        attrs={(at,): [["tt.divisibility", 16]] for at in range(4)},
+        constexprs={(6,): mxfp4_triton.BYTES},
+        attrs={(at,): [["tt.divisibility", 16]] for at in (0, 1, 2, 4, 5)},
     )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     assert re.search(r"st\.global\.v4\.b32", code)

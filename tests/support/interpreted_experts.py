@@ -55,19 +55,16 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activa
         torch.rand(rows, 1),
     )
     bias = draw(experts, 2 * width) if act.interleaved else None
-    for mine, wanted in zip(
-        gated_experts_triton.forward(g, r1, b1, a2, bias, routing.ends, act)[:2],
-        gated_experts.activate(g, r1, b1, a2, bias, routing.ends, act),
-        strict=True,
-    ):
+    for beside in (False, True):
+        mine = gated_experts._pair(g, width, ranks[1], beside)
+        gated_experts_triton.forward(g, r1, b1, a2, bias, routing.ends, act, *mine)
+        wanted = gated_experts.activate(g, r1, b1, a2, bias, routing.ends, act, beside)
         torch.testing.assert_close(mine, wanted, **CLOSE)
-    first, second = dh.clone(), dh.clone()
-    for mine, wanted in zip(
-        (*gated_experts_triton.backward(g, r1, b1, first, dr2, a2, w, bias, routing.ends, act)[:3], first),
-        (*gated_experts.activate_backward(g, r1, b1, second, dr2, a2, w, bias, routing.ends, act), second),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=5e-2)
+        first, second = dh.clone(), dh.clone()
+        dg, dr1 = gated_experts._pair(g, 2 * width, ranks[0], beside)
+        dw, _ = gated_experts_triton.backward(g, r1, b1, first, dr2, a2, w, bias, routing.ends, act, dg, dr1)
+        exact = gated_experts.activate_backward(g, r1, b1, second, dr2, a2, w, bias, routing.ends, act, beside)
+        torch.testing.assert_close((dg, dr1, dw, first), (*exact, second), rtol=2e-2, atol=5e-2)
 
 
 def nan_stays(act: Activation) -> None:
@@ -75,10 +72,12 @@ def nan_stays(act: Activation) -> None:
     width, ends = 32, torch.tensor([2], dtype=torch.int32)
     g, r1, b1, a2 = draw(2, 2 * width), draw(2, 0), draw(1, 2 * width, 0), draw(1, 0, width)
     g[0, 6] = g[1, 9] = float("nan")  # gate 3 and up 4, interleaved
-    h, _, _ = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act)
+    h, r2 = gated_experts._pair(g, width, 0, False)
+    gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2)
     assert h.isnan().nonzero().tolist() == [[0, 3], [1, 4]], h.isnan().nonzero()
-    dg, _, dw, _ = gated_experts_triton.backward(
-        g, r1, b1, draw(2, width), draw(2, 0), a2, torch.ones(2, 1), None, ends, act
+    dg, dr1 = torch.empty_like(g), r2
+    dw, _ = gated_experts_triton.backward(
+        g, r1, b1, draw(2, width), draw(2, 0), a2, torch.ones(2, 1), None, ends, act, dg, dr1
     )
     assert dg.isnan().any(1).all()
     assert dw.isnan().all()

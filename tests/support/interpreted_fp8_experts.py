@@ -57,7 +57,7 @@ def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: in
             fp8_experts.expand(narrow, factor.mT, routing.ends),
             **CLOSE,
         )
-    for given, of in ((states, token), (draw(tokens * k, width), None)):
+    for given, of in ((states, token), (draw(tokens * k, width + 8)[:, :width], None)):
         torch.testing.assert_close(
             expert_adapters_triton.outer(given, of, narrow, routing.ends),
             gated_experts.outer_of(given, of, narrow, routing.ends),
@@ -99,15 +99,17 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activa
     g, r1, b1 = draw(rows, 2 * width), draw(rows, ranks[0]), draw(experts, 2 * width, ranks[0], scale=0.2)
     a2, dh, dr2 = draw(experts, ranks[1], width, scale=0.2), draw(rows, width), draw(rows, ranks[1])
     w, factors = torch.rand(rows, 1), torch.rand(experts, 2 * width) + 0.1
-    h, r2, codes = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, SMALLEST)
+    h, r2 = gated_experts._pair(g, width, ranks[1], False)
+    codes = gated_experts_triton.forward(g, r1, b1, a2, None, ends, act, h, r2, SMALLEST)
     wanted, wanted_r2 = fp8_experts.activate(g, r1, b1, a2, ends, act)
     torch.testing.assert_close(r2, wanted_r2, **CLOSE)
     close(codes, fp8.quantize_rows(h))
     close(codes, wanted)
     for given in (None, factors):
         first, second = dh.clone(), dh.clone()
-        dg, dr1, dw, codes = gated_experts_triton.backward(
-            g, r1, b1, first, dr2, a2, w, None, ends, act, SMALLEST, given
+        dg, dr1 = torch.empty_like(g), torch.empty_like(r1)
+        dw, codes = gated_experts_triton.backward(
+            g, r1, b1, first, dr2, a2, w, None, ends, act, dg, dr1, SMALLEST, given
         )
         exact, wanted, *others = fp8_experts.activate_backward(g, r1, b1, second, dr2, a2, w, ends, act, given)
         for mine, other in zip((dg, dr1, dw, first), (exact, *others, second), strict=True):

@@ -18,6 +18,17 @@ for rows, width in ((1, 32), (5, 96), (7, 64)):
         mxfp4_triton.unpack(codes, scales, found)
         unpack_mxfp4(codes, scales, wanted)
         assert torch.equal(found, wanted), (rows, width, dtype)
+for shape, inside in (
+    ((3, 5, 96), (5, 64)),
+    ((3, 6, 64), (5, 64)),
+    ((3, 5, 64), (5, 64)),
+):  # gaps: of rows, of matrices
+    codes = torch.randint(256, (3, *inside), dtype=torch.uint8)[..., ::2].contiguous()
+    scales = torch.randint(118, 135, (3, inside[0], inside[1] // 32), dtype=torch.uint8)
+    found, wanted = torch.zeros(2, *shape)
+    for unpack, into in ((mxfp4_triton.unpack, found), (unpack_mxfp4, wanted)):
+        unpack(codes, scales, into[:, : inside[0], : inside[1]])
+    assert torch.equal(found, wanted), shape
 every = torch.arange(256, dtype=torch.uint8).view(1, 256)
 found, wanted = torch.empty(2, 1, 512)
 mxfp4_triton.unpack(every, torch.full((1, 16), 127, dtype=torch.uint8), found)

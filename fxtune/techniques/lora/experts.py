@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.distributed.sharding import OWN
-from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts
+from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
-from fxtune.kernels.matmul import CUBLAS
+from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import ACTS, Activation
 from fxtune.kernels.token_exchange import Exchange
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
@@ -281,16 +281,8 @@ def _run(
     dtype = _own(experts, first).dtype
     if act is not None and len(adapters) == 2:
         matrices, biases = _frozen(experts), biases_of(experts, dtype)
-        result = gated_experts(
-            hidden.to(dtype),
-            weights,
-            *rows,
-            matrices,
-            (halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)),
-            act,
-            gemm,
-            biases,
-        )
+        pair = halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)
+        result = gated_experts(hidden.to(dtype), weights, *rows, matrices, pair, act, gemm, biases)
         return result.to(hidden.dtype)
     states = routing.gather(hidden.to(dtype))
     states = _product(experts, first, adapters, states, routing)
@@ -299,6 +291,23 @@ def _run(
     if getattr(experts, "has_post_expert_norm", False):
         states = experts.post_expert_norm(states)
     return routing.combine(states, weights).to(hidden.dtype)
+
+
+@torch.no_grad()
+def multiply_by(outermost: Any, gemm: str) -> None:
+    """Use this GEMM backend for experts that run grouped. CUTE: also give their weights, if one operator computes
+    them and they have memory, space for the adapters (gated_experts.with_space())."""
+    outermost.gemm, experts = gemm, outermost.get_base_layer()
+    adapters = {wrapper.parameter_name: wrapper for wrapper in wrappers(outermost)}
+    if gemm != CUTE or outermost.expert_act is None or isinstance(experts, OwnExperts) or len(adapters) != 2:
+        return
+    for (name, wrapper), dim in zip(((name, adapters[name]) for name in (FIRST[0], LAST)), (1, 2), strict=True):
+        weight = getattr(experts, name)
+        if weight.is_meta or not weight.is_contiguous():
+            continue
+        rank = halves_of(wrapper, weight.dtype).a.shape[1]
+        matrices = with_space(weight.mT if experts.is_transposed else weight, rank, dim)
+        weight.data = matrices.mT if experts.is_transposed else matrices
 
 
 def one_operator(experts: Any) -> Activation | None:

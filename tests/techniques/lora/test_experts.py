@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -28,10 +29,11 @@ from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
 from fxtune.facts.options import Switch
+from fxtune.kernels.matmul import CUTE
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.checkpointing.technique import Checkpointing
-from fxtune.techniques.lora.experts import grouped, observe_experts
+from fxtune.techniques.lora.experts import grouped, multiply_by, observe_experts
 from fxtune.techniques.pipeline import make_probe
 
 LAYERS = {
@@ -66,6 +68,23 @@ def test_any_rank_and_another_scaling(rank):
         for switch in (Switch.off, Switch.on)
     )
     require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_space_for_adapters_beside_the_weights_changes_no_number(kind):
+    """On Hopper the operator has it (multiply_by). The weights keep their shapes and values, and merge as before."""
+    model = uneven(built(lora(), mixture(kind), packing=False))
+    wanted, before = loss_and_gradients(model), {name: value.clone() for name, value in model.state_dict().items()}
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    for experts in grouped(model):
+        multiply_by(experts, CUTE)
+        for name in ("gate_up_proj", "down_proj"):
+            assert not getattr(experts.get_base_layer(), name).is_contiguous(), name
+    require_close(loss_and_gradients(model), wanted, 1e-5)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    again = model.merge_and_unload().state_dict()
+    assert all(torch.equal(again[name], value) for name, value in merged.items())
 
 
 def test_recomputed_layers_route_as_before():

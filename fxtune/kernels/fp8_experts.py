@@ -87,6 +87,7 @@ def fp8_experts(
     adapters: tuple[Adapter, Adapter],
     act: Activation = SILU,
     gemm: str = TRITON,
+    keep: bool = True,
 ) -> Tensor:
     """[tokens, d]: the weighted sum of the outputs of each token's experts, see gated_experts.gated_experts().
 
@@ -95,19 +96,17 @@ def fp8_experts(
             is bfloat16, and both sizes are multiples of 16.
         adapters: for each of the two matrices; of rank 0 where there is no adapter.
         gemm: TORCH or TRITON.
+        keep: see gated_experts.gated_experts().
     """
     first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
     tensors = *adapters[0], *adapters[1], None, None
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, "")[0]
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, "", keep)[0]
     return out
 
 
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
-    first, last, ends, gemm, token = layer.first, layer.last, layer.ends, layer.gemm, layer.token
-    r1 = project(layer.hidden, token, layer.a1.mT, ends)
-    x = quantize_tokens(layer.hidden, token, layer.back)
-    g = scaled_product(x, first[0], first[1], ends, layer.hidden.dtype, gemm)
-    del x
+    last, ends, gemm = layer.last, layer.ends, layer.gemm
+    g, r1 = _inner(layer)
     h, r2 = activate(g, r1, layer.b1, layer.a2, ends, layer.activation)
     y, plus = _with_adapter(h, last[:2], r2, layer.b2.mT, ends, gemm)
     return gated_experts.combine(y, layer.back, layer.weights, plus=plus), g, r1, r2
@@ -116,7 +115,8 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
 def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
     weights, back, ends, gemm, token = layer.weights, layer.back, layer.ends, layer.gemm, layer.token
     has_transposes, w = len(layer.first) == 4, layer.row_weights
-    db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends)
+    if not layer.keep:
+        g, r1 = _inner(layer)
     dr2 = project(dout, token, layer.b2, ends)
     dy = quantize_tokens(dout, token, back) if has_transposes else quantize_scaled(dout, token, layer.last[1], ends)
     dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, gemm)
@@ -124,6 +124,8 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     factors = None if has_transposes else layer.first[1]
     # This overwrites dh with w h.
     dg, codes, dr1, dw = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
+    r2w = (r2 * w).to(r2.dtype) if layer.keep else product(dh, layer.a2.mT, ends)
+    db2 = outer_of(dout, token, r2w, ends)
     da2 = outer_of(dh, None, dr2, ends).mT.contiguous()
     db1 = outer_of(dg, None, r1, ends)
     del dg, dh
@@ -131,6 +133,13 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, gemm)
     dweights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
     return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), dweights, da1, db1, da2, db2
+
+
+def _inner(layer: Layer) -> tuple[Tensor, Tensor]:
+    """g without its adapter, and r1."""
+    r1 = project(layer.hidden, layer.token, layer.a1.mT, layer.ends)
+    x = quantize_tokens(layer.hidden, layer.token, layer.back)
+    return scaled_product(x, layer.first[0], layer.first[1], layer.ends, layer.hidden.dtype, layer.gemm), r1
 
 
 _operator = gated_experts.register("fp8_experts", _forward, _backward)

@@ -65,6 +65,7 @@ def gated_experts(
     gemm: str = CUBLAS,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     stored: str = "",
+    keep: bool = True,
 ) -> Tensor:
     """[tokens, d]: the weighted sum of the outputs of each token's experts.
 
@@ -78,10 +79,11 @@ def gated_experts(
         gemm: see grouped_matmul.product().
         biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
         stored: how the matrices are packed, see quantized.unpack(); empty: they are not packed.
+        keep: keep g for the backward pass. Otherwise the backward pass computes it again.
     """
     first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
     tensors = *adapters[0], *adapters[1], *biases
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, stored)[0]
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, stored, keep)[0]
     return out
 
 
@@ -108,6 +110,7 @@ class Layer(NamedTuple):
     interleaved: bool
     gemm: str
     stored: str
+    keep: bool
 
     @property
     def activation(self) -> Activation:
@@ -128,7 +131,7 @@ _TENSORS = (
     "Tensor hidden, Tensor weights, Tensor order, Tensor back, Tensor ends, Tensor[] first, Tensor[] last, Tensor a1, "
     "Tensor b1, Tensor a2, Tensor b2, Tensor? bias1, Tensor? bias2"
 )
-_OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str gemm, str stored"
+_OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str gemm, str stored, bool keep"
 _FOUR, _SIX = (f"({', '.join(['Tensor'] * number)})" for number in (4, 6))
 _FACTORS = 6
 """The tensors of adapters and biases, which follow `last`."""
@@ -143,13 +146,13 @@ def register(
 
     Args:
         forward: returns the output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2
-            [rows, r].
+            [rows, r]; without `keep` these are not read.
         backward: takes the layer, the gradient of the output, and those three. Returns the gradients of hidden,
             weights, a1, b1, a2 and b2.
     """
     run = torch.library.custom_op(
         f"fxtune::{name}",
-        lambda *inputs: forward(Layer(*inputs)),
+        lambda *inputs: _kept(forward, Layer(*inputs)),
         mutates_args=(),
         schema=f"({_TENSORS}, {_OPTIONS}) -> {_FOUR}",
     )
@@ -163,7 +166,8 @@ def register(
     def shapes(*inputs: Any) -> tuple[Tensor, ...]:
         layer = Layer(*inputs)
         sizes = layer.b1.shape[1], layer.a1.shape[1], layer.a2.shape[1]
-        return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(layer.order.shape[0], size) for size in sizes)
+        rows = layer.order.shape[0] if layer.keep else 0
+        return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(rows, size) for size in sizes)
 
     def shapes_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         layer = Layer(*inputs[:-3])
@@ -174,7 +178,9 @@ def register(
         if dout is None:
             return *[None] * 5, frozen, frozen, *[None] * (_FACTORS + len(ctx.options))
         saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
-        inputs, factors, results, matrices = saved[:5], saved[5:11], saved[11:14], list(saved[14:])
+        inputs, factors, others = saved[:5], saved[5:11], list(saved[11:])
+        results = [others.pop(0) if ctx.keep else saved[0].new_empty(0) for _ in range(3)]
+        matrices = others
         layer = *inputs, matrices[: ctx.parts], matrices[ctx.parts :], *factors, *ctx.options
         dhidden, dweights, *dadapters = run_backward(dout.contiguous(), *layer, *results)
         return dhidden, dweights, None, None, None, frozen, frozen, *dadapters, None, None, *[None] * len(ctx.options)
@@ -189,9 +195,17 @@ def register(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     layer = Layer(*inputs)
-    ctx.options, ctx.parts = inputs[7 + _FACTORS :], len(layer.first)
-    ctx.save_for_backward(*inputs[:5], *inputs[7 : 7 + _FACTORS], *output[1:], *layer.first, *layer.last)
+    ctx.options, ctx.parts, ctx.keep = inputs[7 + _FACTORS :], len(layer.first), layer.keep
+    # Without `keep` only inputs are saved: a compiled recomputation needs no result of this operator and skips it.
+    results = output[1:] if layer.keep else ()
+    ctx.save_for_backward(*inputs[:5], *inputs[7 : 7 + _FACTORS], *results, *layer.first, *layer.last)
     ctx.set_materialize_grads(False)
+
+
+def _kept(forward: Callable[[Layer], tuple[Tensor, ...]], layer: Layer) -> tuple[Tensor, ...]:
+    """The results of `forward` that the layer keeps; the others are empty."""
+    out, *results = forward(layer)
+    return out, *(results if layer.keep else (result.new_empty(0, result.shape[1]) for result in results))
 
 
 def _flops(*inputs: Any, **_: Any) -> int:
@@ -200,7 +214,8 @@ def _flops(*inputs: Any, **_: Any) -> int:
 
 def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
     first, last, *adapters = _sizes(*inputs[7:11])
-    return int(2 * inputs[2][0] * (first + last + 2 * sum(adapters)))
+    again = 0 if inputs[-4] else first
+    return int(2 * inputs[2][0] * (first + last + again + 2 * sum(adapters)))
 
 
 def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
@@ -211,10 +226,7 @@ def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
 def _forward(layer: Layer) -> tuple[Tensor, ...]:
     ends, gemm, stored = layer.ends, layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
-    r1 = project(layer.hidden, layer.token, a1.mT, ends, gemm)
-    x = gather(layer.hidden, layer.order, layer.back)
-    g = product(x, _matrices(layer.first, stored, a1, b1).mT, ends, gemm=gemm)
-    del x
+    g, r1 = _inner(layer, _matrices(layer.first, stored, a1, b1))
     last = _matrices(layer.last, stored, a2, b2, 2, gemm)
     h, r2 = activate(g, r1, b1, a2, layer.bias1, ends, layer.activation, last.shape[2] > a2.shape[2])
     y, r2 = _adapted(h, r2, last, b2, ends, gemm)
@@ -226,16 +238,21 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     gemm, stored = layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
     w, token = layer.row_weights, layer.token
+    first = None
+    if not layer.keep:
+        first = _matrices(layer.first, stored, a1, b1, 1, gemm)
+        g, r1 = _inner(layer, first[:, : b1.shape[1]])
     # dout comes without w, which is multiplied where rows are narrow.
-    db2 = outer_of(dout, token, (r2 * w).to(r2.dtype), ends, gemm)
     dr2 = project(dout, token, b2, ends, gemm)
     dy = gather(dout, order, back)
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
     del dy
     # This overwrites dh with w h.
-    first = _matrices(layer.first, stored, a1, b1, 1, gemm)
+    first = _matrices(layer.first, stored, a1, b1, 1, gemm) if first is None else first
     beside = first.shape[1] > b1.shape[1]
     dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation, beside)
+    r2w = (r2 * w).to(r2.dtype) if layer.keep else product(dh, a2.mT, ends, gemm=gemm)
+    db2 = outer_of(dout, token, r2w, ends, gemm)
     da2 = outer(dr2, dh, ends, gemm=gemm)
     db1 = outer(dg, r1, ends, gemm=gemm)
     dx, dr1 = _adapted(dg, dr1, first.mT, a1.mT, ends, gemm)
@@ -245,6 +262,13 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     if layer.bias2 is not None:
         dweights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
     return combine(dx, back, None, weights.shape[1]), dweights.to(weights.dtype), da1, db1, da2, db2
+
+
+def _inner(layer: Layer, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """g without its adapter, and r1. `matrices`: GU [experts, 2 width, d]."""
+    r1 = project(layer.hidden, layer.token, layer.a1.mT, layer.ends, layer.gemm)
+    x = gather(layer.hidden, layer.order, layer.back)
+    return product(x, matrices.mT, layer.ends, gemm=layer.gemm), r1
 
 
 _operator = register("gated_experts", _forward, _backward)

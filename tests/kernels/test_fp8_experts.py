@@ -114,6 +114,14 @@ def test_both_layouts_have_the_same_forward_pass_and_equally_accurate_gradients(
     assert apart(first[1], wanted) == pytest.approx(apart(second[1], wanted), rel=0.3)
 
 
+def test_a_product_that_is_computed_again_gives_the_same():
+    trained, matrices = case()
+    made = tuple(quantize_experts(matrix) for matrix in matrices)
+    kept, again = (run(functools.partial(fp8_experts, keep=keep), made, trained) for keep in (True, False))
+    for name, mine, other in zip(NAMES, again, kept, strict=True):
+        assert apart(mine, other) < 1e-5, name
+
+
 def test_experts_without_adapters():
     trained, matrices = case(ranks=(0, 0))
     made = tuple(quantize_experts(matrix) for matrix in matrices)
@@ -150,7 +158,7 @@ def test_the_operators_are_described_to_the_compiler(transpose):
     first, last = ([tensor for tensor in weights if tensor is not None] for weights in made)
     hidden, weights, *adapters = trained
     given = hidden, weights, routing.order, routing.back, routing.ends, first, last, *adapters
-    torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *SILU, "torch", ""))
+    torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *SILU, "torch", "", True))
 
 
 @pytest.mark.vital

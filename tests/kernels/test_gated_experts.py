@@ -33,14 +33,14 @@ def case(biased=False):
     return trained, (matrices, biases)
 
 
-def operator(frozen, act, hidden, weights, a1, b1, a2, b2):
+def operator(frozen, act, hidden, weights, a1, b1, a2, b2, keep=True):
     routing = Routing(INDEX, EXPERTS)
     matrices, biases = frozen
     if act.interleaved:  # then a model keeps them transposed, too
         matrices = tuple(matrix.mT.contiguous().mT for matrix in matrices)
     adapters = Adapter(a1, b1), Adapter(a2, b2)
     rows = routing.order, routing.back, routing.ends
-    return gated_experts(hidden, weights, *rows, matrices, adapters, act, biases=biases)
+    return gated_experts(hidden, weights, *rows, matrices, adapters, act, biases=biases, keep=keep)
 
 
 def plain(frozen, act, hidden, weights, a1, b1, a2, b2):
@@ -68,13 +68,12 @@ def plain(frozen, act, hidden, weights, a1, b1, a2, b2):
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_values_and_gradients(act):
     trained, frozen = case(biased=act.limit > 0)
-    found, wanted = (compute(frozen, act, *trained) for compute in (operator, plain))
-    torch.testing.assert_close(found, wanted)
-    seed = draw(TOKENS, SIZE, seed=8)
-    for mine, other in zip(
-        torch.autograd.grad(found, trained, seed), torch.autograd.grad(wanted, trained, seed), strict=True
-    ):
-        torch.testing.assert_close(mine, other)
+    wanted, seed = plain(frozen, act, *trained), draw(TOKENS, SIZE, seed=8)
+    gradients = torch.autograd.grad(wanted, trained, seed)
+    for keep in (True, False):
+        found = operator(frozen, act, *trained, keep=keep)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.autograd.grad(found, trained, seed), gradients)
 
 
 @pytest.mark.parametrize("act", [ACTIVATIONS[0], GPT_OSS])
@@ -105,7 +104,7 @@ def test_the_operators_are_described_to_the_compiler():
 def described(matrices, trained, biases, act, stored):
     routing = Routing(INDEX, EXPERTS)
     rows, (hidden, weights, *adapters) = (routing.order, routing.back, routing.ends), trained
-    given = hidden, weights, *rows, *matrices, *adapters, *biases, *act, "cublas", stored
+    given = hidden, weights, *rows, *matrices, *adapters, *biases, *act, "cublas", stored, True
     torch.library.opcheck(torch.ops.fxtune.gated_experts.default, given)
 
 
@@ -144,6 +143,14 @@ def test_packed_experts_are_the_dequantized_ones(kind, library, ranks):
     for gemm in (CUBLAS, CUTE):
         for mine, other in zip(computed(trained, matrices, biases, stored, gemm), wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_but_inputs_is_kept_on_request():
+    trained, frozen = case()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        operator(frozen, Activation(), *trained, keep=False)
+    assert not any(tensor.shape[0] == TOKENS * K and tensor.dim() == 2 for tensor in kept)
 
 
 def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():

@@ -39,6 +39,7 @@ from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.lora import fuse
+from fxtune.techniques.lora.experts import grouped, operator_of
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
@@ -322,6 +323,9 @@ class Checkpointing(CheckpointingOptions, Technique):
             again = recomputed and not result and hasattr(layer, "post_feedforward_layernorm")
             mlp.tiles, mlp.keep = self.mlp_tiles, wide or again
             mlp.recomputed = recomputed and not result
+        for experts in grouped(layer):
+            # As for an MLP: if a norm reads the result, recomputing the layer runs the whole operator again.
+            experts.keep = self._saves(operator_of(experts)) or hasattr(layer, "post_feedforward_layernorm")
         if self.mlp_tiles > 1 and not isinstance(layer.mlp, FusedMlp):
             layer.mlp = TiledMlp(layer.mlp, self.mlp_tiles, recomputed)  # type: ignore[arg-type]
         if recomputed:
@@ -348,6 +352,12 @@ class Checkpointing(CheckpointingOptions, Technique):
             recomputed=tuple(recomputed),
             linears=tuple((*size, saves) for size, saves in linears.items()),
         )
+
+    def _saves(self, operator: str) -> bool:
+        """Whether layers save the result of this operator, which has no linear's name."""
+        if self.policy is not Policy.selective:
+            return self.policy is not Policy.full
+        return Rule(tuple(self.save or GROUPS), tuple(self.recompute)).saves_by_name(operator)
 
     def _saved_of_fused_mlp(self) -> tuple[bool, bool]:
         """For an MLP that is one operator: whether gate and up are saved, and whether its result is saved."""

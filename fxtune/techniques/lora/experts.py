@@ -100,6 +100,12 @@ def grouped(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, GroupedExperts)]
 
 
+def operator_of(outermost: Any) -> str:
+    """The operator, as checkpointing's rules name it, that computes experts that run grouped."""
+    in_fp8 = getattr(outermost.get_base_layer(), "stored_as", "") == "fp8"
+    return "fxtune.fp8_experts" if in_fp8 else "fxtune.gated_experts"
+
+
 @dataclass
 class ExpertsSeen:
     """What one forward and backward pass showed of adapted experts."""
@@ -202,13 +208,18 @@ class GroupedExperts:
     expert_act: Activation | None
     gemm = CUBLAS
     """The GEMM backend of experts in 16 bits."""
+    keep = True
+    """Whether the product with gate and up is kept for the backward pass. Checkpointing sets it."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nested = list(wrappers(self))
         if kwargs or len(args) != 2 or _needs_own_forward(nested):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]  # peft's
         adapters = {wrapper.parameter_name: wrapper for wrapper in nested}
-        return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.gemm)
+        # An eager checkpoint runs the operator again, so the operator keeps its products then. The compiler's
+        # checkpoint skips it, and the backward pass computes what is missing.
+        keep = self.keep or not torch.compiler.is_compiling()
+        return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.gemm, keep)
 
 
 class OwnExperts(InPlaceOf):
@@ -217,7 +228,13 @@ class OwnExperts(InPlaceOf):
     expert_act: Activation
 
     def run(
-        self, adapters: dict[str, Any], hidden: torch.Tensor, routing: Routing, weights: torch.Tensor, gemm: str
+        self,
+        adapters: dict[str, Any],
+        hidden: torch.Tensor,
+        routing: Routing,
+        weights: torch.Tensor,
+        gemm: str,
+        keep: bool,
     ) -> torch.Tensor:
         """See run_experts()."""
         raise NotImplementedError
@@ -239,6 +256,7 @@ def run_experts(
     weights: torch.Tensor,
     act: Activation | None = None,
     gemm: str = CUBLAS,
+    keep: bool = True,
 ) -> torch.Tensor:
     """The experts' output [tokens, d] for `hidden` [tokens, d]. `index`, `weights` [tokens, k]: the experts of each
     token and their weights.
@@ -247,6 +265,7 @@ def run_experts(
         adapters: peft's wrappers by the names of the tensors that they adapt.
         act: the activation if one operator can compute these experts (one_operator()).
         gemm: the GEMM backend of that operator over 16-bit weights.
+        keep: whether that operator keeps the product with gate and up for the backward pass.
     """
     if (exchange := exchange_of(experts)) is None:
         return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm)
@@ -276,13 +295,13 @@ def _run(
     """run_experts() by the experts that this rank holds, for tokens that `routing` has sorted."""
     first = FIRST[0] if experts.has_gate else FIRST[1]
     if isinstance(experts, OwnExperts):
-        return experts.run(adapters, hidden, routing, weights, gemm)
+        return experts.run(adapters, hidden, routing, weights, gemm, keep)
     rows = routing.order, routing.back, routing.ends
     dtype = _own(experts, first).dtype
     if act is not None and len(adapters) == 2:
         matrices, biases = _frozen(experts), biases_of(experts, dtype)
         pair = halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)
-        result = gated_experts(hidden.to(dtype), weights, *rows, matrices, pair, act, gemm, biases)
+        result = gated_experts(hidden.to(dtype), weights, *rows, matrices, pair, act, gemm, biases, "", keep)
         return result.to(hidden.dtype)
     states = routing.gather(hidden.to(dtype))
     states = _product(experts, first, adapters, states, routing)

@@ -256,7 +256,9 @@ class QuantizedExperts(PackedExperts, OwnExperts):
     def forward(self, hidden: Tensor, index: Tensor, router_weights: Tensor) -> Tensor:
         return run_experts(self, {}, hidden, index, router_weights)
 
-    def run(self, adapters: dict[str, Any], hidden: Tensor, routing: Routing, weights: Tensor, gemm: str) -> Tensor:
+    def run(
+        self, adapters: dict[str, Any], hidden: Tensor, routing: Routing, weights: Tensor, gemm: str, keep: bool
+    ) -> Tensor:
         in_fp8, rows = self.stored_as == FP8, (routing.order, routing.back, routing.ends)
         dtype = torch.bfloat16 if in_fp8 and hidden.is_cuda else self.compute_dtype
         nothing = hidden.new_empty(0, dtype=dtype)
@@ -267,10 +269,12 @@ class QuantizedExperts(PackedExperts, OwnExperts):
         codes, pair, act = self.stored_weights(), (halves[0], halves[1]), self.expert_act
         if in_fp8:
             in_both = fp8_experts.Weights(*codes[0]), fp8_experts.Weights(*codes[1])
-            result = fp8_experts.fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act)
+            result = fp8_experts.fp8_experts(hidden.to(dtype), weights, *rows, in_both, pair, act, keep=keep)
         else:
             biases = biases_of(self, dtype)
-            result = gated_experts(hidden.to(dtype), weights, *rows, codes, pair, act, gemm, biases, self.stored_as)
+            result = gated_experts(
+                hidden.to(dtype), weights, *rows, codes, pair, act, gemm, biases, self.stored_as, keep
+            )
         return result.to(hidden.dtype)
 
     def run_grouped(self, outermost: Any) -> None:

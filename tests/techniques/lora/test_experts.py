@@ -22,16 +22,19 @@ from support.architectures import (
     word_tokenizer,
 )
 from support.cases import slow_but
+from support.checkpointing import traced
 from support.lora_models import loss_and_gradients, require_close
 from support.mixtures import mixture, uneven
+from torch.profiler import ProfilerActivity, profile
 
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Switch
+from fxtune.facts.options import Policy, Switch
 from fxtune.kernels.matmul import CUTE
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import decoder_layers
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.lora.experts import grouped, multiply_by, observe_experts
 from fxtune.techniques.pipeline import make_probe
@@ -95,6 +98,23 @@ def test_recomputed_layers_route_as_before():
     wanted, found = loss_and_gradients(plain), loss_and_gradients(again)
     assert found[0] == wanted[0]
     assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
+
+
+@pytest.mark.slow
+def test_a_compiled_recomputation_skips_the_operator_of_the_experts():
+    """With the compiler's own cut between forward and backward, and no code generated."""
+    pipelines = lora(), lora()
+    pipelines[1].checkpointing = Checkpointing(enabled=True, policy=Policy.full)
+    plain, again = (uneven(built(pipeline, mixture("qwen3_moe"), packing=True)) for pipeline in pipelines)
+    layers = decoder_layers(again)
+    traced(again)
+    loss_and_gradients(again)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        found = loss_and_gradients(again)
+    names = [event.name for event in trace.events()]
+    ran = [names.count(f"fxtune::gated_experts{part}") for part in ("", "_backward")]
+    assert ran == [len(layers), len(layers)]
+    require_close(found, loss_and_gradients(plain), 1e-5)
 
 
 @pytest.mark.slow

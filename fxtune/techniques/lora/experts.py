@@ -268,12 +268,12 @@ def run_experts(
         keep: whether that operator keeps the product with gate and up for the backward pass.
     """
     if (exchange := exchange_of(experts)) is None:
-        return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm)
+        return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm, keep)
     routing = exchange.route(index)
     states = exchange.gather(hidden.to(_own(experts, LAST).dtype), routing)
     # Weights of experts that another rank holds have no gradient here.
     weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
-    sums = _run(experts, adapters, states, routing, weights, act, gemm)
+    sums = _run(experts, adapters, states, routing, weights, act, gemm, keep)
     return exchange.sum(sums, len(hidden)).to(hidden.dtype)
 
 
@@ -291,6 +291,7 @@ def _run(
     weights: torch.Tensor,
     act: Activation | None,
     gemm: str,
+    keep: bool,
 ) -> torch.Tensor:
     """run_experts() by the experts that this rank holds, for tokens that `routing` has sorted."""
     first = FIRST[0] if experts.has_gate else FIRST[1]

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 import ablate  # noqa: E402
 
 from fxtune.kernels import fp8, fp8_experts, grouped_matmul, matmul  # noqa: E402
+from fxtune.kernels import gated_experts as gated_experts_module  # noqa: E402
 from fxtune.kernels.gated_experts import Adapter, gated_experts  # noqa: E402
 from fxtune.kernels.grouped_matmul import Routing  # noqa: E402
 from fxtune.kernels.matmul import CUBLAS, CUTE  # noqa: E402
@@ -150,15 +151,17 @@ def ceilings(device: torch.device) -> None:
 
 def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """(kernel, launch, a call) for the candidates of each Triton kernel and for the other ways to compute the same."""
-    from fxtune.kernels import expert_adapters_triton, fp8_experts_triton
+    from fxtune.kernels import expert_adapters_triton, fp8_experts_triton, gated_experts_triton
 
     launch_of: dict[str, dict[str, int]] = {
+        "FORWARD": gated_experts_triton.FORWARD,
+        "BACKWARD": gated_experts_triton.BACKWARD,
         "PROJECT": expert_adapters_triton.PROJECT,
         "OUTER": expert_adapters_triton.OUTER,
         "PRODUCT": fp8_experts_triton.PRODUCT,
         "WIDE_PRODUCT": fp8_experts_triton.WIDE_PRODUCT,
     }
-    hidden, _, a1, _, _, b2 = layer.trained
+    hidden, _, a1, b1, a2, b2 = layer.trained
     routing, (first, last), ends = layer.routing, layer.matrices, layer.routing.ends
     token, rows = routing.order // routing.k, len(routing.back)
     narrow = torch.randn(rows, RANK, device=hidden.device, dtype=hidden.dtype)
@@ -181,6 +184,13 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         for launch in launches:
             yield kernel, str(launch), with_launch(name, dict(zip(keys, launch, strict=True)), call)
 
+    r1, weights = narrow, torch.rand(rows, 1, device=hidden.device)
+    dh = torch.randn_like(h)
+    given = r1, b1, a2, layer.biases[0], ends, layer.act
+    around = r1, b1, dh, narrow, a2, weights, layer.biases[0], ends, layer.act
+    gated = [(64, 64, 4, 3), (64, 32, 4, 3), (32, 64, 4, 3), (64, 64, 8, 3), (32, 32, 4, 3)]
+    yield from each("FORWARD", "activation", gated, lambda: gated_experts_module.activate(wide, *given))
+    yield from each("BACKWARD", "its backward", gated, lambda: gated_experts_module.activate_backward(wide, *around))
     small = [(64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 4, 3), (128, 64, 4, 4)]
     yield from each(
         "PROJECT", "project in place", small, lambda: expert_adapters_triton.project(hidden, token, a1.mT, ends)

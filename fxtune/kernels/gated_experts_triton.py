@@ -227,33 +227,46 @@ def _factor(factor, row, width, ranks, column, rank):
 
 
 @triton.jit
-def _load_pair(
-    line,
+def _read_pair(line, start, width, inside, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What _pair_of() makes gate and up of, as it is stored. `line` [ROWS, 1]: the rows of g; `inside` [ROWS, 1]:
+    whether a row exists. It is read an iteration ahead, because Triton does not pipeline it."""
+    if INTERLEAVED:
+        column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
+        pairs = tl.load(line + column, mask=inside & (column < 2 * width), other=0.0)
+        return pairs, pairs
+    else:
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        gate = tl.load(line + column, mask=inside & (column < width), other=0.0)
+        return gate, tl.load(line + width + column, mask=inside & (column < width), other=0.0)
+
+
+@triton.jit
+def _pair_of(
+    read,
     bias,
     start,
     width,
-    inside,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """gate and up [ROWS, COLUMNS] of the columns from `start`, as float32, with the bias. `line` [ROWS, 1]: the rows
-    of g; `inside` [ROWS, 1]: whether a row exists."""
+    """gate and up [ROWS, COLUMNS] of the columns from `start`, as float32, with the bias."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
-        pairs = _load(line + column, bias + column, inside, column < 2 * width, BIASED)
-        gate, up = tl.split(tl.reshape(pairs, (ROWS, COLUMNS, 2)))
+        gate, up = tl.split(
+            tl.reshape(_biased(read[0], bias + column, column < 2 * width, BIASED), (ROWS, COLUMNS, 2))
+        )
     else:
         column = start + tl.arange(0, COLUMNS)[None, :]
-        gate = _load(line + column, bias + column, inside, column < width, BIASED)
-        up = _load(line + width + column, bias + width + column, inside, column < width, BIASED)
+        gate = _biased(read[0], bias + column, column < width, BIASED)
+        up = _biased(read[1], bias + width + column, column < width, BIASED)
     return gate, up
 
 
 @triton.jit
-def _load(at, bias, inside, exists, BIASED: tl.constexpr):
-    value = tl.load(at, mask=inside & exists, other=0.0).to(tl.float32)
+def _biased(value, bias, exists, BIASED: tl.constexpr):
+    value = value.to(tl.float32)
     if BIASED:
         value += tl.load(bias, mask=exists, other=0.0).to(tl.float32)
     return value
@@ -263,7 +276,7 @@ def _load(at, bias, inside, exists, BIASED: tl.constexpr):
 def _store_pair(
     line, gate, up, start, width, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The reverse of _load_pair()."""
+    """The reverse of _read_pair()."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
         pairs = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
@@ -334,10 +347,14 @@ def _forward(
     bias += expert.to(tl.int64) * 2 * width
     STEP: tl.constexpr = 2 if INTERLEAVED else 1  # from a column of gate to the next
     to_up = 1 if INTERLEAVED else width
+    line = g[0] + row * g[1]
+    ahead = _read_pair(line, 0, width, row < end, COLUMNS, INTERLEAVED)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < end) & (column < width)
-        gate, up = _load_pair(g[0] + row * g[1], bias, start, width, row < end, ROWS, COLUMNS, INTERLEAVED, BIASED)
+        read = ahead
+        ahead = _read_pair(line, start + COLUMNS, width, row < end, COLUMNS, INTERLEAVED)
+        gate, up = _pair_of(read, bias, start, width, ROWS, COLUMNS, INTERLEAVED, BIASED)
         gate_column = column * STEP
         b_gate = _factor(b1, gate_column, width, ranks1, column, rank1[:, None])
         b_up = _factor(b1, gate_column + to_up, width, ranks1, column, rank1[:, None])
@@ -432,12 +449,17 @@ def _backward(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     to_up = 1 if INTERLEAVED else width
     kind = dg[0].dtype.element_ty
+    line, first_column = g[0] + row * g[1], tl.arange(0, COLUMNS)[None, :]
+    ahead = _read_pair(line, 0, width, row < end, COLUMNS, INTERLEAVED)
+    dh_ahead = tl.load(dh[0] + row * dh[1] + first_column, mask=(row < end) & (first_column < width), other=0.0)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < end) & (column < width)
-        gate, up = _load_pair(g[0] + row * g[1], bias, start, width, row < end, ROWS, COLUMNS, INTERLEAVED, BIASED)
         dh_at = dh[0] + row * dh[1] + column
-        d_h = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
+        read, d_h = ahead, dh_ahead.to(tl.float32)
+        ahead = _read_pair(line, start + COLUMNS, width, row < end, COLUMNS, INTERLEAVED)
+        dh_ahead = tl.load(dh_at + COLUMNS, mask=(row < end) & (column + COLUMNS < width), other=0.0)
+        gate, up = _pair_of(read, bias, start, width, ROWS, COLUMNS, INTERLEAVED, BIASED)
         gate_column = column * STEP
         b_gate = _factor(b1, gate_column, width, ranks1, column, rank1[:, None])
         b_up = _factor(b1, gate_column + to_up, width, ranks1, column, rank1[:, None])

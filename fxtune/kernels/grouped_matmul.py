@@ -17,7 +17,8 @@ name them, and their backward pass is written here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ NARROW = 64
 """The most columns of a result that is one tile wide, such as an adapter's."""
 
 _PREPARED: set[tuple[torch.device, torch.dtype]] = set()
+_TAKES_GAPS: set[tuple[torch.device, torch.dtype]] = set()
 
 
 @torch.library.custom_op("fxtune::grouped_mm", mutates_args=())
@@ -141,6 +143,9 @@ def _is_served(x: Tensor, other: Tensor) -> bool:
     """Whether quack's kernel takes these tensors: 16 bits, prepared, and rows that begin at multiples of 16 bytes."""
     if (x.device, x.dtype) not in _PREPARED or other.dtype != x.dtype:
         return False
+    has_gaps = not all(tensor.is_contiguous() or tensor.mT.is_contiguous() for tensor in (x, other))
+    if has_gaps and not takes_gaps(x.device, x.dtype):
+        return False
     sizes = (x.shape[-1], *other.shape[-2:]) if other.dim() == 3 else (x.shape[-1], other.shape[-1])
     return len(x) > 0 and all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
 
@@ -191,24 +196,49 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     sizes = (300, 192), (300, 16), (3, 192, 16)
     x, y, matrices = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
     ends = torch.tensor([100, 100, 300], dtype=torch.int32, device=device)
-    rows, columns = matrices.new_zeros(3, 200, 16), matrices.new_zeros(3, 192, 24)  # weights with space for adapters
-    with_gaps = rows[:, :192].copy_(matrices), columns[:, :, :16].copy_(matrices)
-    for calls in (
+    _compare(
+        (device, dtype),
+        _PREPARED,
         lambda gemm: product(x, matrices, ends, gemm=gemm),
         lambda gemm: product(y, matrices.mT, ends, plus=x.clone(), gemm=gemm),
         lambda gemm: outer(x, y, ends, gemm=gemm),
-        lambda gemm: product(x, with_gaps[0], ends, gemm=gemm),
-        lambda gemm: product(y, with_gaps[1].mT, ends, gemm=gemm),
-    ):
-        _PREPARED.add((device, dtype))
+    )
+    rows, columns = matrices.new_zeros(3, 200, 16)[:, :192], matrices.new_zeros(3, 192, 24)[:, :, :16]
+    wide = x.new_zeros(300, 200)[:, :192]
+    for with_gaps, tensor in ((rows, matrices), (columns, matrices), (wide, x)):
+        with_gaps.copy_(tensor)
+    # Broad on purpose: the compiler of another package has its own errors. Without gaps its products still serve.
+    with contextlib.suppress(Exception):
+        _compare(
+            (device, dtype),
+            _TAKES_GAPS,
+            lambda gemm: product(x, rows, ends, gemm=gemm),
+            lambda gemm: product(y, columns.mT, ends, gemm=gemm),
+            lambda gemm: outer(wide, y, ends, gemm=gemm),
+        )
+
+
+def _compare(
+    key: tuple[torch.device, torch.dtype],
+    capable: set[tuple[torch.device, torch.dtype]],
+    *products: Callable[[str], Tensor],
+) -> None:
+    """Add `key` to `capable` if quack's `products` are torch's. Otherwise raise what quack raises, or RuntimeError."""
+    for compute in products:
+        capable.add(key)
         try:
-            result, expected = calls(CUTE).float(), calls(CUBLAS).float()
+            result, expected = compute(CUTE).float(), compute(CUBLAS).float()
         finally:
-            _PREPARED.discard((device, dtype))
+            capable.discard(key)
         error = ((result - expected).norm() / expected.norm()).item()
         if not error < 1e-2:
             raise RuntimeError(f"its grouped product is {error:.1e} from torch's")
-    _PREPARED.add((device, dtype))
+    capable.add(key)
+
+
+def takes_gaps(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether quack's kernel multiplies by matrices, and rows, with gaps between them; after prepare()."""
+    return (device, dtype) in _TAKES_GAPS
 
 
 def _runs_as_one(x: Tensor, other: Tensor) -> bool:

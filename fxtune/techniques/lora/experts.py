@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fxtune.distributed.sharding import OWN
 from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
-from fxtune.kernels.matmul import CUBLAS, CUTE
+from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import ACTS, Activation
 from fxtune.kernels.token_exchange import Exchange
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
@@ -314,18 +314,18 @@ def _run(
 
 
 @torch.no_grad()
-def multiply_by(outermost: Any, gemm: str) -> None:
-    """Use this GEMM backend for experts that run grouped. CUTE: also give their weights, if one operator computes
-    them and they have memory, space for the adapters (gated_experts.with_space())."""
-    outermost.gemm, experts = gemm, outermost.get_base_layer()
+def make_space(outermost: Any) -> None:
+    """Move the frozen weights of experts that one operator computes in 16 or 32 bits, if they have memory, to memory
+    with space for their adapters (gated_experts.with_space()). Names, shapes and values stay."""
+    experts = outermost.get_base_layer()
     adapters = {wrapper.parameter_name: wrapper for wrapper in wrappers(outermost)}
-    if gemm != CUTE or outermost.expert_act is None or isinstance(experts, OwnExperts) or len(adapters) != 2:
+    if outermost.expert_act is None or isinstance(experts, OwnExperts) or len(adapters) != 2:
         return
-    for (name, wrapper), dim in zip(((name, adapters[name]) for name in (FIRST[0], LAST)), (1, 2), strict=True):
+    for name, dim in ((FIRST[0], 1), (LAST, 2)):
         weight = getattr(experts, name)
         if weight.is_meta or not weight.is_contiguous():
             continue
-        rank = halves_of(wrapper, weight.dtype).a.shape[1]
+        rank = halves_of(adapters[name], weight.dtype).a.shape[1]
         matrices = with_space(weight.mT if experts.is_transposed else weight, rank, dim)
         weight.data = matrices.mT if experts.is_transposed else matrices
 

@@ -20,7 +20,7 @@ from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION,
 from fxtune.models.dims import Shape
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
-from fxtune.techniques.lora.experts import grouped, multiply_by
+from fxtune.techniques.lora.experts import grouped, make_space
 from fxtune.techniques.lora.fused_modules import groups
 
 PACKAGE = "quack-kernels"
@@ -87,7 +87,9 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
     for group in groups(model, DENSE):
         group.kind = DENSE_CUTE
     for experts in mixtures:
-        multiply_by(experts, CUTE)
+        experts.gemm = CUTE
+        if grouped_matmul.takes_gaps(device, dtype):
+            make_space(experts)
     return None
 
 

@@ -36,7 +36,7 @@ from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.checkpointing.technique import Checkpointing
-from fxtune.techniques.lora.experts import grouped, multiply_by, observe_experts
+from fxtune.techniques.lora.experts import grouped, make_space, observe_experts
 from fxtune.techniques.pipeline import make_probe
 
 LAYERS = {
@@ -75,12 +75,13 @@ def test_any_rank_and_another_scaling(rank):
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
 def test_space_for_adapters_beside_the_weights_changes_no_number(kind):
-    """On Hopper the operator has it (multiply_by). The weights keep their shapes and values, and merge as before."""
+    """On Hopper the operator has it (make_space). The weights keep their shapes and values, and merge as before."""
     model = uneven(built(lora(), mixture(kind), packing=False))
     wanted, before = loss_and_gradients(model), {name: value.clone() for name, value in model.state_dict().items()}
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     for experts in grouped(model):
-        multiply_by(experts, CUTE)
+        experts.gemm = CUTE
+        make_space(experts)
         for name in ("gate_up_proj", "down_proj"):
             assert not getattr(experts.get_base_layer(), name).is_contiguous(), name
     require_close(loss_and_gradients(model), wanted, 1e-5)

@@ -724,9 +724,9 @@ def measurement(row: dict[str, Any]) -> Measurement:
 
     def rounded(name: str, digits: int, factor: float = 1.0) -> float | None:
         value = row.get(name)
-        return None if value is None else round(factor * value, digits)
+        return None if value is None else round(factor * value, digits or None)
 
-    case = CASES[row["case"]]
+    case, parts = CASES[row["case"]], row.get("startup_seconds")
     return Measurement(
         row["case"],
         row["tool"],
@@ -743,7 +743,7 @@ def measurement(row: dict[str, Any]) -> Measurement:
         memory_gib=rounded("memory_gib", 2),
         joules_per_token=rounded("joules_per_token", 4),
         seconds_to_second_step=rounded("second_step_seconds", 1),
-        startup_seconds=row.get("startup_seconds"),
+        startup_seconds=parts and {part: round(seconds, 1) for part, seconds in parts.items()},
         error=row.get("error", ""),
     )
 

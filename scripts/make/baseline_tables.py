@@ -81,7 +81,8 @@ README_ROWS = (
     ("1 x 65,536 tokens *", "h200_peers_first", "8b_1x65536"),
     ("1 x 65,536 in 30 GiB *", "h200_peers_first", "8b_1x65536_30gib"),
     ("the 1B shape, 8 x 4,096 *", "h200_peers_slower_card", "1b_8x4096"),
-    ("a quarter of Qwen3-30B-A3B, 4 x 4,096", "h200_moe", "moe_4x4096"),
+    ("a quarter of Qwen3-30B-A3B, 4 x 4,096", "h200_mixtures", "moe_4x4096"),
+    ("gpt-oss-20b, 4 x 4,096", "h200_mixtures", "gpt_oss_4x4096"),
     ("the 70B shape, 1 x 4,096", "h200_70b", "70b_1x4096"),
     ("1 x 409,600 (`scripts/bench/longest.py --lengths 409600 --fast`) *", "h200_longest_fast", "409,600, `--fast`"),
 )
@@ -172,7 +173,7 @@ def scaling(name: str) -> str:
 def head_loss() -> str:
     """The rows of head_loss.py. Memory is in GB of 10^9 bytes, as in the published figures."""
     rows = []
-    for row in read("h100_head_loss").measurements:
+    for row in read("h200_head_loss").measurements:
         memory = row.memory_gib and row.memory_gib * 2**30 / 1e9
         tool = ", ".join(filter(None, (NAMES.get(row.tool, row.tool), row.settings)))
         rows.append([row.case, tool, row.error or figure(row.step_ms, 1), figure(memory, 1)])
@@ -185,9 +186,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "longest": longest,
     "ablation_8b": partial(ablation, "8b"),
     "ablation_1b": partial(ablation, "1b"),
-    "moe_70b": partial(peers, "h200_moe", "h200_70b"),
+    "fp8_bases": partial(peers, "h200_transposes", "h200_70b"),
     "mixtures": partial(peers, "h200_mixtures"),
+    "head_loss": head_loss,
     "full": partial(peers, "h200_full"),
+    "full_two_cards": partial(peers, "h200_full_two_cards"),
     "peers": partial(peers, "h200_peers"),
     "peers_busy_host": partial(peers, "h200_peers_busy_host"),
     "peers_slower_card": partial(peers, "h200_peers_slower_card"),

@@ -52,8 +52,8 @@ SHARED = ("flash_attn", "apex")
 """Folders of modules that several distributions share: flash-attn and flash-attn-4, NVIDIA's apex and PyPI's."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
 """Errors that say nothing about the package: another process uses the GPU."""
-PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM|{THESE_HEADS}", re.IGNORECASE)
-"""Results that may change within a minute, or with another model."""
+PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM", re.IGNORECASE)
+"""Results that may change within a minute."""
 RESULTS = "package_checks.json"
 """The file of recorded results in fxtune's cache."""
 METADATA = ".dist-info"
@@ -178,7 +178,7 @@ def _check_on_gpu(
     """The results of checks, each in a separate process: a fault of a kernel would end all work on the GPU. A
     recorded result is taken instead of a check.
     """
-    answers = _recorded(names, facts.device_name)
+    answers = _recorded(names, facts.device_name, heads)
     if missing := [name for name in names if name not in answers]:
         with (
             phase(f"Checking once that {', '.join(missing)} works on this GPU", part="package checks"),
@@ -186,47 +186,54 @@ def _check_on_gpu(
         ):
             checks = [ahead.pop(name) if name in ahead else _start(name, "gpu", "waits") for name in missing]
             results = list(pool.map(lambda check: _answer(check, heads, TIMEOUT_GPU), checks))
-        answers |= record(dict(zip(missing, results, strict=True)), facts.device_name)
+        answers |= record(dict(zip(missing, results, strict=True)), facts.device_name, heads)
     return answers
 
 
-def record(answers: dict[str, dict[str, Any]], device_name: str) -> dict[str, dict[str, Any]]:
+def record(
+    answers: dict[str, dict[str, Any]], device_name: str, heads: Heads = SOME_HEADS
+) -> dict[str, dict[str, Any]]:
     """Record results on this machine's GPU for later runs, and return them. A result that says nothing about the
     package is not recorded: another process had the GPU, or the machine was too busy to answer.
+
+    `heads`: the heads that were tried. A package that works with other heads alone is recorded for these heads only.
     """
     from fxtune.system.json_cache import add_cached  # which imports torch
 
     lasting = {name: answer for name, answer in answers.items() if not PASSING.search(answer["seen"])}
     now = time.time()
     stamped = {name: {"state": answer["state"], "seen": answer["seen"], "at": now} for name, answer in lasting.items()}
-    keys = _keys(stamped, device_name)
-    add_cached(cache_home() / RESULTS, {keys[name]: answer for name, answer in stamped.items()})
+    of_heads, of_any = _keys(stamped, device_name, heads), _keys(stamped, device_name)
+    entries = {of_any[name]: answer for name, answer in stamped.items() if THESE_HEADS not in answer["seen"]}
+    add_cached(cache_home() / RESULTS, entries | {of_heads[name]: answer for name, answer in stamped.items()})
     return answers
 
 
-def _recorded(names: list[str], device_name: str) -> dict[str, dict[str, Any]]:
-    """The recorded results that still hold. A package that did not work is checked again as soon as any package was
-    installed, repaired or removed, even if no version has changed.
+def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> dict[str, dict[str, Any]]:
+    """The recorded results that still hold for these heads. A package that did not work is checked again as soon as
+    any package was installed, repaired or removed, even if no version has changed.
     """
     from fxtune.system.json_cache import read_cached
 
     cached = read_cached(cache_home() / RESULTS)
-    recorded = {name: cached[key] for name, key in _keys(names, device_name).items() if key in cached}
+    recorded = {name: cached[key] for name, key in _keys(names, device_name, heads).items() if key in cached}
     if all(answer["state"] == "works" for answer in recorded.values()):
         return recorded
     changed = _last_installed()
     return {name: answer for name, answer in recorded.items() if answer["state"] == "works" or answer["at"] >= changed}
 
 
-def _keys(names: Iterable[str], device_name: str) -> dict[str, str]:
+def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> dict[str, str]:
     """The name in the file of results for each check: it changes with the GPU, its driver, Python, and the version of
-    any installed package, because a package may fail through another one.
+    any installed package, because a package may fail through another one. Where the check takes heads, it changes with
+    them, too: what a run decides must not depend on the models of earlier runs.
     """
     driver = Path("/proc/driver/nvidia/version")
     installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))
     machine = [device_name, driver.read_text() if driver.exists() else "", sys.version, installed]
     environment = blake2b(repr(machine).encode(), digest_size=8).hexdigest()
-    return {name: f"{name} {environment}" for name in names}
+    tried = "" if heads == SOME_HEADS else f" {heads.queries}/{heads.keys}/{heads.width}"
+    return {name: f"{name}{tried * CHECKS[name].takes_heads} {environment}" for name in names}
 
 
 def _last_installed() -> float:

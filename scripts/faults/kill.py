@@ -136,21 +136,20 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outc
                 shutil.rmtree(place)
 
 
-def campaign_of_ranks(
-    ranks: int, shard: int, device: str, mode: str, kills: int, seed: int, folder: Path, rows: list[dict[str, Any]]
-) -> int:
-    """Kill processes of runs of `ranks` ranks until `kills` kills are done. `shard`: number of ranks over which weights
-    are divided. Returns how many runs went wrong."""
-    draw, bad, number = random.Random(f"{seed}/ranks"), 0, 0
+def campaign_of_ranks(given: argparse.Namespace, mode: str, folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Kill processes of runs of several ranks until as many kills are done as asked. Returns how many runs went wrong."""
+    ranks, shard, kills = given.ranks, given.shard, given.kills
+    draw, bad, number = random.Random(f"{given.seed}/ranks"), 0, 0
     # Without packing both answers of a pair take a row of one micro-batch.
     micro = 2 if any(word.startswith("objective=") for word in MODES[mode]) else 1
-    sizes = [f"train.micro_batch_size={micro}", f"train.global_batch_size={max(4, micro * ranks)}"]
-    if device == "cuda":  # else the order of some sums on a card is open
-        sizes.append("run.deterministic=true")
+    keys = [f"train.micro_batch_size={micro}", f"train.global_batch_size={max(4, micro * ranks)}"]
+    keys += [f"run.gpus={ranks}", f"parallel.shard={shard}", f"run.device={given.device}", *given.set]
+    if given.device == "cuda":  # else the order of some sums on a card is open
+        keys.append("run.deterministic=true")
     title = f"{mode}, {ranks} ranks" + (f", weights divided by {shard}" if shard > 1 else "")
 
     def words_in(place: Path) -> list[str]:
-        return [*prepare(place, mode), f"run.gpus={ranks}", f"parallel.shard={shard}", f"run.device={device}", *sizes]
+        return [*prepare(place, mode), *keys]
 
     reference, seconds = finish(words_in(folder / "reference"), folder / "reference")
     steps = steps_logged(folder / "reference")
@@ -265,6 +264,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="kill runs of so many ranks, in one mode")
     parser.add_argument("--shard", type=int, default=1, help="with --ranks: divide the weights over so many of them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --ranks: where the ranks run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --ranks: a further key")
     given = parser.parse_args()
     modes = (given.modes or ",".join(MODES)).split(",")
     if unknown := set(modes) - set(MODES):
@@ -276,9 +276,7 @@ def main() -> int:
             parser.error("--ranks kills runs of one mode")
         rows: list[dict[str, Any]] = []
         mode = given.modes or ("lora" if given.shard == 1 else "full")
-        bad_runs = campaign_of_ranks(
-            given.ranks, given.shard, given.device, mode, given.kills, given.seed, folder, rows
-        )
+        bad_runs = campaign_of_ranks(given, mode, folder, rows)
         if given.json:
             given.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return 1 if bad_runs else 0

@@ -87,8 +87,8 @@ SMOKE = dict(
 """The defaults with --smoke."""
 MOE = dict(hidden=512, layers=8, experts=16, pretrain_minutes=0.4, megabytes=60.0, evaluated=64, steps=100)
 """The defaults with --moe."""
-GPT_OSS = dict(MOE, mixture="gpt_oss", head=64, micro_tokens=16384, variants=["plain", "fxtune", "mxfp4"])
-"""The defaults with --gpt-oss."""
+GPT_OSS = dict(MOE, mixture="gpt_oss", head=64, pretrain_minutes=1.2, variants=["plain", "fxtune", "mxfp4"])
+"""The defaults with --gpt-oss, whose base trains more slowly."""
 FULL = dict(r=0, lr=2e-4, steps=120, pretrain_minutes=0.4, megabytes=60.0, variants=["plain", "fxtune", "float8"])
 """The defaults with --full."""
 BASE_OPTIONS = (

@@ -18,7 +18,14 @@ from support.runs import losses
 
 FULL = ("techniques.lora.enabled=false",)
 TWO = ("run.gpus=2", "run.device=cuda")
-EXACT = ("run.deterministic=true", "train.epochs=null", "train.max_steps=300", "checkpoint.every=100")
+EXACT = (
+    "run.deterministic=true",
+    "model.dtype=float32",
+    "techniques.precision.tf32=false",
+    "train.epochs=null",
+    "train.max_steps=300",
+    "checkpoint.every=100",
+)
 """Steps enough that a signal after the tenth comes before the end."""
 LARGER = (
     "model.architecture={hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2, num_attention_heads: 4, "

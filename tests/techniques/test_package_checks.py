@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
-from fxtune.system.packages import CHECKS, Heads, NotTriedError
+from fxtune.system.packages import CHECKS, THESE_HEADS, Heads, NotTriedError
 from fxtune.techniques import package_checks, smoke_tests
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.liger.technique import Liger
@@ -205,6 +205,7 @@ def recorded(monkeypatch, tmp_path):
     """
     asked: list[str] = []
     seen = {"torchao": "RuntimeError: no kernel image", "quack-kernels": "OutOfMemoryError: CUDA out of memory"}
+    narrow = {"queries": 4, "keys": 2, "width": 16}
 
     class Check:
         def __init__(self, command):
@@ -212,11 +213,13 @@ def recorded(monkeypatch, tmp_path):
             asked.append(self.name)
 
         def tell(self, text):
-            assert set(json.loads(text)) == {"queries", "keys", "width"}
+            self.heads = json.loads(text)
 
         def result(self, limit):
-            answer = {"state": "broken" if self.name in seen else "works", "seen": seen.get(self.name, "ran")}
-            return 0, json.dumps(answer), 1.0
+            why = seen.get(self.name)
+            if self.name == "flash-attn-4" and self.heads == narrow:
+                why = f"ValueError: too narrow ({THESE_HEADS})"
+            return 0, json.dumps({"state": "broken" if why else "works", "seen": why or "ran"}), 1.0
 
     site = tmp_path / "site"
     (site / "torchao-0.18.0.dist-info").mkdir(parents=True)
@@ -225,7 +228,7 @@ def recorded(monkeypatch, tmp_path):
     monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
     # Not the real folders: other test processes may write into them.
     monkeypatch.setattr(sys, "path", [str(site), *(folder for folder in sys.path if "site-packages" not in folder)])
-    for module in ("torchao", "torchao.quantization"):
+    for module in ("torchao", "torchao.quantization", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, module, sys.modules.get(module))
 
     def checked(device_name="H100") -> set[str]:
@@ -267,6 +270,16 @@ def test_a_package_that_failed_is_checked_again_when_something_was_repaired_with
 
     wait_for(repaired)
     assert checked() == {"torchao", "quack-kernels"}
+
+
+def test_heads_of_earlier_models_decide_nothing(recorded):
+    name, facts = "flash-attn-4", Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
+    refused = {name: f"ValueError: too narrow ({THESE_HEADS})"}
+    for _ in range(2):
+        assert package_checks.unusable(facts, [name], Heads(4, 2, 16)) == refused
+        assert package_checks.unusable(facts, [name], Heads(32, 8, 64)) == {}
+        with package_checks.import_ahead(facts, ["attention"]) as ahead:
+            assert ahead == {}, "it works with some heads"
 
 
 def test_doctor_replaces_what_is_recorded(recorded):

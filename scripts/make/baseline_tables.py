@@ -90,13 +90,17 @@ README_ROWS = (
 
 def readme() -> str:
     """Speed and peak memory beside Unsloth, and over a base in fp8."""
+
+    def cell(row: Measurement | None) -> str:
+        if row is None or row.error:
+            return "" if row is None else row.error
+        return f"{row.tokens_per_second:,.0f}, {row.memory_gib:.1f} GiB"
+
     rows = []
     for label, file, case in README_ROWS:
         found = {(row.case, row.tool): row for row in reversed(read(file).measurements)}
         cells = [found.get(key) for key in ((case, "fxtune"), (case, "unsloth"), (f"{case}_fp8", "fxtune"))]
-        rows.append(
-            [label, *(f"{row.tokens_per_second:,.0f}, {row.memory_gib:.1f} GiB" if row else "" for row in cells)]
-        )
+        rows.append([label, *map(cell, cells)])
     head = "tokens/s and peak memory by `python scripts/bench/bench_peers.py`"
     return table([head, "fxtune", "Unsloth", "fxtune, fp8 base"], rows)
 

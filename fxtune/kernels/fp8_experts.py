@@ -100,7 +100,8 @@ def fp8_experts(
     """
     first, last = ([tensor for tensor in weights_of if tensor is not None] for weights_of in matrices)
     tensors = *adapters[0], *adapters[1], None, None
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, "", keep)[0]
+    options = *act, gemm, "", keep, False
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
     return out
 
 
@@ -112,7 +113,7 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
     return gated_experts.combine(y, layer.back, layer.weights, plus=plus), g, r1, r2
 
 
-def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
+def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Any, ...]:
     weights, back, ends, gemm, token = layer.weights, layer.back, layer.ends, layer.gemm, layer.token
     has_transposes, w = len(layer.first) == 4, layer.row_weights
     if not layer.keep:
@@ -132,7 +133,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     da1 = outer_of(layer.hidden, token, dr1, ends).mT.contiguous()
     dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, gemm)
     dweights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
-    return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), dweights, da1, db1, da2, db2
+    return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), dweights, da1, db1, da2, db2, []
 
 
 def _inner(layer: Layer) -> tuple[Tensor, Tensor]:

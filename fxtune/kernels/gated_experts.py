@@ -21,6 +21,7 @@ The products with GU and D take most of the time. The steps between them move as
 - Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>, which equals <dh, h>
   before dh is multiplied by w, plus <dout[t], bias>.
 - Nothing is summed by atomic additions: the same bits in each run.
+- Weights that are trained get two more products, of the rows that are gathered again.
 - Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product, forward and again backward: one of the two
   tensors is in 16 bits at a time, and only the codes are kept for the backward pass.
 
@@ -66,24 +67,26 @@ def gated_experts(
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     stored: str = "",
     keep: bool = True,
+    trained: bool = False,
 ) -> Tensor:
     """[tokens, d]: the weighted sum of the outputs of each token's experts.
 
     Args:
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
         order, back, ends: the attributes of a Routing of [tokens, k] experts, or of an OwnRouting.
-        matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width], frozen; of any
-            strides. With `gemm=CUTE` each may be the result of with_space(): the first for more rows, the second for
-            more columns, as many as its adapter's rank. With `stored` each is a list of packed tensors.
+        matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width]; of any strides. With
+            `gemm=CUTE` each may be the result of with_space(): the first for more rows, the second for more columns,
+            as many as its adapter's rank. With `stored` each is a list of packed tensors.
         adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
         gemm: see grouped_matmul.product().
         biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
         stored: how the matrices are packed, see quantized.unpack(); empty: they are not packed.
         keep: keep g for the backward pass. Otherwise the backward pass computes it again.
+        trained: whether the matrices get gradients. Packed ones cannot.
     """
     first, last = ([matrix] if isinstance(matrix, Tensor) else list(matrix) for matrix in matrices)
-    tensors = *adapters[0], *adapters[1], *biases
-    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *act, gemm, stored, keep)[0]
+    tensors, options = (*adapters[0], *adapters[1], *biases), (*act, gemm, stored, keep, trained)
+    out: Tensor = _operator(hidden, weights, order, back, ends, first, last, *tensors, *options)[0]
     return out
 
 
@@ -111,6 +114,7 @@ class Layer(NamedTuple):
     gemm: str
     stored: str
     keep: bool
+    trained: bool
 
     @property
     def activation(self) -> Activation:
@@ -131,8 +135,10 @@ _TENSORS = (
     "Tensor hidden, Tensor weights, Tensor order, Tensor back, Tensor ends, Tensor[] first, Tensor[] last, Tensor a1, "
     "Tensor b1, Tensor a2, Tensor b2, Tensor? bias1, Tensor? bias2"
 )
-_OPTIONS = "str act, float alpha, float limit, float shift, bool interleaved, str gemm, str stored, bool keep"
-_FOUR, _SIX = (f"({', '.join(['Tensor'] * number)})" for number in (4, 6))
+_OPTIONS = (
+    "str act, float alpha, float limit, float shift, bool interleaved, str gemm, str stored, bool keep, bool trained"
+)
+_FOUR, _SEVEN = (f"({', '.join(types)})" for types in (["Tensor"] * 4, [*["Tensor"] * 6, "Tensor[]"]))
 _FACTORS = 6
 """The tensors of adapters and biases, which follow `last`."""
 
@@ -140,7 +146,7 @@ _FACTORS = 6
 def register(
     name: str,
     forward: Callable[[Layer], tuple[Tensor, ...]],
-    backward: Callable[[Layer, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    backward: Callable[[Layer, Tensor, Tensor, Tensor, Tensor], tuple[Any, ...]],
 ) -> Any:
     """The operator fxtune::`name` of a Layer's arguments, with its backward pass and its FLOPs.
 
@@ -148,7 +154,7 @@ def register(
         forward: returns the output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2
             [rows, r]; without `keep` these are not read.
         backward: takes the layer, the gradient of the output, and those three. Returns the gradients of hidden,
-            weights, a1, b1, a2 and b2.
+            weights, a1, b1, a2 and b2, and a list: the gradients of trained matrices.
     """
     run = torch.library.custom_op(
         f"fxtune::{name}",
@@ -160,7 +166,7 @@ def register(
         f"fxtune::{name}_backward",
         lambda dout, *inputs: backward(Layer(*inputs[:-3]), dout, *inputs[-3:]),
         mutates_args=(),
-        schema=f"(Tensor dout, {_TENSORS}, {_OPTIONS}, Tensor g, Tensor r1, Tensor r2) -> {_SIX}",
+        schema=f"(Tensor dout, {_TENSORS}, {_OPTIONS}, Tensor g, Tensor r1, Tensor r2) -> {_SEVEN}",
     )
 
     def shapes(*inputs: Any) -> tuple[Tensor, ...]:
@@ -169,9 +175,11 @@ def register(
         rows = layer.order.shape[0] if layer.keep else 0
         return torch.empty_like(layer.hidden), *(layer.hidden.new_empty(rows, size) for size in sizes)
 
-    def shapes_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    def shapes_backward(dout: Tensor, *inputs: Any) -> tuple[Any, ...]:
         layer = Layer(*inputs[:-3])
-        return tuple(map(torch.empty_like, (layer.hidden, layer.weights, layer.a1, layer.b1, layer.a2, layer.b2)))
+        whole = [layer.hidden, layer.weights, layer.a1, layer.b1, layer.a2, layer.b2]
+        matrices = [*layer.first, *layer.last] if layer.trained else []
+        return *map(torch.empty_like, whole), [matrix.new_empty(matrix.shape) for matrix in matrices]
 
     def differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         frozen = [None] * ctx.parts
@@ -182,8 +190,9 @@ def register(
         results = [others.pop(0) if ctx.keep else saved[0].new_empty(0) for _ in range(3)]
         matrices = others
         layer = *inputs, matrices[: ctx.parts], matrices[ctx.parts :], *factors, *ctx.options
-        dhidden, dweights, *dadapters = run_backward(dout.contiguous(), *layer, *results)
-        return dhidden, dweights, None, None, None, frozen, frozen, *dadapters, None, None, *[None] * len(ctx.options)
+        dhidden, dweights, *dadapters, dmatrices = run_backward(dout.contiguous(), *layer, *results)
+        dfirst, dlast = ([dmatrix] for dmatrix in dmatrices) if dmatrices else (frozen, frozen)
+        return dhidden, dweights, None, None, None, dfirst, dlast, *dadapters, None, None, *[None] * len(ctx.options)
 
     run.register_fake(shapes)
     run_backward.register_fake(shapes_backward)
@@ -214,8 +223,9 @@ def _flops(*inputs: Any, **_: Any) -> int:
 
 def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
     first, last, *adapters = _sizes(*inputs[7:11])
-    again = 0 if inputs[-4] else first
-    return int(2 * inputs[2][0] * (first + last + again + 2 * sum(adapters)))
+    keep, trained = inputs[-5:-3]
+    again = 0 if keep else first
+    return int(2 * inputs[2][0] * ((1 + trained) * (first + last) + again + 2 * sum(adapters)))
 
 
 def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
@@ -233,7 +243,7 @@ def _forward(layer: Layer) -> tuple[Tensor, ...]:
     return combine(y, layer.back, layer.weights, bias=layer.bias2, ends=ends), g, r1, r2
 
 
-def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Tensor, ...]:
+def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> tuple[Any, ...]:
     weights, order, back, ends = layer.weights, layer.order, layer.back, layer.ends
     gemm, stored = layer.gemm, layer.stored
     a1, b1, a2, b2 = layer.a1, layer.b1, layer.a2, layer.b2
@@ -256,12 +266,17 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     da2 = outer(dr2, dh, ends, gemm=gemm)
     db1 = outer(dg, r1, ends, gemm=gemm)
     dx, dr1 = _adapted(dg, dr1, first.mT, a1.mT, ends, gemm)
+    trained = []
+    if layer.trained:
+        trained.append(outer(dg, gather(layer.hidden, order, back), ends, gemm=gemm))
+        trained.append(outer(gather(dout, order, back), dh, ends, gemm=gemm))
     del dg, dh, first
     da1 = outer_of(layer.hidden, token, dr1, ends, gemm).mT.contiguous()
     dweights = pick(dw, back).view(weights.shape)
     if layer.bias2 is not None:
         dweights += (dout @ layer.bias2.t()).gather(1, _expert_of(back, ends).view(weights.shape))
-    return combine(dx, back, None, weights.shape[1]), dweights.to(weights.dtype), da1, db1, da2, db2
+    dweights = dweights.to(weights.dtype)
+    return combine(dx, back, None, weights.shape[1]), dweights, da1, db1, da2, db2, trained
 
 
 def _inner(layer: Layer, matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from fxtune.techniques.lora.experts import (
     divisible_experts,
     exchange_of,
     follows_interface,
+    one_operator,
     plain_experts,
 )
 from fxtune.techniques.lora.targets import select
@@ -88,9 +89,11 @@ def compute_experts(model: Any) -> None:
     which transformers calls, does not run without memory in float32."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if any(map(follows_interface, model.modules())):
+    if described := [module for module in model.modules() if follows_interface(module)]:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, plain_experts)
         model.set_experts_implementation(IMPLEMENTATION)
+        for module in described:
+            module.expert_act = one_operator(module)
 
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:

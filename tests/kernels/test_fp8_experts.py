@@ -158,7 +158,8 @@ def test_the_operators_are_described_to_the_compiler(transpose):
     first, last = ([tensor for tensor in weights if tensor is not None] for weights in made)
     hidden, weights, *adapters = trained
     given = hidden, weights, routing.order, routing.back, routing.ends, first, last, *adapters
-    torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *SILU, "torch", "", True))
+    options = *SILU, "torch", "", True, False
+    torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *options))
 
 
 @pytest.mark.vital

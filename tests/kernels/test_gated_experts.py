@@ -40,7 +40,8 @@ def operator(frozen, act, hidden, weights, a1, b1, a2, b2, keep=True):
         matrices = tuple(matrix.mT.contiguous().mT for matrix in matrices)
     adapters = Adapter(a1, b1), Adapter(a2, b2)
     rows = routing.order, routing.back, routing.ends
-    return gated_experts(hidden, weights, *rows, matrices, adapters, act, biases=biases, keep=keep)
+    options = dict(keep=keep, trained=matrices[0].requires_grad)
+    return gated_experts(hidden, weights, *rows, matrices, adapters, act, biases=biases, **options)
 
 
 def plain(frozen, act, hidden, weights, a1, b1, a2, b2):
@@ -65,13 +66,16 @@ def plain(frozen, act, hidden, weights, a1, b1, a2, b2):
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("matrices", ["frozen", "trained"])
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_values_and_gradients(act):
+def test_values_and_gradients(act, matrices):
     trained, frozen = case(biased=act.limit > 0)
-    wanted, seed = plain(frozen, act, *trained), draw(TOKENS, SIZE, seed=8)
+    if matrices == "trained":
+        trained += [matrix.requires_grad_() for matrix in frozen[0]]
+    wanted, seed = plain(frozen, act, *trained[:6]), draw(TOKENS, SIZE, seed=8)
     gradients = torch.autograd.grad(wanted, trained, seed)
     for keep in (True, False):
-        found = operator(frozen, act, *trained, keep=keep)
+        found = operator(frozen, act, *trained[:6], keep=keep)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found, trained, seed), gradients)
 
@@ -96,15 +100,17 @@ def test_weights_with_space_for_adapters_give_the_same(act):
     assert torch.equal(rows_of_a1, a1), "the space is used"
 
 
-def test_the_operators_are_described_to_the_compiler():
+@pytest.mark.parametrize("learns", [False, True], ids=["frozen", "trained"])
+def test_the_operators_are_described_to_the_compiler(learns):
     trained, (matrices, biases) = case(biased=True)
-    described([[matrix] for matrix in matrices], trained, biases, GPT_OSS, "")
+    described([[matrix.requires_grad_(learns)] for matrix in matrices], trained, biases, GPT_OSS, "", learns)
 
 
-def described(matrices, trained, biases, act, stored):
+def described(matrices, trained, biases, act, stored, learns=False):
     routing = Routing(INDEX, EXPERTS)
     rows, (hidden, weights, *adapters) = (routing.order, routing.back, routing.ends), trained
-    given = hidden, weights, *rows, *matrices, *adapters, *biases, *act, "cublas", stored, True
+    options = *act, "cublas", stored, True, learns
+    given = hidden, weights, *rows, *matrices, *adapters, *biases, *options
     torch.library.opcheck(torch.ops.fxtune.gated_experts.default, given)
 
 

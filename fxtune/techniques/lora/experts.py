@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,7 @@ IMPLEMENTATION = "fxtune_divided"
 
 def plain_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """run_experts() without adapters, as transformers calls an implementation of experts."""
-    return run_experts(experts, {}, hidden, index, weights)
+    return run_experts(experts, {}, hidden, index, weights, getattr(experts, "expert_act", None))
 
 
 class GroupedExperts:
@@ -298,11 +298,16 @@ def _run(
     if isinstance(experts, OwnExperts):
         return experts.run(adapters, hidden, routing, weights, gemm, keep)
     rows = routing.order, routing.back, routing.ends
-    dtype = _own(experts, first).dtype
-    if act is not None and len(adapters) == 2:
-        matrices, biases = _frozen(experts), biases_of(experts, dtype)
-        pair = halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)
-        result = gated_experts(hidden.to(dtype), weights, *rows, matrices, pair, act, gemm, biases, "", keep)
+    dtype, trained = _own(experts, first).dtype, _own(experts, first).requires_grad
+    # The operator has no gradients of biases.
+    if act is not None and len(adapters) != 1 and not (trained and experts.has_bias):
+        matrices, biases = _matrices(experts), biases_of(experts, dtype)
+        if adapters:
+            pair = halves_of(adapters[first], dtype), halves_of(adapters[LAST], dtype)
+        else:
+            pair = no_adapter(matrices[0]), no_adapter(matrices[1])
+        given = hidden.to(dtype), weights, *rows, matrices, pair
+        result = gated_experts(*given, act, gemm, biases, keep=keep, trained=trained)
         return result.to(hidden.dtype)
     states = routing.gather(hidden.to(dtype))
     states = _product(experts, first, adapters, states, routing)
@@ -357,7 +362,7 @@ def _own(experts: Any, name: str) -> torch.Tensor:
     return tensor
 
 
-def _frozen(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _matrices(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensors gate_up and down as [experts, out, in]."""
     first, last = _own(experts, "gate_up_proj"), _own(experts, "down_proj")
     return (first.mT, last.mT) if experts.is_transposed else (first, last)
@@ -390,10 +395,10 @@ def halves_of(wrapper: Any, dtype: torch.dtype) -> Adapter:
     return Adapter(_padded(a.to(dtype), 1), _padded(b.to(dtype), 2))
 
 
-def no_adapter(shape: tuple[int, int, int], like: torch.Tensor) -> Adapter:
-    """Halves of rank 0 for matrices of `shape` [experts, out, in]."""
-    experts, outward, inward = shape
-    return Adapter(like.new_empty(experts, 0, inward), like.new_empty(experts, outward, 0))
+def no_adapter(matrices: torch.Tensor, shape: Sequence[int] | None = None) -> Adapter:
+    """Halves of rank 0 in the dtype of `matrices` [experts, out, in]. `shape`: another shape of them."""
+    experts, outward, inward = shape or matrices.shape
+    return Adapter(matrices.new_empty(experts, 0, inward), matrices.new_empty(experts, outward, 0))
 
 
 def _padded(adapter: torch.Tensor, dim: int) -> torch.Tensor:

@@ -263,7 +263,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
         dtype = torch.bfloat16 if in_fp8 and hidden.is_cuda else self.compute_dtype
         nothing = hidden.new_empty(0, dtype=dtype)
         halves = [
-            halves_of(adapters[name], dtype) if name in adapters else no_adapter(shape, nothing)
+            halves_of(adapters[name], dtype) if name in adapters else no_adapter(nothing, shape)
             for name, shape in zip(TENSORS, self.matrix_shapes(), strict=True)
         ]
         codes, pair, act = self.stored_weights(), (halves[0], halves[1]), self.expert_act

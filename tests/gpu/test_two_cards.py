@@ -92,8 +92,12 @@ def test_divided_run_is_stopped_resumed_by_two_cards_and_by_one_and_merged(two_c
 
 @pytest.mark.parametrize(
     "words",
-    [("parallel.powersgd_rank=2", "parallel.powersgd_start=3"), ("parallel.average_every=3",)],
-    ids=("powersgd", "local steps"),
+    [
+        ("parallel.powersgd_rank=2", "parallel.powersgd_start=3"),
+        ("parallel.average_every=3",),
+        ("parallel.reduce_dtype=bfloat16",),
+    ],
+    ids=("powersgd", "local steps", "bfloat16"),
 )
 def test_run_that_sends_less_resumes_bit_for_bit(two_cards, tmp_path, words):
     line = made(tmp_path / "whole", *FULL, *TWO, *EXACT, *words)

@@ -123,13 +123,13 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dh = scaled_product(dy, *_transposed(layer.last), ends, dout.dtype, gemm)
     del dy
     factors = None if has_transposes else layer.first[1]
-    # This overwrites dh with w h.
-    dg, codes, dr1, dw = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
-    r2w = (r2 * w).to(r2.dtype) if layer.keep else product(dh, layer.a2.mT, ends)
+    dg, codes, dr1, dw, wh = activate_backward(g, r1, layer.b1, dh, dr2, layer.a2, w, ends, layer.activation, factors)
+    del dh
+    r2w = (r2 * w).to(r2.dtype) if layer.keep else product(wh, layer.a2.mT, ends)
     db2 = outer_of(dout, token, r2w, ends)
-    da2 = outer_of(dh, None, dr2, ends).mT.contiguous()
+    da2 = outer_of(wh, None, dr2, ends).mT.contiguous()
     db1 = outer_of(dg, None, r1, ends)
-    del dg, dh
+    del dg, wh
     da1 = outer_of(layer.hidden, token, dr1, ends).mT.contiguous()
     dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, gemm)
     dweights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
@@ -257,19 +257,19 @@ def activate_backward(
     ends: Tensor,
     act: Activation,
     factors: Tensor | None,
-) -> tuple[Tensor, Rows, Tensor, Tensor]:
-    """gated_experts.activate_backward() with dg quantized, too: dg, its codes and scales, dr1, dw. `factors`:
+) -> tuple[Tensor, Rows, Tensor, Tensor, Tensor]:
+    """gated_experts.activate_backward() with dg quantized, too: dg, its codes and scales, dr1, dw, w h. `factors`:
     float32 [experts, 2 width]: the columns of dg are multiplied by them before dg is quantized."""
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 
         dg, dr1 = torch.empty_like(g), torch.empty_like(r1)
-        dw, codes = gated_experts_triton.backward(
+        dw, wh, codes = gated_experts_triton.backward(
             g, r1, b1, dh, dr2, a2, w, None, ends, act, dg, dr1, SMALLEST, factors
         )
-        return dg, codes, dr1, dw
-    dg, dr1, dw = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, None, ends, act)
-    return dg, _quantized(dg, ends, factors), dr1, dw
+        return dg, codes, dr1, dw, wh
+    dg, dr1, dw, wh = gated_experts.activate_backward(g, r1, b1, dh, dr2, a2, w, None, ends, act)
+    return dg, _quantized(dg, ends, factors), dr1, dw, wh
 
 
 def _quantized(x: Tensor, ends: Tensor, factors: Tensor | None) -> Rows:

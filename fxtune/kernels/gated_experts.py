@@ -257,20 +257,20 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     dy = gather(dout, order, back)
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
     del dy
-    # This overwrites dh with w h.
     first = _matrices(layer.first, stored, a1, b1, 1, gemm) if first is None else first
     beside = first.shape[1] > b1.shape[1]
-    dg, dr1, dw = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation, beside)
-    r2w = (r2 * w).to(r2.dtype) if layer.keep else product(dh, a2.mT, ends, gemm=gemm)
+    dg, dr1, dw, wh = activate_backward(g, r1, b1, dh, dr2, a2, w, layer.bias1, ends, layer.activation, beside)
+    del dh
+    r2w = (r2 * w).to(r2.dtype) if layer.keep else product(wh, a2.mT, ends, gemm=gemm)
     db2 = outer_of(dout, token, r2w, ends, gemm)
-    da2 = outer(dr2, dh, ends, gemm=gemm)
+    da2 = outer(dr2, wh, ends, gemm=gemm)
     db1 = outer(dg, r1, ends, gemm=gemm)
     dx, dr1 = _adapted(dg, dr1, first.mT, a1.mT, ends, gemm)
     trained = []
     if layer.trained:
         trained.append(outer(dg, gather(layer.hidden, order, back), ends, gemm=gemm))
-        trained.append(outer(gather(dout, order, back), dh, ends, gemm=gemm))
-    del dg, dh, first
+        trained.append(outer(gather(dout, order, back), wh, ends, gemm=gemm))
+    del dg, wh, first
     da1 = outer_of(layer.hidden, token, dr1, ends, gemm).mT.contiguous()
     dweights = pick(dw, back).view(weights.shape)
     if layer.bias2 is not None:
@@ -460,17 +460,18 @@ def activate_backward(
     ends: Tensor,
     act: Activation,
     beside: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dg [rows, 2 width], dr1 = dg B1 [rows, r], and the part that comes from h of the gradient [rows] of the rows'
-    weights `w` [rows, 1]. `beside`: dg and dr1 are parts of one tensor.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dg [rows, 2 width], dr1 = dg B1 [rows, r], the part that comes from h of the gradient [rows] of the rows'
+    weights `w` [rows, 1], and w h. `beside`: dg and dr1 are parts of one tensor.
 
-    `dh` [rows, width] comes without dr2 A2; `dh` and `dr2` come without w. `dh` is overwritten with w h.
+    `dh` [rows, width] comes without dr2 A2; `dh` and `dr2` come without w.
     """
     dg, dr1 = _pair(g, g.shape[1], r1.shape[1], beside)
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import backward
 
-        return dg, dr1, backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act, dg, dr1)[0]
+        return dg, dr1, *backward(g, r1, b1, dh, dr2, a2, w, bias, ends, act, dg, dr1)[:2]
+    wh = torch.empty_like(dh)
     dw = w.new_empty(len(g), dtype=_wide(w).dtype)
     for expert, rows in segments(ends):
         full_dh = _wide(dh[rows]).addmm(_wide(dr2[rows]), _wide(a2[expert]))
@@ -481,8 +482,8 @@ def activate_backward(
         gate.copy_(full_dh * gate_slope)
         up.copy_(full_dh * up_slope)
         dr1[rows] = dg[rows] @ b1[expert]
-        dh[rows] = (h * w[rows]).to(dh.dtype)
-    return dg, dr1, dw
+        wh[rows] = (h * w[rows]).to(wh.dtype)
+    return dg, dr1, dw, wh
 
 
 def _whole(g: Tensor, r1: Tensor, b1: Tensor, bias: Tensor | None, expert: int) -> Tensor:

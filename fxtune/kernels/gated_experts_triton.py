@@ -107,20 +107,20 @@ def backward(
     dr1: Tensor,
     smallest: float = 0.0,
     factors: Tensor | None = None,
-) -> tuple[Tensor, Codes]:
-    """Write `dg` and `dr1`, and return the gradient of w, see gated_experts.activate_backward(). `smallest`: as for
-    forward(), for the codes of dg. `factors`: float32 [experts, 2 width]; the columns of dg are multiplied by them
-    before dg is quantized."""
+) -> tuple[Tensor, Tensor, Codes]:
+    """Write `dg` and `dr1`, and return the gradient of w and w h, see gated_experts.activate_backward(). `smallest`:
+    as for forward(), for the codes of dg. `factors`: float32 [experts, 2 width]; the columns of dg are multiplied by
+    them before dg is quantized."""
     rows, width = dh.shape
-    dw = w.new_empty(rows, dtype=torch.float32)
+    dw, wh = w.new_empty(rows, dtype=torch.float32), torch.empty_like(dh)
     codes, scales = _codes(dg, bool(smallest))
     _backward[_grid(rows, ends, BACKWARD)](
-        *map(matrix, (g, r1, dh, dr2, dg, dr1, codes)), scales, b1.contiguous(), a2.contiguous(),
+        *map(matrix, (g, r1, dh, wh, dr2, dg, dr1, codes)), scales, b1.contiguous(), a2.contiguous(),
         g if bias is None else bias.contiguous(), w.float().contiguous(), dw,
         scales if factors is None else factors.contiguous(), ends, smallest, *_sizes(width, b1, a2, ends),
         QUANTIZED=bool(smallest), SCALED=factors is not None, **_kind(act, bias), **_blocks(b1, a2, ends), **BACKWARD,
     )  # fmt: skip
-    return dw, (codes, scales)
+    return dw, wh, (codes, scales)
 
 
 def _codes(x: Tensor, needed: bool) -> Codes:
@@ -399,6 +399,7 @@ def _backward(
     g,
     r1,
     dh,
+    wh,
     dr2,
     dg,
     dr1,
@@ -486,8 +487,7 @@ def _backward(
             largest = tl.maximum(largest, tl.max(tl.maximum(gate_size, up_size), 1))
         total = tl.dot(d_gate, tl.trans(b_gate), total, input_precision=IEEE)
         total = tl.dot(d_up, tl.trans(b_up), total, input_precision=IEEE) + 0.0
-        tl.debug_barrier()  # every thread reads its part of dh before any thread overwrites dh
-        tl.store(dh_at, (p * w[:, None]).to(dh[0].dtype.element_ty), mask=inside)
+        tl.store(wh[0] + row * wh[1] + column, (p * w[:, None]).to(kind), mask=inside)
     tl.store(dr1[0] + row * dr1[1] + rank1[None, :], total.to(dr1[0].dtype.element_ty), mask=narrow1)
     tl.store(dw + rows, dw_sum, mask=rows < end)
     if QUANTIZED:

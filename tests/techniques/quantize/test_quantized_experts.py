@@ -342,9 +342,9 @@ def test_a_copy_of_gpt_oss_in_16_bits_is_packed_to_the_numbers_that_it_has(tmp_p
     numbers = in_mxfp4(on_disk(tmp_path / "shipped", model=gpt_oss))
     copy = on_disk(tmp_path / "copy", model=gpt_oss)
     file = copy / "model.safetensors"
-    save_file({**load_file(file), **{name: one.contiguous() for name, one in numbers.items()}}, file)
+    save_file({**load_file(file), **{name: weight.contiguous() for name, weight in numbers.items()}}, file)
     evidence = proven(*packed("mxfp4", ModelConfig(path=str(copy))))
-    assert any("0.0000 at most" in one.observed for one in evidence.values())
+    assert any("0.0000 at most" in entry.observed for entry in evidence.values())
 
 
 @pytest.mark.parametrize(

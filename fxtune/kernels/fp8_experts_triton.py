@@ -21,8 +21,7 @@ from fxtune.kernels.fp8_triton import _scale
 from fxtune.kernels.gated_experts_triton import _grid, _tile_of
 
 PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=4, num_stages=3)
-WIDE_PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=4, num_stages=3)
-"""Launches. PRODUCT is the fastest of five on an H200, for 131,072 rows of 128 experts."""
+"""The fastest launch of five on an H200, for 131,072 rows of 128 experts."""
 
 
 def quantize_tokens(states: Tensor, back: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
@@ -57,37 +56,22 @@ def quantize_scaled(
 
 
 def product(
-    x: Tensor,
-    x_scales: Tensor | None,
-    matrices: Tensor,
-    scales: Tensor | None,
-    ends: Tensor,
-    low: tuple[Tensor, Tensor] | None,
+    x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, low: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """[rows, out] in 16 bits: each row of `x` times the transpose of its expert's matrix [out, in], plus a row of
-    low[0] [rows, r] times the expert's low[1] [r, out].
-
-    Both are e4m3 with scales as in fp8_experts.scaled_product(), or both are in 16 bits without scales. The last
-    stride of `matrices`, or the stride before it, is 1.
-    """
+    """See fp8_experts.scaled_product(): bfloat16 [rows, out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (rows, depth), (experts, columns, _) = x.shape, matrices.shape
-    out = torch.empty(rows, columns, dtype=torch.bfloat16 if x_scales is not None else x.dtype, device=x.device)
+    (rows, depth), (experts, columns, _) = x.shape, codes.shape
+    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.device)
     narrow, factor = (out, out.unsqueeze(0)) if low is None else (low[0].contiguous(), low[1])
     ranks = narrow.shape[1] if low is not None else 0
-    launch = PRODUCT if x_scales is not None else WIDE_PRODUCT
-    tiles = triton.cdiv(columns, launch["COLUMNS"])
-    across = matrices.stride(1) == 1
-    sides = [launch["COLUMNS"], launch["DEPTH"]]
-    if across:
-        matrices, sides = matrices.mT, sides[::-1]
+    tiles = triton.cdiv(columns, PRODUCT["COLUMNS"])
     block: Any = TensorDescriptor.from_tensor
-    _product[(_grid(rows, ends, launch)[0] * tiles,)](
-        block(x.contiguous(), [launch["ROWS"], launch["DEPTH"]]), block(matrices.contiguous().flatten(0, 1), sides),
-        out if x_scales is None else x_scales, out if scales is None else scales.contiguous(), narrow, factor,
-        *factor.stride(), out, ends, columns, depth, ranks, experts, SCALED=x_scales is not None, ACROSS=across,
-        LOW=low is not None, RANKS=rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **launch,
+    _product[(_grid(rows, ends, PRODUCT)[0] * tiles,)](
+        block(x.contiguous(), [PRODUCT["ROWS"], PRODUCT["DEPTH"]]),
+        block(codes.contiguous().flatten(0, 1), [PRODUCT["COLUMNS"], PRODUCT["DEPTH"]]),
+        x_scales, scales.contiguous(), narrow, factor, *factor.stride(), out, ends, columns, depth, ranks, experts,
+        LOW=low is not None, RANKS=rank_block(ranks), EXPERTS=triton.next_power_of_2(experts), **PRODUCT,
     )  # fmt: skip
     return out
 
@@ -141,8 +125,6 @@ def _product(
     depth,
     ranks,
     experts,
-    SCALED: tl.constexpr,
-    ACROSS: tl.constexpr,
     LOW: tl.constexpr,
     RANKS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -160,16 +142,13 @@ def _product(
     for at in range(0, depth, DEPTH):
         # Rows of other experts are read, too, but not written.
         left = x.load([first, at])
-        if ACROSS:
-            total = tl.dot(left, codes.load([expert * depth + at, begin]), total)
-        else:
-            total = tl.dot(left, codes.load([expert * columns + begin, at]).T, total)
+        right = codes.load([expert * columns + begin, at])
+        total = tl.dot(left, right.T, total)
     row = first.to(tl.int64) + tl.arange(0, ROWS)[:, None]
     column = begin + tl.arange(0, COLUMNS)[None, :]
-    if SCALED:
-        x_scale = tl.load(x_scales + row, mask=row < end, other=0.0)
-        scale = tl.load(scales + expert.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
-        total = total * x_scale * scale
+    x_scale = tl.load(x_scales + row, mask=row < end, other=0.0)
+    scale = tl.load(scales + expert.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
+    total = total * x_scale * scale
     if LOW:
         total = low_product(
             narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks, total, RANKS

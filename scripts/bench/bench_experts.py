@@ -159,7 +159,6 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         "PROJECT": expert_adapters_triton.PROJECT,
         "OUTER": expert_adapters_triton.OUTER,
         "PRODUCT": fp8_experts_triton.PRODUCT,
-        "WIDE_PRODUCT": fp8_experts_triton.WIDE_PRODUCT,
     }
     hidden, _, a1, b1, a2, b2 = layer.trained
     routing, (first, last), ends = layer.routing, layer.matrices, layer.routing.ends
@@ -203,7 +202,6 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     yield "outer", layer.gemm, lambda: grouped_matmul.outer(gathered, narrow, ends, gemm=layer.gemm)
     yield "outer of rows", layer.gemm, lambda: grouped_matmul.outer(wide, narrow, ends, gemm=layer.gemm)
 
-    tiles = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)]
     for name, x, matrix, factor in (("down", h, last, b2.mT), ("its gradient", wide, first.mT, a1)):
         matrices = matrix.mT  # [experts, in, out]
         low = grouped_matmul.product(narrow, factor, ends, gemm=layer.gemm)
@@ -241,12 +239,6 @@ def launches_of(layer: Layer) -> Iterator[tuple[str, str, Callable[[], Any]]]:
             f"{name}, 16 bits",
             f"{layer.gemm}, back, gaps",
             lambda m=inside, y=y: grouped_matmul.product(y, m, ends, gemm=layer.gemm),
-        )
-        yield from each(
-            "WIDE_PRODUCT",
-            f"{name}, 16 bits with adapter",
-            tiles,
-            lambda m=matrix, x=x, f=factor: fp8_experts_triton.product(x, None, m, None, ends, (narrow, f)),
         )
         if layer.biases[0] is None:
             codes, scales = fp8_experts.quantize_experts(matrix.contiguous(), False)[:2]

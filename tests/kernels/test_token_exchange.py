@@ -11,6 +11,7 @@ from fxtune.distributed.world import World
 from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing, grouped_mm
 from fxtune.kernels.token_exchange import Exchange, set_tokens
+from fxtune.techniques.checkpointing.policy import Rule
 
 D, WIDTH, R, K, EXPERTS = 8, 6, 2, 3, 6
 TOKENS = (4, 1, 7)
@@ -87,3 +88,39 @@ def test_ranks_with_some_experts_compute_what_one_process_computes(kind):
     for name, whole in alone.items():
         np.testing.assert_allclose(np.concatenate([rank[name] for rank in ranks]), whole, atol=1e-12, err_msg=name)
         assert whole.any(), name
+
+
+def compile_layer(world: World) -> dict[str, float]:
+    """How far a compiled layer, with each way to recompute, is from the layer uncompiled: output and gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    given, group = drawn(), torch.distributed.group.WORLD
+    set_tokens(group.group_name, [sum(TOKENS)])
+    exchange = Exchange(group.group_name, 0, EXPERTS)
+    of = {name: tensor.float() for name, tensor in given.items()}
+    router, hidden, a1 = torch.randn(D, EXPERTS, requires_grad=True), of["hidden"], of["a1"].requires_grad_()
+    hidden.requires_grad_()
+
+    def layer(states: torch.Tensor) -> torch.Tensor:
+        weights, index = (states @ router).softmax(-1).topk(K)
+        routing = exchange.route(index)
+        weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
+        sums = output("adapted", exchange.gather(states, routing), weights, routing, of)
+        return states + exchange.sum(sums, len(states)).relu()
+
+    wanted, found = [], {}
+    for name, rule in (("none", None), ("full", None), ("selective", Rule()), ("attention", Rule(("attention",)))):
+        options = {"context_fn": rule.contexts()} if rule else {}
+        whole = layer if name == "none" else lambda states: checkpoint(layer, states, use_reentrant=False, **options)  # noqa: B023
+        for compute in (whole, torch.compile(whole, fullgraph=True)):
+            out = compute(hidden)
+            wanted.append([out.detach(), *torch.autograd.grad(out.sum(), (hidden, a1, router))])
+        found[name] = max(float((mine - other).abs().max()) for mine, other in zip(*wanted[-2:], strict=True))
+    return found
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_with_each_way_to_recompute():
+    (found,) = run_ranks(1, compile_layer)
+    assert found.keys() == {"none", "full", "selective", "attention"}
+    assert max(found.values()) < 1e-3, found

@@ -40,8 +40,9 @@ STANDS_FOR = {
     "fxtune.fp8_experts": "aten._scaled_grouped_mm",
 }
 """fxtune's operator -> torch's operator, whose entry in a list counts if no list names fxtune's."""
-ROUTING = "fxtune.own_rows"
-"""Its results are always saved where some results are: they are small, and as long as the saved rows of experts."""
+ROUTING = {"fxtune.own_rows", "aten._assert_scalar"}
+"""Operators whose results are saved wherever some results are: the routing to divided experts is small, and as long as
+the saved rows of experts. The compiler asserts its length; torch 2.11 cannot repeat that in the backward pass."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
 """Names that are valid even before the package that registers the operator is imported."""
@@ -88,7 +89,7 @@ def _contexts(*fields: Any) -> Any:
     rule = Rule(*fields)
 
     def policy(_: Any, operator: Any, *arguments: Any, **__: Any) -> CheckpointPolicy:
-        saved = (name := name_of(operator)) == ROUTING or rule.saves(name, arguments)
+        saved = (name := name_of(operator)) in ROUTING or rule.saves(name, arguments)
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -192,6 +192,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablation_1b": partial(ablation, "1b"),
     "fp8_bases": partial(peers, "h200_transposes", "h200_70b"),
     "mixtures": partial(peers, "h200_mixtures"),
+    "whole_mixtures": partial(peers, "h200_whole_mixtures"),
+    "mixture_two_cards": partial(peers, "h200_mixture_two_cards"),
     "head_loss": head_loss,
     "full": partial(peers, "h200_full"),
     "full_two_cards": partial(peers, "h200_full_two_cards"),

@@ -32,7 +32,7 @@ from torch import Tensor
 from fxtune.kernels import fp8, gated_experts
 from fxtune.kernels.fp8 import E4M3, SMALLEST, quantize_rows
 from fxtune.kernels.gated_experts import MOST_RANKS, Adapter, Layer, outer_of, project
-from fxtune.kernels.grouped_matmul import product, segments
+from fxtune.kernels.grouped_matmul import pick, product, segments
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
 
@@ -132,7 +132,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     del dg, wh
     da1 = outer_of(layer.hidden, token, dr1, ends).mT.contiguous()
     dx, plus = _with_adapter(codes, _transposed(layer.first), dr1, layer.a1, ends, gemm)
-    dweights = dw.index_select(0, back).view(weights.shape).to(weights.dtype)
+    dweights = pick(dw, back).view(weights.shape).to(weights.dtype)
     return gated_experts.combine(dx, back, None, weights.shape[1], plus=plus), dweights, da1, db1, da2, db2, []
 
 
@@ -212,7 +212,7 @@ def quantize_tokens(states: Tensor, token: Tensor, back: Tensor) -> Rows:
     if states.is_cuda:
         from fxtune.kernels import fp8_experts_triton
 
-        return fp8_experts_triton.quantize_tokens(states, back, SMALLEST)
+        return fp8_experts_triton.quantize_tokens(states, len(token), back, SMALLEST)
     codes, scales = quantize_rows(states)
     return codes.index_select(0, token), scales.index_select(0, token)
 

@@ -24,15 +24,15 @@ PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=4, nu
 """The fastest launch of five on an H200, for 131,072 rows of 128 experts."""
 
 
-def quantize_tokens(states: Tensor, back: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+def quantize_tokens(states: Tensor, rows: int, back: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
     """See fp8_experts.quantize_tokens()."""
-    states, (tokens, width), rows = states.contiguous(), states.shape, len(back)
+    states, (tokens, width) = states.contiguous(), states.shape
     codes = states.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = states.new_empty(rows, 1, dtype=torch.float32)
     block = triton.next_power_of_2(width)
     if tokens:
         _quantize_tokens[(tokens,)](
-            states, back, codes, scales, width, smallest, K=rows // tokens, BLOCK=block, num_warps=_warps(block)
+            states, back, codes, scales, width, smallest, K=len(back) // tokens, BLOCK=block, num_warps=_warps(block)
         )
     return codes, scales
 
@@ -91,8 +91,8 @@ def _quantize_tokens(states, back, codes, scales, width, smallest, K: tl.constex
     code = (x * (1.0 / scale)).to(codes.dtype.element_ty)
     for rank in tl.static_range(K):
         row = tl.load(back + token * K + rank).to(tl.int64)
-        tl.store(codes + row * width + column, code, mask=inside)
-        tl.store(scales + row, scale)
+        tl.store(codes + row * width + column, code, mask=inside & (row >= 0))
+        tl.store(scales + row, scale, mask=row >= 0)
 
 
 @triton.jit

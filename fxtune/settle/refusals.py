@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.structure import skeleton, towers
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import in_backward
 from fxtune.settle.rows import why_whole
+from fxtune.techniques.quantize.selection import takes_experts
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
@@ -35,11 +37,12 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
                 "model.add_tokens: its rows are trained, and the head or the embedding is stored in fp8. Set "
                 "techniques.quantize.head=false and techniques.quantize.embeddings=false."
             )
-    if facts.degrees.shard > 1 and facts.ships_mxfp4:
+    keeps_mxfp4 = lora.enabled and quantize.enabled and quantize.type is WeightFormat.mxfp4
+    if facts.degrees.shard > 1 and facts.ships_mxfp4 and not (keeps_mxfp4 and takes_experts(quantize, facts)):
         yield (
             f"parallel.shard: {facts.degrees.shard} ranks would read the weights row by row, and this checkpoint has "
-            "its experts in MXFP4, which are unpacked as whole matrices. Set parallel.shard=1, or save the model in "
-            "16 bits with transformers first."
+            "its experts in MXFP4, which are unpacked as whole matrices. Set techniques.quantize.enabled=true and "
+            "techniques.quantize.type=mxfp4, parallel.shard=1, or save the model in 16 bits with transformers first."
         )
 
 

@@ -50,7 +50,8 @@ def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why weights cannot be divided under `facts`, with what to change."""
     techniques, whole = facts.techniques, "or parallel.shard=1"
     lora, compile = techniques.lora, techniques.compile
-    if techniques.quantize.enabled and techniques.quantize.type is not WeightFormat.fp8:
+    keeps_shipped = techniques.quantize.type is WeightFormat.mxfp4 and facts.ships_mxfp4
+    if techniques.quantize.enabled and techniques.quantize.type is not WeightFormat.fp8 and not keeps_shipped:
         runs_fp8 = facts.device == "cuda" and (facts.capability or OLDEST["fp8"]) >= OLDEST["fp8"]
         change = f"techniques.quantize.type=fp8, techniques.quantize.enabled=false, {whole}"
         yield (

@@ -13,6 +13,7 @@ from support.architectures import on_disk
 from support.harness import command
 from support.killing import Reference, tail
 from support.mixtures import GPT_OSS, ON_EXPERTS, QWEN3_MOE, mixture
+from support.mxfp4 import in_mxfp4
 from support.ranks import ONE_THREAD, Ranks
 from support.runs import losses
 
@@ -108,6 +109,31 @@ def test_mixture_whose_files_store_each_expert_apart_learns_what_one_process_lea
     assert_same_learning(alone, folder, 1e-5)
     if FULL[0] in words:
         assert exported(folder).keys() == load_file(base / "model.safetensors").keys()
+
+
+def test_experts_that_a_checkpoint_ships_in_mxfp4_are_divided_and_learn_what_one_process_learns(
+    ranks, forks, tmp_path
+):
+    """A rank reads the codes and exponents of its experts."""
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 256, "hidden_size": 64, "intermediate_size": 64}
+    base = on_disk(tmp_path / "base", model=mixture("gpt_oss", **sizes))
+    in_mxfp4(base)
+    words = (
+        *ON_EXPERTS,
+        f"model.path={base}",
+        "model.tokenizer=builtin:tiny",
+        "model.init=pretrained",
+        "model.architecture={}",
+        "techniques.quantize.enabled=true",
+        "techniques.quantize.type=mxfp4",
+        "train.max_steps=8",
+    )
+    alone, folder = tmp_path / "alone", tmp_path / "two"
+    Reference.of(forks, made(alone, *words), alone, **ONE_THREAD)
+    assert ranks.run(made(folder, *words, "parallel.shard=2"), folder, **ONE_THREAD) == [0, 0], tail(folder)
+    assert_same_learning(alone, folder, 1e-5)
+    evidence = (folder / "run" / "evidence.json").read_text()
+    assert "4 tensors read as they are" in evidence
 
 
 @pytest.mark.parametrize(

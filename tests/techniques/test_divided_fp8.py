@@ -16,6 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.architectures import on_disk
+from support.mixtures import mixture
 from support.sharded import run_ranks
 from torch import nn
 
@@ -28,6 +30,11 @@ DRAWN = (
     "model.init=random",
     "model.architecture={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
     "num_key_value_heads: 1}",
+)
+MIXTURE = (
+    "{model_type: qwen3_moe, vocab_size: 1024, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, "
+    "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: 2, "
+    "moe_intermediate_size: 32}"
 )
 FUSED = ("techniques.lora.fused=on", "techniques.liger.enabled=true", "techniques.checkpointing.enabled=true")
 COMPILED = ("techniques.compile.enabled=true", "data.buckets=[256]")
@@ -131,6 +138,29 @@ def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words,
         assert rank["codes"] / 2 <= rank["held"] < 0.52 * rank["codes"]
     seen = [text for technique, _, text, _ in ranks[0]["evidence"] if technique == "quantize"]
     assert any("in the first rows of" in text for text in seen), seen
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"), [({}, False), ({"transpose": "off"}, True)], ids=("drawn", "read, without transposes")
+)
+def test_experts_in_fp8_are_divided_by_expert_and_learn_what_the_whole_base_learns(options, stored, tmp_path):
+    """Tokens travel to the experts, so sums have another order. Read from files that store each expert apart."""
+    from fxtune.facts.options import Switch
+
+    words = ("techniques.checkpointing.enabled=true", "techniques.lora.target_modules=[all-linear]")
+    if stored:
+        base = on_disk(tmp_path, model=mixture("qwen3_moe", vocab_size=1024, max_position_embeddings=256))
+        words = (*words, f"model.path={base}", "model.tokenizer=builtin:tiny", "model.init=pretrained")
+    else:
+        words = (*words, "model.path=null", "model.init=random", f"model.architecture={MIXTURE}")
+    options = {**options, "experts": Switch.on}
+    (alone,) = run_ranks(1, learn, words, options, False)
+    for rank in run_ranks(2, learn, words, options, False):
+        assert rank["losses"] == pytest.approx(alone["losses"], abs=2e-3, rel=0)
+        assert all(acted for *_, acted in rank["evidence"]), rank["evidence"]
+        assert rank["whole"] == 0
+        assert rank["codes"] / 2 <= rank["held"] < 0.52 * rank["codes"]
+    assert any("the experts of 2 layers in fp8" in text for _, _, text, _ in alone["evidence"]), alone["evidence"]
 
 
 def test_a_base_that_is_not_finite_is_refused(tmp_path):

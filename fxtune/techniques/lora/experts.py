@@ -49,7 +49,7 @@ def follows_interface(experts: nn.Module) -> bool:
 def divisible_experts(model: nn.Module, ranks: int) -> list[Any]:
     """The modules with the experts of a layer that `ranks` ranks divide by expert."""
     described: list[Any] = [module for module in model.modules() if follows_interface(module)]
-    return [module for module in described if not isinstance(module, OwnExperts) and module.num_experts % ranks == 0]
+    return [module for module in described if module.num_experts % ranks == 0]
 
 
 def used_experts(model: nn.Module, config: Any) -> int | None:
@@ -226,6 +226,8 @@ class OwnExperts(InPlaceOf):
     """Experts in place of transformers' that compute their adapters themselves."""
 
     expert_act: Activation
+    compute_dtype: torch.dtype
+    """The dtype of what is not packed."""
 
     def run(
         self,
@@ -270,11 +272,17 @@ def run_experts(
     if (exchange := exchange_of(experts)) is None:
         return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm, keep)
     routing = exchange.route(index)
-    states = exchange.gather(hidden.to(_own(experts, LAST).dtype), routing)
+    states = exchange.gather(hidden.to(_dtype_of(experts)), routing)
     # Weights of experts that another rank holds have no gradient here.
     weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
     sums = _run(experts, adapters, states, routing, weights, act, gemm, keep)
     return exchange.sum(sums, len(hidden)).to(hidden.dtype)
+
+
+def _dtype_of(experts: Any) -> torch.dtype:
+    """The dtype in which experts take hidden states."""
+    dtype: torch.dtype = experts.compute_dtype if isinstance(experts, OwnExperts) else _own(experts, LAST).dtype
+    return dtype
 
 
 def exchange_of(experts: Any) -> Exchange | None:

@@ -70,12 +70,15 @@ def quantize_model(
     packed: list[QuantizedExperts] = []
     unread: dict[str, Callable[[torch.Tensor], float]] = {}
     worst = 0.0
+    divided = world.degrees.shard > 1  # then all that experts store is
+    as_shipped = ships and kind is WeightFormat.mxfp4 and bool(divided or each_weight)
     for layer in experts:
-        if each_weight is None:
-            replacement, off = quantize_experts(layer, kind.value, *storage)
-            worst = max(worst, off)
-        elif ships:
+        if as_shipped:
             replacement = hold_mxfp4(layer, compute)
+        elif each_weight is None:
+            place = torch.device("meta") if divided else world.device
+            replacement, off = quantize_experts(layer, kind.value, *storage[:3], place, storage[4])
+            worst = max(worst, off)
         else:
             replacement = in_place_of(layer, kind.value, compute)
             for name in TENSORS:
@@ -96,7 +99,7 @@ def quantize_model(
         model.is_loaded_in_8bit = options.type is WeightFormat.int8
     shipped = ""
     if experts and ships and kind is WeightFormat.mxfp4:
-        shipped = "read as they are" if each_weight else "unpacked and packed again"
+        shipped = "read as they are" if as_shipped else "unpacked and packed again"
     prepared.quantization = Quantization(
         linears=count,
         before=before,

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxtune.distributed.chunks import chunk_of, local
+from fxtune.distributed.sharding import OWN
 from fxtune.distributed.world import World
 from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
 from fxtune.kernels import fp8_experts
@@ -160,14 +162,15 @@ def quantize_tensor(
 
 def _hold_nothing(made: QuantizedExperts, name: str, device: torch.device, transpose: bool) -> None:
     """Let `made` store in fp8 what models/shards.py reads of its weight `name`, which has no memory: a parameter
-    without memory for the codes, and buffers on `device` for the rest."""
+    without memory for the codes, and the rest on `device`, as parameters without memory if it is `meta`."""
     weight = made._parameters[name]
     assert weight is not None
     assert isinstance(made, Fp8Experts)
     experts, out, inner = weight.shape
     tensors = [torch.empty_like(weight, dtype=torch.uint8), torch.zeros(experts, out, device=device)]
     if transpose:
-        back = torch.empty(experts, inner, out, dtype=torch.uint8, device=device)
+        # Of four dimensions, so that lora/targets.py does not take them for weights.
+        back = torch.empty(experts, inner, out, 1, dtype=torch.uint8, device=device)
         tensors += [back, torch.zeros(experts, inner, device=device)]
     made.source_dtype = weight.dtype
     _hold(made, name, tensors)
@@ -222,8 +225,9 @@ def _hold(experts: QuantizedExperts, name: str, tensors: Sequence[Tensor]) -> No
 
 
 def stored_bytes(experts: Any) -> int:
-    """Bytes of the weights of quantized experts, scales included."""
-    return sum(tensor.nbytes for weights in experts.stored_weights() for tensor in weights)
+    """Bytes of the weights of quantized experts on all ranks that divide them, scales included."""
+    held = {**experts._buffers, **experts._parameters}
+    return sum(held[part].nbytes for parts in experts.stored_names.values() for part in parts)
 
 
 class QuantizedExperts(PackedExperts, OwnExperts):
@@ -242,16 +246,18 @@ class QuantizedExperts(PackedExperts, OwnExperts):
         """The shapes of the weights in transformers' layout."""
 
     def stored_weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        first, last = (
-            [self._parameters[name], *(getattr(self, part) for part in self.stored_names[name][1:])]
-            for name in TENSORS
-        )
+        """The tensors of this rank's experts."""
+        held: dict[str, Any] = {**self._buffers, **self._parameters, **getattr(self, OWN, {})}
+        first, last = ([held[part] for part in self.stored_names[name]] for name in TENSORS)
         return first, last
 
     def matrix_shapes(self) -> list[tuple[int, int, int]]:
-        """[experts, out, in] of the two tensors."""
-        shapes = (self.stored_shapes[name] for name in TENSORS)
-        return [(count, *((b, a) if self.is_transposed else (a, b))) for count, a, b in shapes]
+        """[experts, out, in] of the two tensors, for this rank's experts."""
+        counts = (len(tensors[0]) for tensors in self.stored_weights())
+        shapes = (self.stored_shapes[name][1:] for name in TENSORS)
+        return [
+            (count, *((b, a) if self.is_transposed else (a, b))) for count, (a, b) in zip(counts, shapes, strict=True)
+        ]
 
     def forward(self, hidden: Tensor, index: Tensor, router_weights: Tensor) -> Tensor:
         return run_experts(self, {}, hidden, index, router_weights)
@@ -285,19 +291,29 @@ class Fp8Experts(StoresRows, QuantizedExperts):
     source_dtype: torch.dtype
     """The dtype that is quantized: that of the model's weights."""
 
+    def stored_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        first, last = super().stored_weights()
+        return [_matrices(tensor) for tensor in first], [_matrices(tensor) for tensor in last]
+
     def store_rows(self, name: str, into: Tensor, first: int, rows: Tensor) -> None:
         rows = rows.to(into.device, self.source_dtype)
         parts = self.stored_names[name]
         weights = fp8_experts.quantize_experts(rows, len(parts) > 2)
         into.copy_(weights.codes)
+        at = first - chunk_of(self._parameters[name]).offset[0]  # type: ignore[arg-type]  # _hold() has put it there
         for part, tensor in zip(parts[1:], weights[1:], strict=False):
-            getattr(self, part)[first : first + len(rows)] = tensor
+            _matrices(local(getattr(self, part)))[at : at + len(rows)] = tensor
         if not self.rounding:
             lost = fp8_experts.dequantize_experts(weights.codes[:1], weights.scales[:1], torch.float32)[0]
             self.rounding = ((lost - rows[0].float()).norm() / rows[0].float().norm()).item()
 
     def complete_rows(self, world: World) -> None:
         """Each expert is complete when it is stored."""
+
+
+def _matrices(tensor: Tensor) -> Tensor:
+    """A tensor of _hold_nothing() in the shape of fp8_experts.Weights."""
+    return tensor.squeeze(-1) if tensor.dim() == 4 else tensor
 
 
 class ExpertsInFewBits(QuantizedExperts):

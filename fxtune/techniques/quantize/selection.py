@@ -58,8 +58,11 @@ def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
     if options.type is WeightFormat.fp8 and facts.capability and facts.capability != CAPABILITY:
         number = ".".join(map(str, facts.capability))
         return f"grouped products in fp8 are for compute capability 9.0 (H100, H200), and this card has {number}"
-    if facts.degrees.shard > 1:
-        return f"parallel.shard={facts.degrees.shard} divides quantized linears, and no experts"
+    if (ranks := facts.degrees.shard) > 1:
+        if any(experts.num_experts % ranks for experts in experts_of(model)):
+            return f"parallel.shard={ranks} cannot divide them equally"
+        if experts_type(options, facts.ships_mxfp4) is WeightFormat.mxfp4 and not facts.ships_mxfp4:
+            return f"parallel.shard={ranks} divides experts in mxfp4 only if the checkpoint has them so"
     if facts.techniques.lora.grouped_experts is Switch.off:
         return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
     paths = [path for path, module in model.named_modules() if follows_interface(module)]

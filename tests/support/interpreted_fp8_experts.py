@@ -17,8 +17,9 @@ from fxtune.kernels import (
     gated_experts_triton,
 )
 from fxtune.kernels.fp8 import E4M3, SMALLEST
-from fxtune.kernels.grouped_matmul import Routing
+from fxtune.kernels.grouped_matmul import OwnRouting, Routing
 from fxtune.kernels.swiglu import SILU, Activation
+from fxtune.kernels.token_exchange import sorted_rows
 
 gated_experts_triton.COLUMNS = 32
 gated_experts_triton.FORWARD.update(ROWS=16, COLUMNS=32)
@@ -44,8 +45,8 @@ def close(mine: fp8_experts.Rows, wanted: fp8_experts.Rows) -> None:
 
 
 def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: int) -> None:
-    experts, token = len(routing.ends), routing.order // k
-    states, narrow = draw(tokens, width), draw(tokens * k, ranks)
+    experts, token, count = len(routing.ends), routing.order // k, len(routing.order)
+    states, narrow = draw(tokens, width), draw(count, ranks)
     for factor in (draw(experts, width, ranks, scale=0.2), draw(experts, ranks, width, scale=0.2).mT):
         torch.testing.assert_close(
             expert_adapters_triton.project(states, token, factor, routing.ends),
@@ -57,14 +58,14 @@ def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: in
             fp8_experts.expand(narrow, factor.mT, routing.ends),
             **CLOSE,
         )
-    for given, of in ((states, token), (draw(tokens * k, width + 8)[:, :width], None)):
+    for given, of in ((states, token), (draw(count, width + 8)[:, :width], None)):
         torch.testing.assert_close(
             expert_adapters_triton.outer(given, of, narrow, routing.ends),
             gated_experts.outer_of(given, of, narrow, routing.ends),
             **CLOSE,
         )
     close(
-        fp8_experts_triton.quantize_tokens(states, routing.back, SMALLEST),
+        fp8_experts_triton.quantize_tokens(states, count, routing.back, SMALLEST),
         fp8_experts.quantize_tokens(states, token, routing.back),
     )
     factors = torch.rand(experts, width) + 0.1
@@ -72,7 +73,7 @@ def tokens_and_rows(routing: Routing, tokens: int, k: int, width: int, ranks: in
         fp8_experts_triton.quantize_scaled(states, token, factors, routing.ends, SMALLEST),
         fp8_experts.quantize_scaled(states, token, factors, routing.ends),
     )
-    rows, more, weights = draw(tokens * k, width), draw(tokens * k, width), torch.rand(tokens, k)
+    rows, more, weights = draw(count, width), draw(count, width), torch.rand(tokens, k)
     torch.testing.assert_close(
         gated_experts_triton.add_up(rows, routing.back, weights, k, plus=more),
         gated_experts.combine(rows, routing.back, weights, k, plus=more),
@@ -120,10 +121,13 @@ torch.manual_seed(0)
 compared = 0
 SHAPES = (((40, 4, 6), (48, (8, 16))), ((7, 1, 1), (80, (0, 0))))
 for ((tokens, k, experts), (width, ranks)), act in itertools.product(SHAPES, (SILU, INTERLEAVED)):
-    routing = Routing(torch.rand(tokens, experts).topk(k, -1).indices, experts)
+    index = torch.rand(tokens, experts).topk(k, -1).indices
+    routing = Routing(index, experts)
     activation(routing, width, ranks, act)
     if ranks[0]:
         tokens_and_rows(routing, tokens, k, width, ranks[0])
+        some = OwnRouting(*sorted_rows(index, experts // 2, experts // 3))
+        tokens_and_rows(some, tokens, k, width, ranks[0])
         products(routing, width, 48, ranks[1])
     compared += 1
 print(compared, "compared")

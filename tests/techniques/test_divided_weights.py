@@ -79,6 +79,12 @@ def test_adapters_over_a_plain_or_fp8_base_are_not_refused():
         assert not list(divided_weights.refusals(sharded(techniques)))
 
 
+def test_experts_in_mxfp4_are_divided_if_the_checkpoint_has_them_so():
+    facts = sharded({**LORA, "quantize": {"type": "mxfp4"}})
+    assert any("weights in mxfp4 are packed" in reason for reason in divided_weights.refusals(facts))
+    assert not list(divided_weights.refusals(replace(facts, ships_mxfp4=True)))
+
+
 def test_a_rank_needs_memory_for_its_part_of_a_quantized_base():
     """70 billion weights in fp8 take 65 GiB, and 130 GiB with their transpose; in bfloat16 no host here has room."""
     model = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)

@@ -70,7 +70,7 @@ def quantize_model(
     packed: list[QuantizedExperts] = []
     unread: dict[str, Callable[[torch.Tensor], float]] = {}
     worst = 0.0
-    divided = world.degrees.shard > 1  # then all that experts store is
+    divided = world.degrees.shard > 1
     as_shipped = ships and kind is WeightFormat.mxfp4 and bool(divided or each_weight)
     for layer in experts:
         if as_shipped:

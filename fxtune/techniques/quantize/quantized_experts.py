@@ -302,6 +302,7 @@ class Fp8Experts(StoresRows, QuantizedExperts):
         into.copy_(weights.codes)
         at = first - chunk_of(self._parameters[name]).offset[0]  # type: ignore[arg-type]  # _hold() has put it there
         for part, tensor in zip(parts[1:], weights[1:], strict=False):
+            assert tensor is not None
             _matrices(local(getattr(self, part)))[at : at + len(rows)] = tensor
         if not self.rounding:
             lost = fp8_experts.dequantize_experts(weights.codes[:1], weights.scales[:1], torch.float32)[0]

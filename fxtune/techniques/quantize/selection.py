@@ -58,11 +58,12 @@ def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
     if options.type is WeightFormat.fp8 and facts.capability and facts.capability != CAPABILITY:
         number = ".".join(map(str, facts.capability))
         return f"grouped products in fp8 are for compute capability 9.0 (H100, H200), and this card has {number}"
-    if (ranks := facts.degrees.shard) > 1:
+    if facts.degrees.shard > 1:
+        ranks = facts.degrees.shard * facts.degrees.context
         if any(experts.num_experts % ranks for experts in experts_of(model)):
-            return f"parallel.shard={ranks} cannot divide them equally"
-        if experts_type(options, facts.ships_mxfp4) is WeightFormat.mxfp4 and not facts.ships_mxfp4:
-            return f"parallel.shard={ranks} divides experts in mxfp4 only if the checkpoint has them so"
+            return f"{ranks} ranks cannot have equally many of them"
+        if options.type is WeightFormat.mxfp4 and not facts.ships_mxfp4:
+            return "ranks divide experts in mxfp4 only if the checkpoint has them so"
     if facts.techniques.lora.grouped_experts is Switch.off:
         return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
     paths = [path for path, module in model.named_modules() if follows_interface(module)]

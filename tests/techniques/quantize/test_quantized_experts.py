@@ -18,6 +18,7 @@ from support.mixtures import mixture, uneven
 from support.mxfp4 import in_mxfp4
 
 from fxtune.cli.merge import merge
+from fxtune.distributed.parallel import Degrees
 from fxtune.errors import StorageError
 from fxtune.export.save import save_model
 from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
@@ -192,6 +193,16 @@ def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, opt
     facts = dataclasses.replace(facts_of(model, **H200), techniques=demanded)
     reasons = [one for one in demanded.quantize.check(facts) if one.startswith("experts: ")]
     assert [why in one for one in reasons] == [True] * bool(why)
+
+
+@pytest.mark.parametrize(("degrees", "why"), [((2, 1), ""), ((2, 2), ""), ((3, 1), "3 ranks"), ((2, 4), "8 ranks")])
+def test_ranks_that_cannot_have_equally_many_experts_keep_them_in_16_bits(degrees, why):
+    shard, context = degrees
+    decided, said = resolved(
+        mixture("qwen3_moe"), fp8(Switch.auto, Switch.auto), degrees=Degrees(shard=shard, context=context)
+    )
+    assert decided.experts is (Switch.off if why else Switch.on)
+    assert (f"({why} cannot have equally many of them)" if why else "experts in fp8, too") in said
 
 
 def test_a_check_knows_what_auto_will_decide():
@@ -408,8 +419,6 @@ def test_options_that_need_whole_weights_unpack_the_shipped_experts_and_pack_the
 
 def test_a_damaged_exponent_is_found_as_the_experts_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
-
-    from fxtune.errors import StorageError
 
     model = shipped(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

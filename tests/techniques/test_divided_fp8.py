@@ -141,7 +141,9 @@ def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words,
 
 
 @pytest.mark.parametrize(
-    ("options", "stored"), [({}, False), ({"transpose": "off"}, True)], ids=("drawn", "read, without transposes")
+    ("options", "stored"),
+    [({}, False), ({"transpose": "off"}, True)],
+    ids=("drawn, compiled", "read, without transposes"),
 )
 def test_experts_in_fp8_are_divided_by_expert_and_learn_what_the_whole_base_learns(options, stored, tmp_path):
     """Tokens travel to the experts, so sums have another order. Read from files that store each expert apart."""
@@ -152,11 +154,13 @@ def test_experts_in_fp8_are_divided_by_expert_and_learn_what_the_whole_base_lear
         base = on_disk(tmp_path, model=mixture("qwen3_moe", vocab_size=1024, max_position_embeddings=256))
         words = (*words, f"model.path={base}", "model.tokenizer=builtin:tiny", "model.init=pretrained")
     else:
-        words = (*words, "model.path=null", "model.init=random", f"model.architecture={MIXTURE}")
+        words = (*words, *COMPILED, "model.path=null", "model.init=random", f"model.architecture={MIXTURE}")
     options = {**options, "experts": Switch.on}
     (alone,) = run_ranks(1, learn, words, options, False)
     for rank in run_ranks(2, learn, words, options, False):
-        assert rank["losses"] == pytest.approx(alone["losses"], abs=2e-3, rel=0)
+        # Where the last bit of a sum moves an activation to the next code of fp8, the runs drift apart.
+        assert rank["losses"][:5] == pytest.approx(alone["losses"][:5], abs=1e-4, rel=0)
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=2e-3)
         assert all(acted for *_, acted in rank["evidence"]), rank["evidence"]
         assert rank["whole"] == 0
         assert rank["codes"] / 2 <= rank["held"] < 0.52 * rank["codes"]

@@ -36,6 +36,16 @@ BASES: dict[str, tuple[str, bool, list[str]]] = {
     ),
     "experts stored apart": ("mixtral", True, LINEARS),
     "trained experts stored apart": ("mixtral", True, ["techniques.lora.enabled=false"]),
+    "experts in fp8": (
+        "mixtral",
+        True,
+        [
+            "techniques.lora.target_modules=[all-linear]",
+            "techniques.quantize.enabled=true",
+            "techniques.quantize.type=fp8",
+            "techniques.quantize.experts=on",
+        ],
+    ),
     "experts with adapters": ("mixtral", True, ["techniques.lora.target_modules=[all-linear]"]),
 }
 """Name -> (kind of model, whether docs/distributed.md says that it is divided, keys)."""
@@ -54,7 +64,7 @@ def main() -> None:
         print("| base | expected | on several cards |\n|---|---|---|")
         for name in args.bases:
             kind, divided, words = BASES[name]
-            runs_here = divided and not (args.smoke and name == "fp8")
+            runs_here = divided and not (args.smoke and name.endswith("fp8"))
             common = [f"model.path={models[kind]}", *words, *(["run.device=cpu"] if args.smoke else [])]
             shared = [f"run.gpus={args.gpus}", f"parallel.shard={args.gpus}"]
             trained, seen = train(folder / "shared", [*common, *shared])

@@ -5,6 +5,9 @@ decoder layer runs, the ranks gather its matrices; while it runs, they gather th
 after the layer and gathered once more for the backward pass. Then the gradients are summed in float32, and each rank
 gets its rows of the sum. So a rank sends 3 times the weights a step; with `replicate` it sends twice the gradients.
 
+Experts of a mixture are divided by expert and never gathered: a rank computes the experts that it holds for the tokens
+of all ranks (kernels/token_exchange.py). So the backward pass leaves it their whole gradient.
+
 Norms, biases and other vectors, and adapters stay whole on every rank. Together they are small (rank-16
 adapters of 70B: 0.8 GB in float32), their gradients travel in the one sum of gradients.py, and checkpoints and exports
 of adapters are the same as in one process. The embedding and the head, read by the first and the last kernel of a

@@ -71,6 +71,9 @@ MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01
 parameters (see optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
+UNEVEN = 1.1
+"""How many rows the experts of one rank may have, as a multiple of the mean over ranks, where experts are divided: an
+assumption."""
 WORKSPACES = 3 << 28
 """Bytes for libraries' workspaces."""
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -242,6 +245,7 @@ class LayerBytes:
         self.normalizes = normalizes_queries(facts.model)
         self.everyone = facts.degrees.shard * facts.degrees.context if divides_experts(facts) else 0
         """How many ranks' tokens reach the experts of this rank; 0: experts are not divided."""
+        self.inner = int(self.shape.inner * (UNEVEN if self.everyone else 1))
         float8 = facts.techniques.float8
         self.float8 = float8.enabled and float8.weight_gradient == "float8" and self.shape.expert_count == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
@@ -256,7 +260,7 @@ class LayerBytes:
         mlp_adapters = self._adapters("gate_up", "down")
         sizes = {
             "everything": everything,
-            "wide": narrow + number * 2 * s.inner + mlp_adapters,
+            "wide": narrow + number * 2 * self.inner + mlp_adapters,
             "narrow": narrow if self.fused else narrow + mlp_adapters,
             "attention": h + number * s.q + lse,
             "input": h,
@@ -277,7 +281,7 @@ class LayerBytes:
 
     def _working(self, level: str) -> float:
         """working() but for tokens of other ranks."""
-        h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.keys, self.shape.inner, self.plan.tiles
+        h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.keys, self.inner, self.plan.tiles
         kept_before = self._everything() if level != "everything" else 0
         # Ranks that share rows hold queries, keys and values as sent and as received.
         exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
@@ -305,7 +309,7 @@ class LayerBytes:
 
     def _everything(self) -> float:
         """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""
-        h, q, i = self.shape.hidden, self.shape.q, self.shape.inner if self.plan.tiles == 1 else 0
+        h, q, i = self.shape.hidden, self.shape.q, self.inner if self.plan.tiles == 1 else 0
         k = self.keys if self.grouped else q
         small = 4 * self.shape.heads + self._adapters(*GROUPS) + self._routing()
         small += self.number * self.everyone * h

@@ -196,7 +196,8 @@ def record(
     """Record results on this machine's GPU for later runs, and return them. A result that says nothing about the
     package is not recorded: another process had the GPU, or the machine was too busy to answer.
 
-    `heads`: the heads that were tried. A package that works with other heads alone is recorded for these heads only.
+    `heads`: the heads that were tried. A package that works with other heads alone is recorded for these heads only; a
+    package that works with none, for all heads, so that `fxtune doctor` can replace the result.
     """
     from fxtune.system.json_cache import add_cached  # which imports torch
 
@@ -205,7 +206,10 @@ def record(
     stamped = {name: {"state": answer["state"], "seen": answer["seen"], "at": now} for name, answer in lasting.items()}
     of_heads, of_any = _keys(stamped, device_name, heads), _keys(stamped, device_name)
     entries = {of_any[name]: answer for name, answer in stamped.items() if THESE_HEADS not in answer["seen"]}
-    add_cached(cache_home() / RESULTS, entries | {of_heads[name]: answer for name, answer in stamped.items()})
+    for name, answer in stamped.items():
+        if answer["state"] == "works" or THESE_HEADS in answer["seen"]:
+            entries[of_heads[name]] = answer
+    add_cached(cache_home() / RESULTS, entries)
     return answers
 
 
@@ -216,7 +220,9 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     from fxtune.system.json_cache import read_cached
 
     cached = read_cached(cache_home() / RESULTS)
-    recorded = {name: cached[key] for name, key in _keys(names, device_name, heads).items() if key in cached}
+    found = {name: cached[key] for name, key in _keys(names, device_name, heads).items() if key in cached}
+    of_any = {name: cached[key] for name, key in _keys(names, device_name).items() if key in cached}
+    recorded = found | {name: answer for name, answer in of_any.items() if answer["state"] == "broken"}
     if all(answer["state"] == "works" for answer in recorded.values()):
         return recorded
     changed = _last_installed()

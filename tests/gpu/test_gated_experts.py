@@ -6,13 +6,19 @@ from __future__ import annotations
 import pytest
 import torch
 from support import reference
+from support.mixtures import mixture
 
+from fxtune.distributed.world import World
+from fxtune.facts.options import Matmul, Switch
 from fxtune.kernels import grouped_matmul, matmul
 from fxtune.kernels.gated_experts import Adapter, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import SILU, Activation
+from fxtune.models.load import DType, load_config
 from fxtune.system.host import cache_home
+from fxtune.techniques.lora.experts import grouped
+from fxtune.techniques.pipeline import Pipeline
 
 GPU = torch.device("cuda", 0)
 SHAPES = {
@@ -89,3 +95,17 @@ def test_accurate_and_reproducible(shape, gemm):
         assert torch.equal(mine, same), name
         error = ((mine.cpu().float() - exact).norm() / exact.norm().clamp(min=1e-9)).item()
         assert error < reference.LIMITS["bfloat16"], (name, error)
+
+
+def test_space_for_adapters_leaves_no_unused_memory():
+    """The weights of experts move to memory with space, and what they leave must be free for other libraries."""
+    prepared(CUTE)
+    model = mixture("qwen3_moe", hidden_size=1024, moe_intermediate_size=512, num_experts=32)
+    model.dtype = DType.bfloat16
+    pipeline = Pipeline()
+    pipeline.lora.enabled, pipeline.lora.fused, pipeline.lora.matmul = True, Switch.on, Matmul.cute
+    built = pipeline.build(model, load_config(model), World(GPU), 0).module
+    experts = grouped(built)[0].get_base_layer()
+    assert not experts.gate_up_proj.is_contiguous()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    assert unused < experts.gate_up_proj.nbytes

@@ -282,6 +282,16 @@ def test_heads_of_earlier_models_decide_nothing(recorded):
             assert ahead == {}, "it works with some heads"
 
 
+def test_doctor_replaces_what_is_recorded_for_each_shape_of_heads(recorded):
+    name, facts = "flash-attn-4", Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
+    why = "RuntimeError: nvcc is not in PATH"
+    package_checks.record({name: {"state": "broken", "seen": why}}, "H100", Heads(32, 8, 64))
+    for heads in (Heads(32, 8, 64), Heads(4, 4, 64)):
+        assert package_checks.unusable(facts, [name], heads) == {name: why}, "it fails with any heads"
+    package_checks.record({name: {"state": "works", "seen": "ran"}}, "H100")
+    assert package_checks.unusable(facts, [name], Heads(32, 8, 64)) == {}
+
+
 def test_doctor_replaces_what_is_recorded(recorded):
     checked, _ = recorded
     checked()

@@ -290,9 +290,8 @@ class LayerBytes:
             fp8 = quantized_type(self.facts) == "fp8"
             inside = (3 + 2 * recomputes + fp8) * i + (2 + 4 * recomputes) * self.facts.techniques.lora.r
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
-            if (
-                self.shape.expert_count > 1
-            ):  # the gradient of each row, and what adapters add to it; or before them w h
+            if self.shape.expert_count > 1:
+                # The gradient of each row, and what adapters add to it; or before them w h.
                 mlp += max(2 * self.shape.used * h, i)
             if not self.compiled:
                 return kept_before + self.number * (mlp - 2 * i * (recomputes and tiles == 1))

@@ -88,8 +88,11 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
         group.kind = DENSE_CUTE
     for experts in mixtures:
         experts.gemm = CUTE
-        if grouped_matmul.takes_gaps(device, dtype):
+    if mixtures and grouped_matmul.takes_gaps(device, dtype):
+        for experts in mixtures:
             make_space(experts)
+        # The former memory of a layer is too small for the next one, and only torch's own allocations take it back.
+        torch.cuda.empty_cache()
     return None
 
 

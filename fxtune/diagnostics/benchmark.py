@@ -82,7 +82,7 @@ class Measured:
     first_step_seconds: float
     """Seconds from the start of the process; of a later measurement in this process, from its start."""
     second_step_seconds: Optional[float]
-    """None: the second step was measured, so nothing waited for its end."""
+    """None if the second step was a measured step: the process does not wait for the end of such a step."""
     startup_seconds: dict[str, float]
     """second_step_seconds, or else first_step_seconds, by part of the work (fxtune/system/startup.py)."""
     compile_seconds: Optional[float]

@@ -1,11 +1,12 @@
 """Triton kernels of gated_experts.py and fp8_experts.py for the adapters of experts, which are of low rank.
 
-    project           the state of each row's token times a narrow matrix of the row's expert
-    expand            narrow rows times a matrix of their expert
-    outer             the sum of outer products of an expert's rows, for the gradients of adapters
+    project           multiplies the state of each row's token by a narrow matrix of the row's expert
+    expand            multiplies narrow rows by a matrix of their expert
+    outer             adds up the outer products of an expert's rows, for the gradients of adapters
 
-project() and outer() read tokens' states in place, once for each of a token's experts: mostly from the cache, which
-holds almost all states. Tiles of rows are found as in gated_experts_triton.py. Import this module only on a GPU.
+project() and outer() read tokens' states in place, once for each of a token's experts. The cache holds almost all
+states, so it serves most reads. Tiles of rows are found as in gated_experts_triton.py. Import this module only on a
+GPU.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ dy W sums over W's output rows, so it needs W^T as a second matrix, as for linea
 - Only W is kept. Its scales differ by expert and output row, so each row of dy is multiplied by the scales of its
   expert before it is quantized, and the codes are transposed in each backward pass.
 
-Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states in place (`project`), and so do
-the gradients of A1 and B2 (`outer_of`): no 16-bit row is ever gathered. The adapter's part of y and dx is added
-before a sum is rounded: by the Triton GEMM itself, or as the rows are added up.
+Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states (`project`), and so do the
+gradients of A1 and B2 (`outer_of`). On Hopper the states are read in place, so no 16-bit row is gathered. The
+adapter's part of y and dx is added before a sum is rounded: by the Triton GEMM itself, or as the rows are added up.
 
 The wide products are the Triton kernel or torch's grouped GEMM. Triton's is the default: for the shapes of
 Qwen3-30B-A3B on an H200 it is as fast as torch's in three products, faster in the fourth, and adds the adapter's part

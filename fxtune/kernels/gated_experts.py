@@ -13,17 +13,17 @@ The products with GU and D take most of the time. The steps between them move as
 
 - The kernel of the activation adds r1 B1^T and a bias as it reads g, and computes r2; backward it computes dr1 and
   adds dr2 A2. The sum over a token's rows adds the bias of y.
-- r2 B2^T and dr1 A1 are as wide as y and dx. Weights with space for adapters (with_space()) need neither: [h, r2] is
-  one tensor, and its product with [D, B2] is y. Without the space quack's GEMM adds r2 B2^T before it rounds, and
-  torch's needs another pass for it.
-- The adapters' own products with x and dy, and the gradients of A1 and B2, read the tokens' states in place on Hopper
-  (expert_adapters_triton.py): only the products with GU and D need gathered rows.
+- r2 B2^T and dr1 A1 are as wide as y and dx. Weights with space for adapters (with_space()) need neither tensor:
+  [h, r2] is one tensor, and its product with [D, B2] is y. Without the space quack's GEMM adds r2 B2^T before it
+  rounds, and torch's GEMM needs another pass to add it.
+- On Hopper, the adapters' products with x and dy, and the gradients of A1 and B2, read the tokens' states in place
+  (expert_adapters_triton.py). Only the products with GU and D need gathered rows.
 - Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>, which equals <dh, h>
   before dh is multiplied by w, plus <dout[t], bias>.
 - Nothing is summed by atomic additions: the same bits in each run.
 - Weights that are trained get two more products, of the rows that are gathered again.
-- Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product, forward and again backward: one of the two
-  tensors is in 16 bits at a time, and only the codes are kept for the backward pass.
+- Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product, forward and again backward. So one of the
+  two weights is in 16 bits at a time, and only the codes are kept for the backward pass.
 
 On a GPU these steps are Triton kernels (gated_experts_triton.py) and grouped GEMMs; the functions of torch below are
 their reference, and run elsewhere. Sums are float32; what is stored is rounded to the dtype of the weights.
@@ -75,8 +75,8 @@ def gated_experts(
         hidden: [tokens, d]. weights: [tokens, k], float32 or hidden's dtype.
         order, back, ends: the attributes of a Routing of [tokens, k] experts, or of an OwnRouting.
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width]; of any strides. With
-            `gemm=CUTE` each may be the result of with_space(): the first for more rows, the second for more columns,
-            as many as its adapter's rank. With `stored` each is a list of packed tensors.
+            `gemm=CUTE` each may be the result of with_space() for its adapter's rank: the first with space for rows,
+            the second with space for columns. With `stored` each is a list of packed tensors.
         adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
         gemm: see grouped_matmul.product().
         biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
@@ -151,10 +151,10 @@ def register(
     """The operator fxtune::`name` of a Layer's arguments, with its backward pass and its FLOPs.
 
     Args:
-        forward: returns the output, and what the backward pass needs: g without its adapter [rows, 2 width], r1 and r2
-            [rows, r]; without `keep` these are not read.
-        backward: takes the layer, the gradient of the output, and those three. Returns the gradients of hidden,
-            weights, a1, b1, a2 and b2, and a list: the gradients of trained matrices.
+        forward: returns the output and three results for the backward pass: g without its adapter [rows, 2 width], r1
+            and r2 [rows, r]. Without `keep` the backward pass does not read the three.
+        backward: takes the layer, the gradient of the output, and the three results. Returns the gradients of hidden,
+            weights, a1, b1, a2 and b2, and the list of the gradients of trained matrices.
     """
     run = torch.library.custom_op(
         f"fxtune::{name}",
@@ -293,7 +293,7 @@ def _matrices(
     tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor, beside: int = 0, gemm: str = CUBLAS
 ) -> Tensor:
     """The matrices [experts, out, in] of one product, whose adapter is a [experts, r, in] and b [experts, out, r].
-    `beside`: with space for the adapter's rows (1) or columns (2), if there is or can be any."""
+    `beside`: with space for r rows (1) or r columns (2), if the tensors have the space or are unpacked to it."""
     rank = a.shape[1] if beside and gemm == CUTE else 0
     if not stored:
         return _with_its_space(tensors[0], rank, beside) if rank else tensors[0]
@@ -319,7 +319,7 @@ def with_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
 
 
 def _with_its_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
-    """The result of with_space() with its space; other tensors as they are."""
+    """`matrices` and their space, if with_space() made them for this rank; other tensors as they are."""
     sizes, strides = list(matrices.shape), matrices.stride()
     room = (strides[3 - dim] if strides[dim] == 1 else strides[0] // strides[dim]) - sizes[dim]
     if room != rank:
@@ -332,7 +332,7 @@ def _adapted(
     x: Tensor, narrow: Tensor, matrices: Tensor, factor: Tensor, ends: Tensor, gemm: str
 ) -> tuple[Tensor, Tensor]:
     """[rows, out]: each row of `x` [rows, in] times the transpose of its expert's matrix [out, in], plus its row of
-    `narrow` [rows, r] times the transpose of the expert's `factor` [out, r]. And `narrow` as a tensor of its own.
+    `narrow` [rows, r] times the transpose of the expert's `factor` [out, r]. Also returns `narrow`, contiguous.
 
     If `matrices` has space for `factor` beside its columns, x and `narrow` are parts of one tensor.
     """

@@ -228,8 +228,9 @@ def _factor(factor, row, width, ranks, column, rank):
 
 @triton.jit
 def _read_pair(line, start, width, inside, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What _pair_of() makes gate and up of, as it is stored. `line` [ROWS, 1]: the rows of g; `inside` [ROWS, 1]:
-    whether a row exists. It is read an iteration ahead, because Triton does not pipeline it."""
+    """Numbers of g as they are stored, for _pair_of(). `line` [ROWS, 1]: pointers to the rows of g. `inside`
+    [ROWS, 1]: whether a row exists. The caller reads an iteration ahead, because Triton does not pipeline these
+    loads."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
         pairs = tl.load(line + column, mask=inside & (column < 2 * width), other=0.0)

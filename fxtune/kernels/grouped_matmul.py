@@ -207,7 +207,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     wide = x.new_zeros(300, 200)[:, :192]
     for with_gaps, tensor in ((rows, matrices), (columns, matrices), (wide, x)):
         with_gaps.copy_(tensor)
-    # Broad on purpose: the compiler of another package has its own errors. Without gaps its products still serve.
+    # Broad on purpose: the compiler of another package has its own errors. Products without gaps have passed.
     with contextlib.suppress(Exception):
         _compare(
             (device, dtype),
@@ -237,7 +237,7 @@ def _compare(
 
 
 def takes_gaps(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether quack's kernel multiplies by matrices, and rows, with gaps between them; after prepare()."""
+    """Whether quack's kernel multiplies matrices and rows that have gaps between them. Call it after prepare()."""
     return (device, dtype) in _TAKES_GAPS
 
 

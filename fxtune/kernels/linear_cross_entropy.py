@@ -196,7 +196,7 @@ def _losses_and_gradients(
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=sum_dtype)
             del logits
-        del buffer  # before the gradients' copies in the dtypes of the parameters
+        del buffer  # the gradients are now copied in the dtypes of the parameters
     return losses, d_hidden, _cast_like(d_weight, weight), _cast_like(d_bias, bias)
 
 

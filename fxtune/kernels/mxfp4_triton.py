@@ -20,7 +20,7 @@ SIGN = tl.constexpr(-(2**31))
 
 def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the numbers of `codes` (uint8, two in each) to `out`, which has twice as many. `scales`: uint8, one for
-    each 16 bytes of codes. All are contiguous, except that rows, or matrices, of `out` may have gaps between them."""
+    each 16 bytes of codes. All tensors are contiguous, but rows or matrices of `out` may have gaps between them."""
     assert codes.is_contiguous()
     assert scales.is_contiguous()
     assert out.numel() == 2 * codes.numel() == 32 * scales.numel()
@@ -37,7 +37,7 @@ def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _unpack(codes_ptr, scales_ptr, into_ptr, blocks, length, step, BYTES: tl.constexpr):
-    """A program unpacks a block of a part without gaps, which has `length` bytes of codes."""
+    """A program unpacks a block of one part. A part has no gaps, and `length` bytes of codes."""
     part, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64) * BYTES
     byte = start + tl.arange(0, BYTES)
     at = part * length + byte
@@ -53,10 +53,11 @@ def _unpack(codes_ptr, scales_ptr, into_ptr, blocks, length, step, BYTES: tl.con
 
 @triton.jit
 def _magnitude(places):
-    """The size of the number of a code of e2m1, three bits of which are bits 2 to 4 of `places`.
+    """The absolute value of a number of e2m1. Bits 2 to 4 of `places` are its code without the sign.
 
-    A table in one integer has it doubled, in four bits. As the lowest bits of 2^23 it needs no conversion. The
-    kernel's instructions take as long as its bytes: 280 for 16 numbers, 368 with comparisons and a conversion.
+    The integer DOUBLED is a table of the doubled values, four bits each. A doubled value becomes the lowest bits of
+    the float32 number 2^23, so no instruction converts it. The kernel's instructions take as long as its bytes: 280
+    for 16 numbers, where comparisons and a conversion take 368.
     """
     doubled = (DOUBLED >> (places & 28)) & 15
     return (doubled | 0x4B000000).to(tl.float32, bitcast=True) * 0.5 - 4194304.0

@@ -56,7 +56,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     hook = model.get_input_embeddings().register_forward_hook(moved)
     experts = model.get_experts_implementation() if mask is not None else None
     if experts is not None:
-        # On the meta device torch's grouped products know bfloat16 alone.
+        # On the meta device torch's grouped products take only bfloat16.
         model.set_experts_implementation("batched_mm")
     try:
         with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):

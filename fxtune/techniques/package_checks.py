@@ -231,8 +231,8 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
 
 def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> dict[str, str]:
     """The name in the file of results for each check: it changes with the GPU, its driver, Python, and the version of
-    any installed package, because a package may fail through another one. Where the check takes heads, it changes with
-    them, too: what a run decides must not depend on the models of earlier runs.
+    any installed package, because a package may fail through another one. The name of a check that takes heads changes
+    with the heads, too: a decision of a run must not depend on the models of earlier runs.
     """
     driver = Path("/proc/driver/nvidia/version")
     installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))

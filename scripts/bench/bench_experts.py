@@ -5,8 +5,9 @@
     python scripts/bench/bench_experts.py --launches                       # other launches of the Triton kernels
     python scripts/bench/bench_experts.py --smoke                          # a short test on a CPU
 
-A layer has 16,384 tokens, random experts for each token, and adapters of rank 16 on both products. The first line has
-the card's two ceilings, measured here: a product of square matrices in bfloat16, and a copy in device memory.
+A layer has 16,384 tokens, random experts for each token, adapters of rank 16 on both products, and weights without
+space for the adapters. The first line has two ceilings of the card, measured here: a product of square matrices in
+bfloat16, and a copy in device memory.
 """
 
 from __future__ import annotations

@@ -458,8 +458,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
 
 
 def architecture(name: str, length: int) -> dict[str, Any]:
-    """The config of a shape for rows of `length` tokens. Its positions reach to the end of a row, as in
-    peer_tools.random_model()."""
+    """The config of a shape, with positions for rows of `length` tokens, as in peer_tools.random_model()."""
     shape = SHAPES[name]
     positions = shape.get("max_position_embeddings", length)
     return {**shape, "max_position_embeddings": length} if positions < length else shape

@@ -13,8 +13,8 @@ A table shows how far each tool is from a reference in float32: |tool - referenc
 gradient. cut-cross-entropy leaves out blocks of the softmax whose probabilities are all below 2^-12 (`filter_eps`). With
 random weights these are almost all blocks, so its backward pass has little to do. A second row has it compute all.
 
-cut-cross-entropy is the wheel of the Python Package Index (`pip install cut-cross-entropy`), whose published figures
-these are: 92.6 ms and 3.1 GB, Liger 321 ms and 6.1 GB (huggingface/trl, pull request 6858, one H100).
+cut-cross-entropy is the wheel of the Python Package Index (`pip install cut-cross-entropy`). Published figures: 92.6 ms
+and 3.1 GB, Liger 321 ms and 6.1 GB (huggingface/trl, pull request 6858, one H100).
 """
 
 from __future__ import annotations

@@ -264,8 +264,8 @@ def random_model(shape: dict[str, Any], length: int, attention: Any, device: str
 
 
 def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path) -> Path:
-    """The folder of a model whose weights are zeros, and of a tokenizer. If it does not exist, another process writes
-    it. draw_weights() gives a model that was read from it random weights."""
+    """The folder of a tokenizer and of a model whose weights are zeros. If it does not exist, another process writes it.
+    After a tool has read the model, draw_weights() gives it random weights."""
     if not (folder / "complete").exists():
         request = dict(tool="write", shape=shape, length=length, model=str(folder), tokenizer=str(tokenizer))
         subprocess.run([sys.executable, __file__, json.dumps(request)], check=True, stdout=subprocess.DEVNULL)
@@ -273,8 +273,8 @@ def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Pat
 
 
 def write(request: dict[str, Any]) -> None:
-    """Write the folder of write_model(). Its file of weights is a hole of zeros as long as they are, in bfloat16, which
-    takes neither time nor space: 57 GiB of Qwen3-30B-A3B would take minutes on a card's host."""
+    """Write the folder of write_model(). Its file of weights is a hole of zeros, as long as the weights in bfloat16. A hole
+    takes neither time nor space: to write the 57 GiB of Qwen3-30B-A3B would take minutes."""
     from transformers import AutoTokenizer
 
     folder = Path(request["model"])

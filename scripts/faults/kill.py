@@ -144,7 +144,7 @@ def campaign_of_ranks(given: argparse.Namespace, mode: str, folder: Path, rows: 
     micro = 2 if any(word.startswith("objective=") for word in MODES[mode]) else 1
     keys = [f"train.micro_batch_size={micro}", f"train.global_batch_size={max(4, micro * ranks)}"]
     keys += [f"run.gpus={ranks}", f"parallel.shard={shard}", f"run.device={given.device}", *given.set]
-    if given.device == "cuda":  # else the order of some sums on a card is open
+    if given.device == "cuda":  # without it the order of some sums on a card may change
         keys.append("run.deterministic=true")
     title = f"{mode}, {ranks} ranks" + (f", weights divided by {shard}" if shard > 1 else "")
 

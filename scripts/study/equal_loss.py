@@ -288,11 +288,11 @@ def round_experts(file: Path) -> None:
     tensors = load_file(file)
     for name, weight in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            rows = weight.mT.contiguous()  # gpt-oss packs along the input, which is the last but one dimension here
+            rows = weight.mT.contiguous()  # MXFP4 packs along the input; transformers' weight is [experts, in, out]
             unpack_mxfp4(*pack_mxfp4(rows), rows.view(-1, rows.shape[-1]))
             tensors[name] = rows.mT.contiguous()
     save_file(tensors, file, {"format": "pt"})
-    (file.parent / "proof.json").unlink()  # it names the digest of the file as it was
+    (file.parent / "proof.json").unlink()  # it has the digest of the former file
 
 
 def gather(args: argparse.Namespace, data: Path) -> None:
@@ -531,7 +531,7 @@ def prepare_seed(
     if args.r:
         plain.call(left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r)
     techniques = [f"techniques={'lora' if args.r else 'full'}"]
-    if args.mixture == "gpt_oss" and gpu:  # without them its rows would not be packed
+    if args.mixture == "gpt_oss" and gpu:  # without these techniques its rows would not be packed
         techniques = [*ALL_TECHNIQUES]
     fields = ours.call(left(), write_rows, words(args, "plain", seed, techniques, gpu), rows)
     return plain_tune.Job(str(base), str(start) if args.r else None, str(rows), **fields)

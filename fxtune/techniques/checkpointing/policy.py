@@ -41,8 +41,9 @@ STANDS_FOR = {
 }
 """fxtune's operator -> torch's operator, whose entry in a list counts if no list names fxtune's."""
 ROUTING = {"fxtune.own_rows", "aten._assert_scalar"}
-"""Operators whose results are saved wherever some results are: the routing to divided experts is small, and as long as
-the saved rows of experts. The compiler asserts its length; torch 2.11 cannot repeat that in the backward pass."""
+"""Operators whose results each selective rule saves: the routing of tokens to divided experts. The routing is small,
+and saved rows of experts fit no other routing. The compiler asserts the number of its rows; torch 2.11 cannot repeat
+this assertion in the backward pass."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
 """Names that are valid even before the package that registers the operator is imported."""

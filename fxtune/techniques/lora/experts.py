@@ -216,8 +216,8 @@ class GroupedExperts:
         if kwargs or len(args) != 2 or _needs_own_forward(nested):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]  # peft's
         adapters = {wrapper.parameter_name: wrapper for wrapper in nested}
-        # An eager checkpoint runs the operator again, so the operator keeps its products then. The compiler's
-        # checkpoint skips it, and the backward pass computes what is missing.
+        # An eager checkpoint runs the operator again, so there the operator keeps its product. A compiled checkpoint
+        # skips the operator, and the backward pass computes the product again.
         keep = self.keep or not torch.compiler.is_compiling()
         return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.gemm, keep)
 
@@ -286,7 +286,7 @@ def _dtype_of(experts: Any) -> torch.dtype:
 
 
 def exchange_of(experts: Any) -> Exchange | None:
-    """Where the experts of a layer are that is divided by expert over ranks; None if this rank has all of them."""
+    """The Exchange of a layer whose experts are divided over ranks; None if this rank has all experts."""
     found: Exchange | None = getattr(experts, EXCHANGE, None)
     return found
 
@@ -328,8 +328,9 @@ def _run(
 
 @torch.no_grad()
 def make_space(outermost: Any) -> None:
-    """Move the frozen weights of experts that one operator computes in 16 or 32 bits, if they have memory, to memory
-    with space for their adapters (gated_experts.with_space()). Names, shapes and values stay."""
+    """Move the frozen weights of experts to memory with space for their adapters (gated_experts.with_space()), if one
+    operator computes the experts, in 16 or 32 bits. Names, shapes and values stay. Weights on the meta device stay
+    there."""
     experts = outermost.get_base_layer()
     adapters = {wrapper.parameter_name: wrapper for wrapper in wrappers(outermost)}
     if outermost.expert_act is None or isinstance(experts, OwnExperts) or len(adapters) != 2:
@@ -404,7 +405,8 @@ def halves_of(wrapper: Any, dtype: torch.dtype) -> Adapter:
 
 
 def no_adapter(matrices: torch.Tensor, shape: Sequence[int] | None = None) -> Adapter:
-    """Halves of rank 0 in the dtype of `matrices` [experts, out, in]. `shape`: another shape of them."""
+    """Halves of rank 0 in the dtype of `matrices` [experts, out, in]. `shape`: the shape of `matrices`, if they have
+    another one."""
     experts, outward, inward = shape or matrices.shape
     return Adapter(matrices.new_empty(experts, 0, inward), matrices.new_empty(experts, outward, 0))
 

@@ -41,7 +41,7 @@ from fxtune.models.load import load_config  # noqa: E402
 from fxtune.system.process_group import run_process  # noqa: E402
 from fxtune.system.units import GIB  # noqa: E402
 from fxtune.techniques.estimate.machines import CARD_MODELS, machine  # noqa: E402
-from fxtune.training.run_forecast import Lengths, forecast_run  # noqa: E402
+from fxtune.training.run_forecast import Lengths, RunForecast, forecast_run  # noqa: E402
 from fxtune.tuning import trial  # noqa: E402
 
 HOST_GIB = 128.0
@@ -91,9 +91,8 @@ class Row:
         return None if self.measured is None or self.calculated is None else self.measured / self.calculated - 1
 
 
-def compare(measured: Measured) -> Row:
-    """A measurement with its forecast."""
-    baseline, row = measured
+def forecast(card: str, cards: int, row: Measurement) -> tuple[Config, RunForecast]:
+    """The run of a measurement on `cards` cards of model `card`: its config and its forecast."""
     assert row.keys is not None
     assert row.shape
     assert row.rows
@@ -109,14 +108,20 @@ def compare(measured: Measured) -> Row:
         "data.packing=true",
         "train.max_steps=10",
         f"train.micro_batch_size={row.rows}",
-        f"train.global_batch_size={row.rows * (1 if shared else baseline.cards)}",
+        f"train.global_batch_size={row.rows * (1 if shared else cards)}",
         *row.keys,
     ]
     config = compose.load(words)
     case = bench_peers.CASES.get(row.case)
     length = lengths_with_images(config, case) if case and case.images else Lengths(10**9, 10**9, 1.0, row.length)
-    card = machine(baseline.card, HOST_GIB, config.run.memory_gib)
-    found = forecast_run(config, card, baseline.cards, length)
+    return config, forecast_run(config, machine(card, HOST_GIB, config.run.memory_gib), cards, length)
+
+
+def compare(measured: Measured) -> Row:
+    """A measurement with its forecast."""
+    baseline, row = measured
+    case = bench_peers.CASES.get(row.case)
+    config, found = forecast(baseline.card, baseline.cards, row)
     several = row.packed or (case is not None and case.pairs > 0)  # documents in a row, of lengths not known here
     priced = row.tokens_per_second is not None and not several and config.techniques.compile.enabled
     cards = f" on {baseline.cards} x {baseline.card}" if baseline.cards > 1 or baseline.card != "H200" else ""

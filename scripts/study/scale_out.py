@@ -6,10 +6,9 @@
 
 Each card has the same rows on any number of cards. A step is the time to compute and the time to exchange:
 
-1. Compute. The measured step of one card, or, where one card was not measured, the measured step of the fewest cards
-   without its calculated exchange. If weights are divided, a rank recomputes less and updates fewer weights; so the step
-   is scaled by the ratio of fxtune's forecasts (techniques/estimate/step_time.py) for both numbers of cards. The same
-   ratio scales the step of an H200 to an H100.
+1. Compute. The measured step of one card; for the mixture, of two cards without its calculated exchange. If weights
+   are divided, a rank recomputes less and updates fewer weights. So the step is scaled by the ratio of fxtune's forecasts
+   (techniques/estimate/step_time.py) for both numbers of cards. The same ratio scales the step of an H200 to an H100.
 2. Exchange. The bytes that a rank sends (techniques/estimate/traffic.py), over NVLink within a host and over the network
    between hosts, and COLLECTIVE seconds for each collective. Weights and experts are divided within a host; hosts are
    replicas. In a sum over all cards, the network cards of a host share the bytes that leave the host. A sum between hosts
@@ -40,7 +39,6 @@ import baselines  # noqa: E402
 import bench_peers  # noqa: E402
 import plan_accuracy  # noqa: E402
 from baseline_tables import table  # noqa: E402
-from baselines import Measurement  # noqa: E402
 from scaling import counts  # noqa: E402
 
 from fxtune.distributed.parallel import Degrees  # noqa: E402
@@ -51,8 +49,7 @@ from fxtune.techniques.estimate.recomputation import recompute_plan  # noqa: E40
 from fxtune.techniques.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds  # noqa: E402
 from fxtune.techniques.estimate.traffic import step_traffic  # noqa: E402
 
-CARD = "H200"
-"""The card of the projection."""
+CARD = "H200"  # of the projection
 COLLECTIVE = 70e-6
 """Seconds of a collective with hardly any bytes within a host (`fxtune doctor` on two H200)."""
 CASES = {
@@ -107,7 +104,7 @@ class Point:
     case: str
     card: str
     cards: int
-    network_gbit: float | None
+    network_gbit: int | None
     measured: float | None
     nothing: float
     all: float
@@ -120,7 +117,7 @@ def exchange(facts: Facts, links: Links) -> Exchange:
     degrees, layers = facts.degrees, Shape.of(facts.text).layers
     if degrees.ranks == 1:
         return Exchange(0, 0, 0, layers)
-    hosts, sent = math.ceil(degrees.ranks / links.host), step_traffic(facts)
+    sent, hosts = step_traffic(facts), math.ceil(degrees.ranks / links.host)
     messages = 2 * math.log2(hosts) * links.latency
     each_layer = layers * COLLECTIVE if degrees.shard > 1 else 0.0
     gather = sent.weights / 2 / links.link + each_layer
@@ -138,13 +135,13 @@ def forecast(case: str, card: str, cards: int, keys: tuple[str, ...]) -> tuple[f
     """For `cards` cards of one host: seconds that a rank computes in a step, the forward pass's share of these seconds,
     and the facts of a rank."""
     shape = bench_peers.CASES[case]
-    row = Measurement(case, keys=[*keys], shape=shape.shape, rows=shape.rows, length=shape.length)
+    row = baselines.Measurement(case, keys=[*keys], shape=shape.shape, rows=shape.rows, length=shape.length)
     _, run = plan_accuracy.forecast(card, cards, row)
     seconds = micro_batch_seconds(run.facts, recompute_plan(run.techniques)) + update_seconds(run.facts)
     return seconds, forward_seconds(run.facts) / seconds, run.facts
 
 
-def measured(case: str) -> dict[tuple[str, int], Measurement]:
+def measured(case: str) -> dict[tuple[str, int], baselines.Measurement]:
     """Measurements of a case by card and number of cards: first the one that the calculation starts from, then the
     newest of each number of several cards."""
     start = baselines.read(CASES[case][1])
@@ -178,9 +175,10 @@ def points(case: str, places: Iterable[tuple[str, int]], links: Links) -> Iterat
         nothing, hiding = (ratio * seconds for ratio in ratios)
         exposed, row = sent.exposed(hiding, forward), known.get((card, cards))
         limits = tokens * cards / (nothing + sent.total), tokens * cards / (hiding + exposed)
-        network = links.network * 8 / 1e9 if cards > links.host else None
-        speed = row.tokens_per_second if row else None
-        yield Point(case, card, cards, network, speed, *limits, alone * cards, sent.total, exposed)
+        network = round(links.network * 8 / 1e9) if cards > links.host else None
+        yield Point(
+            case, card, cards, network, row and row.tokens_per_second, *limits, alone * cards, sent.total, exposed
+        )
 
 
 def measured_table(found: Iterable[Point]) -> str:
@@ -198,8 +196,7 @@ def measured_table(found: Iterable[Point]) -> str:
 def projected_table(found: Iterable[Point]) -> str:
     rows = []
     for point in found:
-        network = f"{point.network_gbit:g}" if point.network_gbit else ""
-        rows.append([CASES[point.case][0], f"{point.cards}", network])
+        rows.append([CASES[point.case][0], f"{point.cards}", f"{point.network_gbit or ''}"])
         if point.measured:
             rows[-1] += [f"{point.measured:,.0f}, measured", f"{point.measured / point.linear:.2f}", "", "", "", ""]
             continue
@@ -214,7 +211,7 @@ def cell(speed: float) -> str:
     return f"{float(f'{speed:.3g}'):,.0f}"
 
 
-def draw(found: Sequence[Point], gbit: float) -> str:
+def draw(found: Sequence[Point], gbit: int) -> str:
     """The SVG of measured speeds and both limits of the calculation, with a network of `gbit` Gbit/s."""
     series = []
     for case in dict.fromkeys(point.case for point in found):

@@ -97,7 +97,9 @@ def test_weights_with_space_for_adapters_give_the_same(act):
     for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other)
     rows_of_a1 = spaced[0].as_strided((EXPERTS, 2 * WIDTH + RANKS[0], SIZE), spaced[0].stride())[:, 2 * WIDTH :]
+    columns_of_b2 = spaced[1].as_strided((EXPERTS, SIZE, WIDTH + RANKS[1]), spaced[1].stride())[..., WIDTH:]
     assert torch.equal(rows_of_a1, a1), "the space is used"
+    assert torch.equal(columns_of_b2, b2)
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["frozen", "trained"])

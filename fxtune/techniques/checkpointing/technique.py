@@ -361,11 +361,11 @@ class Checkpointing(CheckpointingOptions, Technique):
 
     def _saved_of_fused_mlp(self) -> tuple[bool, bool]:
         """For an MLP that is one operator: whether gate and up are saved, and whether its result is saved."""
-        if self.mlp_tiles > 1 or self.policy is Policy.full:
+        if self.mlp_tiles > 1:
             return False, False
+        by_name = self._saves("fxtune.lora_mlp")
         if self.policy is not Policy.selective:
-            return True, True
-        by_name = Rule(tuple(self.save or GROUPS), tuple(self.recompute)).saves_by_name("fxtune.lora_mlp")
+            return by_name, by_name
         gate, up, down = (name in self.save or (by_name and name not in self.recompute) for name in fuse.MLP)
         return gate or up, gate or up or down
 

@@ -208,11 +208,11 @@ class World:
                 dist.all_reduce(tensor, group=group)
         return tensor
 
-    def copy_first(self, tensor: torch.Tensor, group: dist.ProcessGroup, doing: str) -> torch.Tensor:
-        """`tensor` of the first rank of `group`, in place on the others. Issued on the device; the host does not wait
+    def copy_first(self, tensor: torch.Tensor, doing: str) -> torch.Tensor:
+        """`tensor` of rank 0, in place on the others. Issued on the device; the host does not wait
         on a GPU."""
         with self.waiting(doing):
-            dist.broadcast(tensor, group=group, group_src=0)
+            dist.broadcast(tensor, src=0)
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work:

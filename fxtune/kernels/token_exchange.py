@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fxtune.errors import LostRankError, first_line
 from fxtune.kernels.grouped_matmul import OwnRouting
+from fxtune.system.oom import out_of_memory_reason
 from fxtune.upstream import torch as upstream
 
 _TOKENS: dict[str, list[int]] = {}
@@ -150,6 +151,8 @@ def _exchange(received: Tensor, sent: Tensor, receives: list[int], sends: list[i
     try:
         dist.all_to_all_single(received, sent, receives, sends, group=members)
     except RuntimeError as error:
+        if out_of_memory_reason(error):  # NCCL's
+            raise
         raise LostRankError(
             f"Rank {members.rank()} of the {members.size()} that divide experts ({socket.gethostname()}) lost another "
             f"rank while exchanging tokens: {first_line(error)}. The same command goes on from the last checkpoint."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.shards import MARK
 from fxtune.models.structure import outputs, without_dropout
 
 TOKENS = 8
@@ -58,8 +61,14 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     if experts is not None:
         # On the meta device torch's grouped products take only bfloat16.
         model.set_experts_implementation("batched_mm")
+    stored = [name for name, buffer in model.named_buffers() if mask is not None and hasattr(buffer, MARK)]
     try:
-        with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            _emptied(model, stored),
+            without_dropout(model),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             logits = outputs(model, **row, attention_mask=mask, use_cache=False)
             if with_image := kind_of(model.config).image_probe(model):
                 logits = torch.cat([logits, outputs(model, **with_image, use_cache=False)[:, -TOKENS:]], 1)
@@ -68,6 +77,20 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
         if experts is not None:
             model.set_experts_implementation(experts)
     return logits
+
+
+@contextmanager
+def _emptied(model: Any, buffers: Sequence[str]) -> Iterator[None]:
+    """In the body the named buffers, such as the biases of routers, have no memory, as the parameters have none."""
+    places = [(model.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in buffers)]
+    filled = [module._buffers[leaf] for module, leaf in places]
+    try:
+        for (module, leaf), buffer in zip(places, filled, strict=True):
+            module._buffers[leaf] = buffer.to("meta")
+        yield
+    finally:
+        for (module, leaf), buffer in zip(places, filled, strict=True):
+            module._buffers[leaf] = buffer
 
 
 def relative_distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -41,6 +41,7 @@ from fxtune.techniques.lora.experts import (
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8
+from fxtune.upstream import torch as upstream
 
 GATHER, SUM = "fxtune.gather_tokens", "fxtune.sum_tokens"
 """The operators that send hidden states, and weights of the routing, to the experts, and their outputs back."""
@@ -130,6 +131,7 @@ def _exchange_tokens(model: Any, experts: list[Any], world: World) -> None:
         counts = world.exchange([rows * tokens], "counting tokens")
         set_tokens(group.group_name, [int(counts[member][0]) for member in members])
 
+    upstream.keep_operator_order()
     for module in experts:
         count = module.num_experts // group.size()
         setattr(module, EXCHANGE, Exchange(group.group_name, group.rank() * count, count))

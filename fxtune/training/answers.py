@@ -341,12 +341,12 @@ def _dealt_out(
 
 
 def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives ranks with parts of the same weights the same next tokens: the tokens of the first rank.
-    If two logits are almost equal, ranks may choose differently, and the other ranks would wait for a rank that ends
-    earlier."""
+    """A function that gives all ranks the next tokens of rank 0, if weights are divided. If two logits are almost
+    equal, ranks may choose differently, and the other ranks would wait for a rank that ends earlier: ranks with parts
+    of the same weights in a gather, and all ranks when they count the tokens that travel to experts."""
     if world.degrees.shard == 1:
         return lambda chosen: chosen
-    return partial(world.copy_first, group=world.weights_group, doing="choosing a token")
+    return partial(world.copy_first, doing="choosing a token")
 
 
 def _greedy(

@@ -55,7 +55,7 @@ from fxtune.techniques import divided_weights, withdrawal
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.estimate.memory import trained_parameters
+from fxtune.techniques.estimate.memory import scattered_parameters
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
 from fxtune.tracking.throughput import Meter
@@ -352,7 +352,7 @@ class RunBuilder:
         with self.oom_context("Making the optimizer"):
             if (sharding := model.prepared.sharding) is not None and self.facts.device == "cuda":
                 spare = self.facts.free_memory - self.techniques.memory_need(self.facts).device
-                sharding.accumulates = 4 * trained_parameters(self.facts) < spare
+                sharding.accumulates = 4 * scattered_parameters(self.facts) < spare
             one_by_one = self.facts.in_backward
             images = for_images(model.model)
             optimizer = Optimizer(model.model, config.optimizer, compile.keep_gradients, one_by_one, sharding, images)

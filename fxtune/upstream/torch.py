@@ -477,6 +477,20 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
     return True
 
 
+def keep_operator_order() -> None:
+    """Have Inductor generate code in the order of a graph's operators, in this process from now on. Ranks compile for
+    their own sizes, and would hang if they exchanged tensors in different orders.
+
+    What: reorder_for_peak_memory of Inductor, which sorts operators by the sizes of the first call.
+    Why: torch.compile takes no `options` beside a `mode`.
+    Gone: there is nothing to switch off.
+    """
+    from torch._inductor import config
+
+    if hasattr(config, "reorder_for_peak_memory"):
+        config.reorder_for_peak_memory = False
+
+
 def has_activation_budget() -> bool:
     """Whether the compiler takes a budget for the tensors that it keeps for the backward pass; see
     activation_budget()."""

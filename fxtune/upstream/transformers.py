@@ -157,7 +157,9 @@ def recorded_outputs(decoder: nn.Module) -> Mapping[str, Any]:
 
 def router_loss(model: nn.Module) -> Callable[..., Any] | None:
     """The auxiliary loss of a mixture: (logits of all routers, number of experts, experts used); None: it has none."""
-    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    # The class of a model with divided weights is torch's, over the family's.
+    files = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    return next((loss for file in files if (loss := getattr(file, "load_balancing_loss_func", None))), None)
 
 
 # The tiles of an image of LLaVA-OneVision.

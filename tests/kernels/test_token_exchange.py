@@ -12,6 +12,7 @@ from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing, grouped_mm
 from fxtune.kernels.token_exchange import Exchange, set_tokens
 from fxtune.techniques.checkpointing.policy import Rule
+from fxtune.upstream.torch import keep_operator_order
 
 D, WIDTH, R, K, EXPERTS = 8, 6, 2, 3, 6
 TOKENS = (4, 1, 7)
@@ -90,10 +91,36 @@ def test_ranks_with_some_experts_compute_what_one_process_computes(kind):
         assert whole.any(), name
 
 
-def compile_layer(world: World) -> dict[str, float]:
-    """How far a compiled layer, with each way to recompute, is from the layer uncompiled: output and gradients."""
+def run_out_of_memory(world: World) -> str:
+    def fail(*_, **__) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    torch.distributed.all_to_all_single = fail  # of a process for this test
+    group = torch.distributed.group.WORLD.group_name
+    set_tokens(group, [2])
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        Exchange(group, 0, 1).route(torch.zeros(2, 1, dtype=torch.int64))
+    return str(raised.value)
+
+
+def test_memory_that_runs_out_in_an_exchange_is_no_lost_rank():
+    assert run_ranks(1, run_out_of_memory) == ["CUDA out of memory"]
+
+
+def compile_layer(world: World) -> dict[str, tuple[float, bool]]:
+    """With each way to recompute: how far a compiled layer is from the layer uncompiled, in its output and gradients,
+    and whether it exchanges the same tensors in the same order."""
     from torch.utils.checkpoint import checkpoint
 
+    exchanged: list[tuple[torch.dtype, int]] = []
+    send = torch.distributed.all_to_all_single
+
+    def note_and_send(received: torch.Tensor, *options, **more) -> None:
+        exchanged.append((received.dtype, received.numel()))
+        send(received, *options, **more)
+
+    torch.distributed.all_to_all_single = note_and_send  # of a process for this test
+    keep_operator_order()
     given, group = drawn(), torch.distributed.group.WORLD
     set_tokens(group.group_name, [sum(TOKENS)])
     exchange = Exchange(group.group_name, 0, EXPERTS)
@@ -108,14 +135,17 @@ def compile_layer(world: World) -> dict[str, float]:
         sums = output("adapted", exchange.gather(states, routing), weights, routing, of)
         return states + exchange.sum(sums, len(states)).relu()
 
-    wanted, found = [], {}
+    wanted, orders, found = [], [], {}
     for name, rule in (("none", None), ("full", None), ("selective", Rule()), ("attention", Rule(("attention",)))):
         options = {"context_fn": rule.contexts()} if rule else {}
         whole = layer if name == "none" else lambda states: checkpoint(layer, states, use_reentrant=False, **options)  # noqa: B023
         for compute in (whole, torch.compile(whole, fullgraph=True)):
+            exchanged.clear()
             out = compute(hidden)
             wanted.append([out.detach(), *torch.autograd.grad(out.sum(), (hidden, a1, router))])
-        found[name] = max(float((mine - other).abs().max()) for mine, other in zip(*wanted[-2:], strict=True))
+            orders.append([*exchanged])
+        error = max(float((mine - other).abs().max()) for mine, other in zip(*wanted[-2:], strict=True))
+        found[name] = error, orders[-1] == orders[-2]
     return found
 
 
@@ -123,4 +153,6 @@ def compile_layer(world: World) -> dict[str, float]:
 def test_a_layer_compiles_with_each_way_to_recompute():
     (found,) = run_ranks(1, compile_layer)
     assert found.keys() == {"none", "full", "selective", "attention"}
-    assert max(found.values()) < 1e-3, found
+    assert max(error for error, _ in found.values()) < 1e-3, found
+    assert found["none"][1]
+    assert found["full"][1], "ranks that compile for different sizes would wait for each other"

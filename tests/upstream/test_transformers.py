@@ -89,6 +89,8 @@ def test_routers_of_a_mixture_and_its_loss():
     assert sum(isinstance(module, kind) for module in model.modules()) == model.config.num_hidden_layers
     loss = upstream.router_loss(model)((torch.zeros(6, 4),), 4, 2)
     assert loss.item() == pytest.approx(2.0)
+    model.__class__ = type("FSDPModel", (type(model),), {})  # as fully_shard() does
+    assert upstream.router_loss(model) is not None
     dense = AutoModelForCausalLM.from_config(load_config(random_model("llama")))
     assert upstream.router_loss(dense) is None
     assert "router_logits" not in upstream.recorded_outputs(dense.model)

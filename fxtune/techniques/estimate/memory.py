@@ -474,7 +474,7 @@ def exchange_bytes(facts: Facts) -> int:
 def divides_experts(facts: Facts) -> bool:
     """Whether the experts of a mixture are divided by expert over the ranks, and tokens travel to them."""
     ranks = facts.degrees.shard * facts.degrees.context
-    if facts.degrees.shard == 1 or shape_of(facts).expert_count == 1 or quantizes_experts(facts):
+    if facts.degrees.shard == 1 or shape_of(facts).expert_count == 1:
         return False
     model = skeleton(facts.model)
     return model is not None and bool(divisible_experts(model, ranks))
@@ -483,6 +483,13 @@ def divides_experts(facts: Facts) -> bool:
 def gathered_parameters(facts: Facts, shape: Shape) -> int:
     """Parameters of the linears of all layers that ranks with divided weights gather."""
     return shape.linear_parameters - shape.expert_parameters * divides_experts(facts)
+
+
+def scattered_parameters(facts: Facts) -> int:
+    """Trained parameters without experts that are divided by expert: a rank has the whole gradient of its experts, so
+    ranks with divided weights do not add it up."""
+    experts = 0 if facts.techniques.lora.enabled else shape_of(facts).expert_parameters
+    return trained_parameters(facts) - experts * divides_experts(facts)
 
 
 def trained_parameters(facts: Facts) -> int:

@@ -19,6 +19,7 @@ from fxtune.techniques.estimate.memory import (
     gathered_parameters,
     linear_bytes,
     number_bytes,
+    scattered_parameters,
     trained_parameters,
 )
 
@@ -49,8 +50,7 @@ def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
     if facts.techniques.lora.enabled:  # adapters are whole on each rank
         copies, parts = degrees.ranks, 1
     all_gradients = facts.sum_bytes * trained_parameters(facts)
-    experts = shape.expert_parameters if divides_experts(facts) else 0
-    scattered = all_gradients if facts.techniques.lora.enabled else all_gradients - facts.sum_bytes * experts
+    scattered = facts.sum_bytes * scattered_parameters(facts)
     gradients = _sent_share(parts) * scattered + 2 * _sent_share(copies) * all_gradients / parts
     keys = shape.k * key_copies(shape.heads, shape.key_heads, degrees.context)
     activations = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
@@ -59,7 +59,7 @@ def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
         int(gradients),
         int(2 * _sent_share(degrees.shard) * all_weights * micro_batches),
         int(_sent_share(degrees.context) * activations * micro_batches),
-        int((degrees.shard * degrees.context - 1) * states * micro_batches) if experts else 0,
+        int((degrees.shard * degrees.context - 1) * states * micro_batches) if divides_experts(facts) else 0,
     )
 
 

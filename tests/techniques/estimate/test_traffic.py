@@ -68,6 +68,16 @@ def test_tokens_travel_in_place_of_experts():
     assert two.tokens == 3 * 4 * 32 * 4096 * 4096 * 2
     assert three.tokens == 0
     weights = 32 * 4 * 3 * 1024 * 4096
+    assert three.gradients * 3 / 2 - two.gradients * 2 == pytest.approx(4 * weights, rel=1e-6)
     assert three.weights * 3 / 2 - two.weights * 2 == pytest.approx(3 * 2 * 2 * weights, rel=1e-6)
     half, third = (forecast(replace(one, degrees=Degrees(shard=parts)), RecomputePlan("input")) for parts in (2, 3))
     assert third.exchange - half.exchange == pytest.approx((2 * 2 + 2 + 4) * weights / 32, rel=1e-6)
+
+
+def test_tokens_travel_to_experts_in_fp8_too():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "head_dim": 128}
+    quantize = {"type": "fp8", "experts": "on"}
+    one = card(139, 4096, model={**LLAMA, "model_type": "qwen3_moe", **experts}, techniques={})
+    one = replace(one, techniques=enable(lora=TRIED["lora"], quantize=quantize, checkpointing={"policy": "full"}))
+    two = step_traffic(replace(one, degrees=Degrees(shard=2)))
+    assert two.tokens == 4 * 32 * 4096 * 4096 * 2

@@ -98,14 +98,15 @@ def _(index: Tensor, first: int, experts: int, group: str) -> tuple[Tensor, Tens
 
 @torch.library.custom_op("fxtune::gather_tokens", mutates_args=())
 def gather_tokens(states: Tensor, rows: int, group: str) -> Tensor:
-    """[rows, ...]: the `states` [tokens, ...] of all ranks, one rank after the other. `rows`: how many these are."""
+    """[rows, ...]: the `states` [tokens, ...] of all ranks, one rank after the other. `rows`: how many tokens all
+    ranks have."""
     return _gather(states, group)
 
 
 @torch.library.custom_op("fxtune::sum_tokens", mutates_args=())
 def sum_tokens(states: Tensor, tokens: int, group: str) -> Tensor:
-    """[tokens, ...]: the sum over ranks of what they have for this rank's tokens in `states` [rows, ...], the tokens
-    of all ranks, one rank after the other. `tokens`: how many tokens this rank has."""
+    """[tokens, ...]: the sum over ranks of the `states` of this rank's tokens. `states` [rows, ...]: a partial sum for
+    each token of all ranks, one rank after the other. `tokens`: how many tokens this rank has."""
     counts = _TOKENS[group]
     received = states.new_empty(len(counts) * tokens, *states.shape[1:])
     _exchange(received, states.contiguous(), [tokens] * len(counts), counts, group)

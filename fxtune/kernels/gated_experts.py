@@ -21,9 +21,9 @@ The products with GU and D take most of the time. The steps between them move as
 - Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>, which equals <dh, h>
   before dh is multiplied by w, plus <dout[t], bias>.
 - Nothing is summed by atomic additions: the same bits in each run.
-- Weights that are trained get two more products, of the rows that are gathered again.
-- Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product, forward and again backward. So one of the
-  two weights is in 16 bits at a time, and only the codes are kept for the backward pass.
+- Trained weights need two more products in the backward pass, for their gradients. The rows are gathered again.
+- Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product at a time, forward and again backward. So
+  GU and D are never in 16 bits together, and the backward pass keeps only the codes.
 
 On a GPU these steps are Triton kernels (gated_experts_triton.py) and grouped GEMMs; the functions of torch below are
 their reference, and run elsewhere. Sums are float32; what is stored is rounded to the dtype of the weights.

@@ -182,8 +182,8 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 # Names of tensors in a checkpoint's files.
 #
 # What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which
-#   undoes it; get_model_conversion_mapping(), which says of which tensors of the files, by which operations, and under
-#   which older names a model's tensors are made;
+#   undoes it; get_model_conversion_mapping(), which lists for each tensor of a model the tensors of the files, the
+#   operations that join them, and their older names;
 #   `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
@@ -267,7 +267,7 @@ def renamed(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], dict[str
 
 
 def other_conversions(model: Any) -> set[str]:
-    """The operations by which transformers converts weights of this model's files, without those of Joined."""
+    """Operations that transformers applies to weights of this model's files and that Joined does not describe."""
     found = {_operations(change) for change in _conversions_of(model) if _converts(change)}
     return {words(operations) for operations in found.difference(EXPERTS_APART, [TURNED_EXPERTS])}
 

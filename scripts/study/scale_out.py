@@ -142,8 +142,8 @@ def forecast(case: str, card: str, cards: int, keys: tuple[str, ...]) -> tuple[f
 
 
 def measured(case: str) -> dict[tuple[str, int], baselines.Measurement]:
-    """Measurements of a case by card and number of cards: first the one that the calculation starts from, then the
-    newest of each number of several cards."""
+    """Measurements of a case by card and number of cards. The first is the start of the calculation; then comes the
+    newest measurement for each number of cards above one."""
     start = baselines.read(CASES[case][1])
     rows = [
         (baseline.card, row.cards or baseline.cards, row)

@@ -1,4 +1,4 @@
-"""Experts of which each rank holds some, beside one process that holds all. Ranks have different numbers of tokens."""
+"""Divided experts of three ranks beside the whole experts of one process. Ranks have different numbers of tokens."""
 
 from __future__ import annotations
 

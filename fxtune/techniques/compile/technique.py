@@ -277,7 +277,7 @@ class Compile(CompileOptions, Technique):
             )
 
     def _observe_tower(self, model: Any, layers: int) -> Evidence:
-        """Two passes of many small images. torch tunes its kernels once, so the first sizes are those of training."""
+        """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
         kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the tower runs compiled code"
         with torch.compiler.set_stance("force_eager"):
             if not (example := kind.image_probe(model)):

@@ -289,7 +289,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
 
 class Fp8Experts(StoresRows, QuantizedExperts):
     source_dtype: torch.dtype
-    """The dtype that is quantized: that of the model's weights."""
+    """The dtype of the weights before they are quantized."""
 
     def stored_weights(self) -> tuple[list[Tensor], list[Tensor]]:
         first, last = super().stored_weights()

@@ -379,13 +379,11 @@ def test_experts_of_a_model_that_fits_nowhere_are_quantized_as_they_are_read(kin
     assert mine.state_dict().keys() == whole.state_dict().keys()
     assert not any(parameter.is_meta for parameter in mine.parameters())
     assert torch.equal(logits(mine), logits(whole))
-    evidence = [
-        one for one in pipeline.verify(prepared, make_probe(mine, packing=False)) if one.technique == "quantize"
-    ]
-    assert [one.asked for one in evidence if not one.acted] == []
+    evidence = pipeline.verify(prepared, make_probe(mine, packing=False))
+    assert [seen.asked for seen in evidence if seen.technique == "quantize" and not seen.acted] == []
     if kind != "linears alone":
-        for one, other in zip(experts_of(mine), experts_of(whole), strict=True):
-            for stored, expected in zip(one.stored_weights(), other.stored_weights(), strict=True):
+        for read, packed in zip(experts_of(mine), experts_of(whole), strict=True):
+            for stored, expected in zip(read.stored_weights(), packed.stored_weights(), strict=True):
                 assert all(map(torch.equal, stored, expected))
 
 

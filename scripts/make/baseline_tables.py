@@ -206,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "images": partial(peers, "h100_images"),
     "images_first": partial(peers, "h100_images_first"),
     "four_cards": partial(scaling, "h200_four_cards"),
+    "context": partial(scaling, "h200_context"),
 }
 
 

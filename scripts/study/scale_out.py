@@ -147,7 +147,7 @@ def measured(case: str) -> dict[tuple[str, int], baselines.Measurement]:
     start = baselines.read(CASES[case][1])
     rows = [
         (baseline.card, row.cards or baseline.cards, row)
-        for baseline in (start, *baselines.read_all())
+        for baseline in (start, *sorted(baselines.read_all(), key=lambda baseline: (baseline.card, baseline.cards)))
         for row in baseline.measurements
         if row.case == case and row.tool == "fxtune" and row.tokens_per_second
     ]

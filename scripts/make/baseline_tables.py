@@ -82,6 +82,7 @@ README_ROWS = (
     ("1 x 65,536 in 30 GiB *", "h200_peers_first", "8b_1x65536_30gib"),
     ("the 1B shape, 8 x 4,096 *", "h200_peers_slower_card", "1b_8x4096"),
     ("a quarter of Qwen3-30B-A3B, 4 x 4,096", "h200_mixtures", "moe_4x4096"),
+    ("Qwen3-30B-A3B, 4 x 4,096", "h200_whole_mixtures", "30b_a3b_4x4096"),
     ("gpt-oss-20b, 4 x 4,096", "h200_mixtures", "gpt_oss_4x4096"),
     ("the 70B shape, 1 x 4,096", "h200_70b", "70b_1x4096"),
     ("1 x 409,600 (`scripts/bench/longest.py --lengths 409600 --fast`) *", "h200_longest_fast", "409,600, `--fast`"),

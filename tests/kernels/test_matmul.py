@@ -9,8 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.architectures import FAMILIES, enable, facts_of, lora, prepared_model, random_model
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,7 +27,7 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.matmul import CUBLAS, CUTE, is_served, mm, utilization
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.facts import PACKAGES
-from fxtune.techniques.lora import gemm_backend
+from fxtune.techniques.lora import fused_modules, gemm_backend
 from fxtune.techniques.pipeline import make_probe
 
 H200 = Facts(
@@ -393,6 +396,21 @@ def test_verify_reports_which_kernel_ran(monkeypatch, small, quack):
         told, was = gemm_backend.observe(model.module)
         assert was is None
         assert "large enough" in told
+
+
+def test_verify_multiplies_by_a_whole_matrix_where_ranks_divide_the_weights(monkeypatch, small, quack, tmp_path):
+    _, model = model_with(monkeypatch, Matmul.cute)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for group in fused_modules.groups(model.module, DENSE_CUTE):
+            group.weight = nn.Parameter(distribute_tensor(group.weight.data, mesh, [Shard(0)]), requires_grad=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            told, was = gemm_backend.observe(model.module)
+    finally:
+        dist.destroy_process_group()
+    assert was, told
+    assert "2 products" in told
 
 
 def test_kernel_that_does_not_compile_is_an_error_by_name_and_one_note_with_auto(monkeypatch, small, quack):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxtune.distributed.chunks import is_divided
 from fxtune.errors import HardwareError
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
@@ -99,13 +100,15 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
 @torch.no_grad()
 def observe(model: Any) -> tuple[str, bool | None]:
     """Multiply by the smallest weight of the model that is large enough, as its operators do, forward and backward.
+    For a weight that is divided over ranks, a whole matrix of zeros stands in: operators get the gathered weight.
     Returns a description of what ran, and whether it was quack's kernel; None if no group's weight is large enough.
     """
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     matrices = sorted((group.weight.data for group in groups(model, DENSE_CUTE)), key=torch.Tensor.numel)
-    for matrix in matrices:
-        matrix = matrix.to(dtype or matrix.dtype)
+    for weight in matrices:
+        wanted, stands_in = dtype or weight.dtype, is_divided(weight)
+        matrix = torch.zeros(weight.shape, dtype=wanted, device=device) if stands_in else weight.to(wanted)
         for rows in ROWS:
             x, y = (matrix.new_zeros(rows, size) for size in reversed(matrix.shape))
             if is_served(x, matrix.t(), y) and is_served(y, matrix, x):
@@ -113,9 +116,10 @@ def observe(model: Any) -> tuple[str, bool | None]:
                 seen = observe_operators(products, {"cute": OPERATOR})["cute"]
                 names = ", ".join(sorted(name[:60] for name in seen.kernels))
                 theirs = not names or any("cutlass" in name and "quack" in name for name in seen.kernels)
+                filled = " of zeros, as no rank has a whole weight" if stands_in else ""
                 return (
-                    f"{rows:,} rows times one of {len(matrices)} groups' {matrix.shape[0]:,} x {matrix.shape[1]:,}, "
-                    f"and back: {seen.calls} products by {names or 'kernels that the profiler may not see'}",
+                    f"{rows:,} rows times one of {len(matrices)} groups' {matrix.shape[0]:,} x {matrix.shape[1]:,}"
+                    f"{filled}, and back: {seen.calls} products by {names or 'kernels that the profiler may not see'}",
                     seen.calls == 2 and theirs,
                 )
     return f"none of {len(matrices)} groups' weights is large enough, so cuBLAS multiplies", None

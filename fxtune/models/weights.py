@@ -30,6 +30,17 @@ def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool
     return needed < 0.9 * facts.free_memory if random else needed > 0.9 * facts.host_memory
 
 
+def fits_whole(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
+    """Whether all weights have a place before they are quantized, on world.device or in host memory.
+
+    Beside a GPU, host memory is no place for random weights: a host draws about 2e8 numbers a second on any number of
+    cores, and a 70B model has 7e10 weights, each drawn twice (by its constructor and by its init function).
+    """
+    needed, facts = bytes_of(hf_config, dtype, code), world.facts()
+    host = 0 if random and world.device.type == "cuda" else facts.host_memory
+    return needed <= 0.9 * max(facts.free_memory, host)
+
+
 def bytes_of(hf_config: Any, dtype: torch.dtype, code: bool) -> int:
     """Bytes of a model's weights in `dtype`."""
     with torch.device("meta"):

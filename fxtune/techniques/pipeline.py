@@ -24,13 +24,13 @@ from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.load import ModelConfig
+from fxtune.models.load import Init, ModelConfig
 from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
 from fxtune.models.structure import beside_text, for_images, skeleton
-from fxtune.models.weights import bytes_of
+from fxtune.models.weights import fits_whole
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
@@ -327,15 +327,14 @@ class Pipeline(Techniques):
         return built
 
     def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
-        """Whether weights are quantized while they are read. They are if on some rank the unquantized model
-        fits neither on the device nor in host memory, or if the checkpoint's experts stay in MXFP4."""
+        """Whether weights are quantized while they are read or drawn. They are if on some rank the unquantized model
+        has no place (fits_whole()), or if the checkpoint's experts stay in MXFP4."""
         if models.ships_mxfp4(model, hf_config):
             return self.keeps_mxfp4(hf_config.to_dict())
         if not self.quantize.enabled or not takes_rows(self.lora, skeleton(hf_config.to_dict())):
             return False
         dtype = models.resolve_dtype(model, world.capability)
-        unquantized, facts = bytes_of(hf_config, dtype, model.trust_remote_code), world.facts()
-        large = unquantized > 0.9 * max(facts.free_memory, facts.host_memory)
+        large = not fits_whole(hf_config, dtype, world, model.trust_remote_code, model.init is Init.random)
         return any(world.gather(large, "choosing how weights are read"))
 
     def keeps_mxfp4(self, hf_config: dict[str, Any]) -> bool:

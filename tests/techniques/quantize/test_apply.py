@@ -16,6 +16,7 @@ from fxtune.errors import StorageError
 from fxtune.facts.options import ComputeDtype
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models import weights
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize import apply
@@ -31,6 +32,16 @@ def test_a_model_larger_than_the_card_is_built_in_host_memory(pretrained, base, 
     made = models.build(model, load_config(model), World(torch.device("cuda", 0)), seed=0, shrinks=True).module
     assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("random", [True, False])
+def test_random_weights_larger_than_the_card_are_not_drawn_in_host_memory(random, device, monkeypatch):
+    """World is patched to report a card with 1 kB of free memory and a large host."""
+    model = random_model("llama")
+    monkeypatch.setattr(World, "facts", lambda self: Facts(device=device, free_memory=1000, host_memory=2**40))
+    fits = weights.fits_whole(load_config(model), torch.bfloat16, World(torch.device(device)), False, random)
+    assert fits == (device == "cpu" or not random)
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,21 @@ def test_experts_of_a_model_that_fits_nowhere_are_quantized_as_they_are_read(kin
                 assert all(map(torch.equal, stored, expected))
 
 
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "nf4")])
+def test_drawn_experts_that_fit_nowhere_are_packed_one_tensor_at_a_time(family, kind, monkeypatch):
+    """The same bits as of a model that is drawn whole."""
+    model = mixture(family, **SIZES, **({"moe_intermediate_size": 64} if kind == "nf4" else {}))
+    pipeline, _ = decided(packing(kind), model)
+    whole = made(pipeline, model)
+    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    prepared = prepared_model(pipeline, model)
+    proven(pipeline, prepared)
+    assert torch.equal(logits(prepared.module), logits(whole))
+    for drawn, packed in zip(experts_of(prepared.module), experts_of(whole), strict=True):
+        for stored, expected in zip(drawn.stored_weights(), packed.stored_weights(), strict=True):
+            assert all(map(torch.equal, stored, expected))
+
+
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
 def test_a_damaged_expert_is_found_as_the_experts_are_read(kind, tmp_path, monkeypatch):
     on_disk(tmp_path, model=mixture("qwen3_moe", **SIZES, moe_intermediate_size=64))

@@ -31,12 +31,8 @@ from fxtune.system.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.experts import (
     EXCHANGE,
-    IMPLEMENTATION,
     divisible_experts,
     exchange_of,
-    follows_interface,
-    one_operator,
-    plain_experts,
 )
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
@@ -84,18 +80,6 @@ def refusals(facts: Facts) -> Iterator[str]:
             "with one graph for all layers there is no point between layers at which to gather weights. Set "
             f"techniques.compile.scope=layers, {whole}."
         )
-
-
-def compute_experts(model: Any) -> None:
-    """Let fxtune compute the experts of `model`, a model without adapters that is to be divided. torch's grouped GEMM,
-    which transformers calls, does not run without memory in float32."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    if described := [module for module in model.modules() if follows_interface(module)]:
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, plain_experts)
-        model.set_experts_implementation(IMPLEMENTATION)
-        for module in described:
-            module.expert_act = one_operator(module)
 
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:

@@ -46,6 +46,7 @@ from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora import targets, trained_tokens
+from fxtune.techniques.lora.experts import compute_experts
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.selection import keeps_shipped, takes_rows
@@ -290,8 +291,10 @@ class Pipeline(Techniques):
                 "is read. Name the tokens."
             )
         built = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
-        if world.degrees.shard > 1:
-            divided_weights.compute_experts(built.module)
+        # Weights to be divided have no memory yet, and torch's grouped GEMM, which transformers calls, does not run
+        # without memory in float32.
+        if world.degrees.shard > 1 or not (self.lora.enabled or self.quantize.enabled):
+            compute_experts(built.module, everywhere=world.degrees.shard > 1)
         replace_patch_embeddings(built.module)
         tower.prepare(built.module)
         built.reads_sizes_on_host = True

@@ -56,6 +56,7 @@ from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.estimate.memory import scattered_parameters
+from fxtune.techniques.lora.experts import observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
 from fxtune.tracking.throughput import Meter
@@ -331,8 +332,11 @@ class RunBuilder:
                     observed.append(context.observe(model.model, self.world, layers, self.facts.packing))
             if model.prepared.sharding is not None:
                 model.prepared.sharding.free_gathered()
-                with self.techniques.precision.context(self.world.device):
+            with self.techniques.precision.context(self.world.device):
+                if model.prepared.sharding is not None:
                     observed += divided_weights.observe(model.model, probe, self.world)
+                elif (experts := observe_computed(model.model, probe)) is not None:
+                    observed.append(experts)
             return observed
 
     @phase("Making the optimizer", part="optimizer")

@@ -2,11 +2,14 @@
 
     python scripts/bench/bench_experts.py                                  # both mixtures of bench_peers.py, each format
     python scripts/bench/bench_experts.py --cases moe --formats bf16,fp8   # a part of these
+    python scripts/bench/bench_experts.py --cases moe --formats full,transformers  # all weights trained, no adapters
     python scripts/bench/bench_experts.py --launches                       # other launches of the Triton kernels
     python scripts/bench/bench_experts.py --smoke                          # a short test on a CPU
 
 A layer has 16,384 tokens, random experts for each token, adapters of rank 16 on both products, and weights without
-space for the adapters. The first line has two ceilings of the card, measured here: a product of square matrices in
+space for the adapters. In `full` and `transformers` the weights are trained and have no adapters: `full` is fxtune's
+operator, `transformers` the compiled code of transformers (grouped_mm). Both sort tokens by expert within the time
+that is measured. The first line has two ceilings of the card, measured here: a product of square matrices in
 bfloat16, and a copy in device memory.
 """
 
@@ -17,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,16 +33,19 @@ import ablate  # noqa: E402
 
 from fxtune.kernels import fp8, fp8_experts, grouped_matmul, matmul  # noqa: E402
 from fxtune.kernels import gated_experts as gated_experts_module  # noqa: E402
-from fxtune.kernels.gated_experts import Adapter, gated_experts  # noqa: E402
+from fxtune.kernels.gated_experts import Adapter, act_of, gated_experts  # noqa: E402
 from fxtune.kernels.grouped_matmul import Routing  # noqa: E402
 from fxtune.kernels.matmul import CUBLAS, CUTE  # noqa: E402
 from fxtune.kernels.swiglu import SILU, Activation  # noqa: E402
 from fxtune.system.host import cache_home  # noqa: E402
 from fxtune.system.profiler import kernel_times, short_name  # noqa: E402
+from fxtune.techniques.lora.experts import no_adapter  # noqa: E402
 from fxtune.techniques.quantize.quantized_experts import packed_matrices  # noqa: E402
 
 TOKENS, RANK, REPEATS = 16_384, 16, 5
-FORMATS = ("bf16", "fp8", "mxfp4")
+FORMATS = ("bf16", "fp8", "mxfp4", "full", "transformers")
+WHOLE = ("full", "transformers")
+"""Formats in which the weights are trained, which biases are not."""
 SHOWN = 0.005
 """Kernels with a smaller share of a layer's time are added up in one line."""
 GPT_OSS = Activation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)
@@ -49,6 +56,8 @@ class Layer:
     """One layer's experts and the tokens that they compute."""
 
     routing: Routing
+    index: Tensor
+    """[tokens, k]: the experts of each token."""
     trained: list[Tensor]
     """hidden, weights, A1, B1, A2, B2."""
     matrices: tuple[Tensor, Tensor]
@@ -58,6 +67,8 @@ class Layer:
 
     def run(self, kind: str) -> Callable[[], Any]:
         """The forward and backward pass over weights in this format."""
+        if kind in WHOLE:
+            return self.run_whole(kind)
         hidden, weights, a1, b1, a2, b2 = trained = [tensor.detach().requires_grad_() for tensor in self.trained]
         rows, adapters = (self.routing.order, self.routing.back, self.routing.ends), (Adapter(a1, b1), Adapter(a2, b2))
         seed = torch.randn_like(hidden)
@@ -77,9 +88,34 @@ class Layer:
             )
         return lambda: torch.autograd.grad(forward(), trained, seed)
 
-    def flops(self) -> int:
-        """Of the frozen products, forward and backward."""
-        return 4 * len(self.routing.back) * sum(matrix[0].numel() for matrix in self.matrices)
+    def run_whole(self, kind: str) -> Callable[[], Any]:
+        """The forward and backward pass over trained weights without adapters, by fxtune or by transformers."""
+        hidden, weights, first, last = trained = [
+            tensor.detach().requires_grad_() for tensor in (*self.trained[:2], *self.matrices)
+        ]
+        seed = torch.randn_like(hidden)
+        if kind == "full":
+
+            def forward() -> Tensor:
+                routing = Routing(self.index, len(first))
+                rows, adapters = (routing.order, routing.back, routing.ends), (no_adapter(first), no_adapter(last))
+                return gated_experts(hidden, weights, *rows, (first, last), adapters, self.act, trained=True)
+        else:
+            from transformers.integrations.moe import grouped_mm_experts_forward
+
+            experts = SimpleNamespace(
+                num_experts=len(first), gate_up_proj=first, down_proj=last, has_gate=True, has_bias=False,
+                is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
+                _apply_gate=lambda inner: act_of(inner, self.act),
+            )  # fmt: skip
+            compute = torch.compile(grouped_mm_experts_forward) if hidden.is_cuda else grouped_mm_experts_forward
+            forward = lambda: compute(experts, hidden, self.index, weights.to(hidden.dtype))  # noqa: E731
+        return lambda: torch.autograd.grad(forward(), trained, seed)
+
+    def flops(self, kind: str) -> int:
+        """Of the products with the experts' weights, forward and backward."""
+        passes = 3 if kind in WHOLE else 2
+        return 2 * passes * len(self.routing.back) * sum(matrix[0].numel() for matrix in self.matrices)
 
 
 def layer_of(shape: dict[str, Any], tokens: int, device: torch.device, gemm: str) -> Layer:
@@ -91,7 +127,8 @@ def layer_of(shape: dict[str, Any], tokens: int, device: torch.device, gemm: str
     def draw(*sizes: int, scale: float) -> Tensor:
         return torch.randn(sizes, device=device, dtype=dtype).mul_(scale)
 
-    routing = Routing(torch.rand(tokens, experts, device=device).topk(k, -1).indices, experts)
+    index = torch.rand(tokens, experts, device=device).topk(k, -1).indices
+    routing = Routing(index, experts)
     trained = [
         draw(tokens, width, scale=1.0),
         torch.rand(tokens, k, device=device),
@@ -106,9 +143,9 @@ def layer_of(shape: dict[str, Any], tokens: int, device: torch.device, gemm: str
             draw(experts, inner, width, scale=inner**-0.5),
         )
         biases = draw(experts, 2 * inner, scale=1.0), draw(experts, width, scale=1.0)
-        return Layer(routing, trained, (first.mT, last.mT), biases, GPT_OSS, gemm)
+        return Layer(routing, index, trained, (first.mT, last.mT), biases, GPT_OSS, gemm)
     first, last = draw(experts, 2 * inner, width, scale=width**-0.5), draw(experts, width, inner, scale=inner**-0.5)
-    return Layer(routing, trained, (first, last), (None, None), SILU, gemm)
+    return Layer(routing, index, trained, (first, last), (None, None), SILU, gemm)
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -300,7 +337,7 @@ def main() -> None:
                     print(f"{name}: {kernel:32} {launch:28} {type(error).__name__}", flush=True)
             continue
         for kind in args.formats.split(","):
-            if kind == "fp8" and layer.biases[0] is not None:
+            if kind in ("fp8", *WHOLE) and layer.biases[0] is not None:
                 continue
             run = layer.run(kind)
             took = milliseconds(run, 10)
@@ -310,7 +347,8 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
                 run()
                 peak = f", {(torch.cuda.max_memory_allocated() - before) / 2**30:.2f} GiB beyond weights and states"
-            print(f"{name}, {kind}: {took:.3f} ms, frozen products {layer.flops() / 1e12:.2f} TFLOP{peak}")
+            products = "products" if kind in WHOLE else "frozen products"
+            print(f"{name}, {kind}: {took:.3f} ms, {products} {layer.flops(kind) / 1e12:.2f} TFLOP{peak}")
             show_kernels(run)
         del layer
 

@@ -17,8 +17,8 @@ from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.models.load import DType, load_config
 from fxtune.system.host import cache_home
-from fxtune.techniques.lora.experts import grouped
-from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.lora.experts import grouped, no_adapter, observe_computed
+from fxtune.techniques.pipeline import Pipeline, make_probe
 
 GPU = torch.device("cuda", 0)
 SHAPES = {
@@ -95,6 +95,52 @@ def test_accurate_and_reproducible(shape, gemm):
         assert torch.equal(mine, same), name
         error = ((mine.cpu().float() - exact).norm() / exact.norm().clamp(min=1e-9)).item()
         assert error < reference.LIMITS["bfloat16"], (name, error)
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "uneven"])
+def test_trained_experts_are_accurate_and_reproducible(shape):
+    """Full fine-tuning: gradients of the weights, and no adapters."""
+    routing, (hidden, weights, *_), matrices, act = case(shape)
+    seed = torch.randn_like(hidden)
+
+    def gradients(routing, seed, *given):
+        given = [tensor.detach().requires_grad_() for tensor in given]
+        halves, rows = tuple(map(no_adapter, given[2:])), (routing.order, routing.back, routing.ends)
+        out = gated_experts(*given[:2], *rows, tuple(given[2:]), halves, act, trained=True)
+        return [out.detach(), *torch.autograd.grad(out, given, seed)]
+
+    found, again = (gradients(routing, seed, hidden, weights, *matrices) for _ in range(2))
+    on_cpu = Routing(routing.order.new_zeros(1, 1), 1)
+    on_cpu.order, on_cpu.back, on_cpu.ends = routing.order.cpu(), routing.back.cpu(), routing.ends.cpu()
+    wanted = gradients(on_cpu, *(tensor.cpu().float() for tensor in (seed, hidden, weights, *matrices)))
+    for name, mine, same, exact in zip(
+        ("out", "hidden", "weights", "gate_up", "down"), found, again, wanted, strict=True
+    ):
+        assert torch.equal(mine, same), name
+        error = ((mine.cpu().float() - exact).norm() / exact.norm()).item()
+        assert error < reference.LIMITS["bfloat16"], (name, error)
+
+
+def test_full_fine_tuning_computes_experts_as_one_operator():
+    """With the loss and the gradients of transformers' own code. One layer: rounding cannot move a later router."""
+    config = mixture("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_experts=8, num_hidden_layers=1)
+    config.dtype = DType.bfloat16
+    results = []
+    for by_fxtune in (True, False):
+        model = Pipeline().build(config, load_config(config), World(GPU), 0).module
+        probe = make_probe(model, packing=False)
+        if not by_fxtune:
+            model.set_experts_implementation("grouped_mm")
+        evidence = observe_computed(model, probe)
+        assert (evidence is not None and evidence.acted) == by_fxtune
+        loss = model(**probe).logits.float().logsumexp(-1).mean()
+        loss.backward()
+        results.append((loss.item(), {name: weight.grad.float() for name, weight in model.named_parameters()}))
+    (mine, gradients), (plain, wanted) = results
+    assert mine == pytest.approx(plain, rel=1e-3)
+    for name, exact in wanted.items():
+        error = ((gradients[name] - exact).norm() / exact.norm().clamp(min=1e-9)).item()
+        assert error < 2 * reference.LIMITS["bfloat16"], (name, error)
 
 
 def test_space_for_adapters_leaves_no_unused_memory():

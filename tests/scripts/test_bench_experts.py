@@ -13,5 +13,6 @@ def test_each_format_of_both_mixtures_runs():
     done = subprocess.run([sys.executable, str(SCRIPT), "--smoke"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     headed = [line.partition(":")[0] for line in done.stdout.splitlines() if "TFLOP" in line]
-    assert headed == ["moe, bf16", "moe, fp8", "moe, mxfp4", "gpt_oss, bf16", "gpt_oss, mxfp4"]
+    of_moe = ["moe, bf16", "moe, fp8", "moe, mxfp4", "moe, full", "moe, transformers"]
+    assert headed == [*of_moe, "gpt_oss, bf16", "gpt_oss, mxfp4"]
     assert "fxtune::fp8_experts_backward" in done.stdout

@@ -6,6 +6,9 @@ expert once a layer, the frozen experts are one grouped GEMM for gate and up and
 (kernels/grouped_matmul.py), and an adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a linear. So neither
 adapted weights nor gradients of frozen weights exist, and the compiler sees one graph.
 
+Full fine-tuning computes whole experts by the same operators: over ranks that divide experts, and on a GPU that holds
+all experts (compute_experts()).
+
 All classes that transformers decorates with `use_experts_implementation` say how they store their weights and how they
 apply the gate; that interface is followed here, so there is no list of architectures. peft's modules stay, for names,
 saving and merging: the outermost one gets a subclass of its class (upstream/peft.py).
@@ -32,6 +35,8 @@ from fxtune.kernels.token_exchange import Exchange
 from fxtune.models.dims import EXPERTS, EXPERTS_USED
 from fxtune.models.replacement import InPlaceOf
 from fxtune.models.structure import outputs, without_dropout
+from fxtune.system.profiler import OperatorCounter
+from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.frozen_weights import ADAPTER
 from fxtune.upstream.peft import specialize
 
@@ -39,6 +44,8 @@ FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
 """Names of the tensors: before the activation, after it."""
 EXCHANGE = "exchange"
 """The attribute of experts that are divided by expert, an Exchange."""
+OPERATOR = "fxtune.gated_experts"
+"""The operator, as checkpointing's rules name it, of experts in 16 or 32 bits."""
 
 
 def follows_interface(experts: nn.Module) -> bool:
@@ -103,7 +110,7 @@ def grouped(model: nn.Module) -> list[Any]:
 def operator_of(outermost: Any) -> str:
     """The operator, as checkpointing's rules name it, that computes experts that run grouped."""
     in_fp8 = getattr(outermost.get_base_layer(), "stored_as", "") == "fp8"
-    return "fxtune.fp8_experts" if in_fp8 else "fxtune.gated_experts"
+    return "fxtune.fp8_experts" if in_fp8 else OPERATOR
 
 
 @dataclass
@@ -193,8 +200,48 @@ def _fits(outermost: Any) -> bool:
     return True
 
 
-IMPLEMENTATION = "fxtune_divided"
+IMPLEMENTATION = "fxtune"
 """The name in transformers of plain_experts()."""
+
+
+def compute_experts(model: Any, everywhere: bool = False) -> None:
+    """Let fxtune compute the experts of `model`, which has no adapters, if the operator below trains all of them: in
+    bfloat16 on a GPU, without biases. transformers' code keeps the gathered rows, and adds up the gradients of rows
+    by index_put, in compiled code by atomic additions. `everywhere`: on every device, in every dtype, and with biases,
+    too."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    acts = {module: one_operator(module) for module in model.modules() if follows_interface(module)}
+    if acts and (everywhere or all(act is not None and _trains_fast(module) for module, act in acts.items())):
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, plain_experts)
+        model.set_experts_implementation(IMPLEMENTATION)
+        for module, act in acts.items():
+            module.expert_act = act
+
+
+def _trains_fast(experts: Any) -> bool:
+    """Whether gated_experts() has the gradients of these experts, and torch a kernel for its products."""
+    weight = getattr(experts, LAST)
+    is_whole = len(weight) == experts.num_experts and not getattr(experts, "_is_expert_parallel", False)
+    return is_whole and not experts.has_bias and weight.is_cuda and weight.dtype is torch.bfloat16
+
+
+def observe_computed(model: Any, probe: dict[str, Any]) -> Evidence | None:
+    """Whether gated_experts() computes whole experts in a forward pass over `probe`, a small row. None if
+    compute_experts() has left them to transformers. `model`: not divided over ranks."""
+    layers = sum(map(follows_interface, model.modules()))
+    if not layers or IMPLEMENTATION not in model.get_experts_implementation().values():
+        return None
+    counter = OperatorCounter(lambda name, _: name if name == OPERATOR else None)
+    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), counter:
+        outputs(model, **probe)
+    calls = counter.counts[OPERATOR]
+    return Evidence(
+        "experts",
+        "the experts of a layer as one operator",
+        f"{calls} calls of {OPERATOR} in a forward pass through {layers} layers with experts",
+        calls > 0,
+    )
 
 
 def plain_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

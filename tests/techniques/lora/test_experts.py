@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import image_models
 from support.architectures import (
     CPU,
     SIZES,
@@ -25,6 +26,7 @@ from support.cases import slow_but
 from support.checkpointing import traced
 from support.lora_models import loss_and_gradients, require_close
 from support.mixtures import mixture, uneven
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from fxtune.cli.merge import merge
@@ -36,8 +38,8 @@ from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.checkpointing.technique import Checkpointing
-from fxtune.techniques.lora.experts import grouped, make_space, observe_experts
-from fxtune.techniques.pipeline import make_probe
+from fxtune.techniques.lora.experts import compute_experts, grouped, make_space, observe_computed, observe_experts
+from fxtune.techniques.pipeline import Pipeline, make_probe
 
 LAYERS = {
     "deepseek_v3": 1,
@@ -153,6 +155,76 @@ def test_gpt_oss_with_all_that_makes_it_fast(monkeypatch):
     ]
     assert {observation.technique for observation in proofs} == {"attention", "rope", "compile"}
     assert all(observation.acted for observation in proofs), proofs
+
+
+@pytest.mark.parametrize("kind", slow_but(LAYERS, "gpt_oss", "qwen3_moe"))
+def test_whole_experts_as_plain_transformers(kind):
+    """With full fine-tuning on a GPU and over ranks that divide experts."""
+    plain, mine = (uneven(built(Pipeline(), mixture(kind), packing=False)) for _ in range(2))
+    compute_experts(mine, everywhere=True)
+    require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
+    assert [*mine.state_dict()] == [*plain.state_dict()]
+    assert mine.config.to_dict() == plain.config.to_dict()
+
+
+def on_fake_gpu(kind: str, dtype: torch.dtype):
+    """A model whose weights say that they are on a GPU, without memory."""
+    model = built(Pipeline(), mixture(kind), packing=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    fake = torch.empty(weight.shape, dtype=dtype, device="cuda")
+                    module._parameters[name] = torch.nn.Parameter(fake)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "by_fxtune"),
+    [
+        ("qwen3_moe", torch.bfloat16, True),
+        ("qwen3_moe", torch.float32, False),
+        ("qwen3_moe", torch.float16, False),
+        ("gpt_oss", torch.bfloat16, False),
+    ],
+)
+def test_whole_experts_on_a_gpu_stay_with_transformers_in_other_dtypes_and_with_biases(kind, dtype, by_fxtune):
+    model = on_fake_gpu(kind, dtype)
+    before = model.get_experts_implementation()
+    compute_experts(model)
+    assert (model.get_experts_implementation() != before) == by_fxtune
+
+
+def test_whole_experts_on_a_cpu_stay_with_transformers():
+    model = built(Pipeline(), mixture("qwen3_moe"), packing=False)
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
+    assert observe_computed(model, make_probe(model)) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_vl_moe"])
+def test_the_evidence_of_whole_experts_counts_the_operator(kind):
+    reads_images = kind == "qwen3_vl_moe"
+    model = image_models.model(kind) if reads_images else built(Pipeline(), mixture(kind), packing=False)
+    probe = make_probe(model, packing=False)
+    compute_experts(model, everywhere=True)
+    assert observe_computed(model, probe).acted
+    for module in model.modules():
+        if hasattr(module, "expert_act"):
+            module.expert_act = None  # then each product is an operator of its own
+    assert not observe_computed(model, probe).acted
+
+
+@pytest.mark.slow
+def test_layers_with_whole_experts_are_one_graph(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    pipeline = enable(compile={}, checkpointing={})
+    prepared = prepared_model(pipeline, mixture("qwen3_moe"), packing=True)
+    model = uneven(prepared.module)
+    compute_experts(model, everywhere=True)
+    evidence = list(pipeline.compile.verify(prepared, make_probe(model)))
+    assert all(observation.acted for observation in evidence), evidence
+    plain = uneven(built(Pipeline(), mixture("qwen3_moe"), packing=True))
+    require_close(loss_and_gradients(model), loss_and_gradients(plain), 1e-5)
 
 
 def test_the_evidence_counts_experts_that_learn():

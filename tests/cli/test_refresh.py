@@ -7,8 +7,8 @@ import json
 import os
 import random
 import shutil
-import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support.runs import history
@@ -43,6 +43,11 @@ def parent(narrow, cwd) -> Path:
     narrow.data.sequence_length, narrow.optimizer.lr, narrow.train.max_steps = 128, 1e-2, 8
     trainer.run(narrow)
     return cwd / "runs" / "mine"
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Stands for Ctrl-C. A real SIGINT would not come in a suite that a script started in the background."""
+    raise KeyboardInterrupt
 
 
 def entries() -> list[dict]:
@@ -129,7 +134,12 @@ def test_killed_command_goes_on_with_the_same_result(parent, place, monkeypatch)
     assert Path("runs/mine.refresh/current").resolve().name == ("run-1" if place == "serve" else "mine")
     measured = []
     measure = document_losses.document_losses
-    monkeypatch.setattr(document_losses, "document_losses", lambda *a: measured.append(1) or measure(*a))
+
+    def counted(*arguments, **named):
+        measured.append(1)
+        return measure(*arguments, **named)
+
+    monkeypatch.setattr(document_losses, "document_losses", counted)
     assert main(command) == 0
     assert len(entries()) == 1
     assert entries()[0]["decision"] == "promoted"
@@ -170,7 +180,7 @@ def test_whole_model_goes_on_from_its_exported_weights(narrow, parent, capsys, m
     assert main([*new, "techniques.lora.enabled=true"]) == 2
     assert "runs/whole has exported its model" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(refresh._Refresh, "_judge", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(refresh._Refresh, "_judge", interrupt)
         assert main(new) == 130
     assert current.resolve() == whole
     assert main(new) == 0

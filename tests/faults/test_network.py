@@ -139,11 +139,17 @@ def test_interrupted_download_continues_where_it_stopped(hub, tmp_path):
 def test_download_says_how_many_bytes_have_come(hub, tmp_path):
     hub.mode = "works"
     code = """
-from fxtune.system import hub
-made, counts_bytes = [], hub._counts_bytes
-hub._counts_bytes = lambda work: made.append(work) or counts_bytes(work)
-hub.fetch(hub.locate("nobody/tiny"), ["model.safetensors"])
-print(round(made[-1].done * 1e9), round(made[-1].total * 1e9), made[-1])
+import huggingface_hub
+from fxtune.system import hub, progress
+download = huggingface_hub.snapshot_download
+def fetched(*arguments, **options):
+    folder = download(*arguments, **options)
+    work = progress.current()
+    print(round(work.done * 1e9), round(work.total * 1e9), work)
+    return folder
+origin = hub.locate("nobody/tiny")
+huggingface_hub.snapshot_download = fetched
+hub.fetch(origin, ["model.safetensors"])
 """
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)

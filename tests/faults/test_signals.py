@@ -244,7 +244,11 @@ def test_signal_ends_a_sweep_with_its_current_run(forks, tmp_path):
         (["optimizer.lrr=1"], 2, "unknown key `optimizer.lrr`"),
         (["data.sources=[{path: missing.jsonl}]"], 3, "missing.jsonl"),
         (["run.device=cuda"], 4, "cuda"),
-        (["optimizer.lr=1e30", "train.max_skipped_steps=2"], 5, "not finite in 2 steps in a row"),
+        (
+            ["optimizer.lr=1e9", "techniques.lora.enabled=false", "train.max_skipped_steps=2"],
+            5,
+            "not finite in 2 steps in a row",
+        ),
         (["run.dir=chats.jsonl/run"], 6, "chats.jsonl/run"),
     ],
 )

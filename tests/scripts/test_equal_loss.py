@@ -4,7 +4,6 @@ is an error.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -296,10 +295,10 @@ def test_worker_that_dies_or_times_out_is_replaced(scripts, monkeypatch):
         worker.close()
 
 
-def test_small_base_is_refused_before_training(scripts, texts, tmp_path):
-    args = argparse.Namespace(
-        **{**scripts.equal_loss.SMOKE, "out": tmp_path, "roots": [texts], "smoke": False, "seed": 0, "experts": 0}
-    )
+def test_small_base_is_refused_before_training(scripts, texts, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["equal_loss.py", "--smoke", "--out", str(tmp_path), "--roots", str(texts)])
+    args = scripts.equal_loss.arguments()
+    args.smoke, args.seed = False, 0
     answer = scripts.equal_loss.make_base(args)
     assert "at least 100,000,000 are needed" in answer["error"]
     assert not (tmp_path / "base").exists()

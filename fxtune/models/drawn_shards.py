@@ -18,6 +18,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.shards import Piece, fill, fill_piece
+from fxtune.system.progress import phase
 from fxtune.upstream.torch import TorchDispatchMode, changes_arguments, storage_id
 
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_"}
@@ -53,8 +54,9 @@ def draw_each(
         if turn in turns:
             with _torch_defaults():
                 take(turns[turn], value.view(shapes[turns[turn]]))
+            work.advance()
 
-    with _Writes(end_turn):
+    with phase("Drawing random weights", len(turns), "matrices", announce=False) as work, _Writes(end_turn):
         built = build()
     for name, parameter in built.named_parameters():
         if name in shapes and not parameter.is_meta:  # a vector; only matrices have no memory

@@ -34,6 +34,7 @@ from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import ModelSource, Origin, is_commit, locate_all
 from fxtune.system.library_log import take_loggers
+from fxtune.system.progress import phase
 from fxtune.upstream.transformers import forget_conversions, read_processor
 
 FEW = 8
@@ -303,9 +304,11 @@ def build(
     if empty:
         built = shards.empty(hf_config, dtype, world, code)
     elif origin is None:
-        built = weights.draw(hf_config, dtype, world, seed, code)
+        with phase("Drawing random weights", announce=False):
+            built = weights.draw(hf_config, dtype, world, seed, code)
     else:
-        built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
+        with phase("Reading the weights", announce=False):
+            built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
     built.name_or_path = origin.name if origin else ""  # where peft looks for the base's name
     if before:
         grow(built, rows)

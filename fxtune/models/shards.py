@@ -35,6 +35,7 @@ from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
 from fxtune.models.kinds.known import kind_of
 from fxtune.system.hub import Origin
+from fxtune.system.progress import phase
 from fxtune.upstream.transformers import EXPERTS_APART, TURNED_EXPERTS, find_conversions, not_in_files, renamed, words
 
 MARK = "stored_pieces"
@@ -129,13 +130,17 @@ def _buffers(model: nn.Module) -> dict[Piece, torch.Tensor]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read) -> None:
-    """Write the rows that this rank holds of each parameter of `pieces`; numbers without a piece become zero."""
+def fill(
+    model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read, after_each: Callable[[], None] = lambda: None
+) -> None:
+    """Write the rows that this rank holds of each parameter of `pieces`; numbers without a piece become zero. Calls
+    `after_each` after each piece."""
     for name, parameter in model.named_parameters():
         if name in pieces:
             local(parameter).zero_()
             for piece in pieces[name]:
                 fill_piece(model, name, piece, read)
+                after_each()
 
 
 @torch.no_grad()
@@ -189,7 +194,8 @@ def read(
     """
     wanted = {**_shapes(model, pieces), **(elsewhere or {})}
     with _opened(origin, model, wanted, path) as files:
-        fill(model, pieces, files.rows)
+        with phase("Reading the weights", sum(map(len, pieces.values())), "tensors", announce=False) as work:
+            fill(model, pieces, files.rows, work.advance)
         for piece, buffer in _buffers(model).items():
             buffer.copy_(files.rows(piece.name, 0, piece.shape[0]))
         broken = [
@@ -216,8 +222,10 @@ def read_each(
 ) -> None:
     """Hand each tensor of `wanted`, by name and shape, to `take`, whole, on world.device in `dtype`, one at a time.
     `model`: empty(). Raises what read() raises, but only on the rank that sees the broken file."""
-    with _opened(origin, model, {**_shapes(model, pieces_of(model)), **wanted}, path) as files:
-        for name, shape in wanted.items():
+    expected = {**_shapes(model, pieces_of(model)), **wanted}
+    reading = phase("Reading the weights", len(wanted), "tensors", announce=False)
+    with _opened(origin, model, expected, path) as files, reading as work:
+        for name, shape in work.over(wanted.items()):
             weight = torch.empty(shape, dtype=dtype, device=world.device)
             for first, end in _blocks(0, shape[0], shape):
                 weight[first:end] = files.rows(name, first, end)

@@ -31,6 +31,7 @@ from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
 from fxtune.models.structure import beside_text, for_images, skeleton
 from fxtune.models.weights import fits_whole
+from fxtune.system.progress import phase
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
@@ -310,7 +311,7 @@ class Pipeline(Techniques):
             torch.manual_seed(seed)
             for name, technique in self.enabled():
                 # As in verify(): adapters are compared with the base under training's autocast both times.
-                with self.precision.context(world.device), _acting(name):
+                with self.precision.context(world.device), _acting(name, f"Building the model: {name}"):
                     if technique is self.quantize and by_rows and self.quantize.type is not WeightFormat.fp8:
                         each_weight = partial(models.each_weight, model, hf_config, built, world, seed)
                         elsewhere = self.quantize.apply_as_read(built, world, each_weight)
@@ -352,7 +353,7 @@ class Pipeline(Techniques):
             seen: list[Evidence] = []
             for name, technique in self.enabled():
                 try:
-                    with _acting(name):
+                    with _acting(name, f"Trying the techniques on a small row: {name}"):
                         seen += technique.verify(model, probe)
                 except Unobservable as why:
                     seen.append(Evidence(name, "an observation that it acts", f"none: {why}", True))
@@ -364,10 +365,11 @@ class Pipeline(Techniques):
 
 
 @contextmanager
-def _acting(name: str) -> Iterator[None]:
-    """Add the technique's name to an UnavailableError without a key."""
+def _acting(name: str, work: str) -> Iterator[None]:
+    """Show `work` while a technique acts, and add the technique's name to an UnavailableError without a key."""
     try:
-        yield
+        with phase(work, announce=False):
+            yield
     except UnavailableError as error:
         error.key = error.key or name
         raise

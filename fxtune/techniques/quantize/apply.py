@@ -15,6 +15,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import Library, QuantizeOptions, Switch, WeightFormat
 from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import places, put
+from fxtune.system.progress import phase
 from fxtune.system.units import GIB
 from fxtune.techniques.quantize.quantized_experts import (
     TENSORS,
@@ -72,19 +73,20 @@ def quantize_model(
     worst = 0.0
     divided = world.degrees.shard > 1
     as_shipped = ships and kind is WeightFormat.mxfp4 and bool(divided or each_weight)
-    for layer in experts:
-        if as_shipped:
-            replacement = hold_mxfp4(layer, compute)
-        elif each_weight is None:
-            place = torch.device("meta") if divided else world.device
-            replacement, off = quantize_experts(layer, kind.value, *storage[:3], place, storage[4])
-            worst = max(worst, off)
-        else:
-            replacement = in_place_of(layer, kind.value, compute)
-            for name in TENSORS:
-                unread[f"{paths[layer]}.{name}"] = partial(_quantize, replacement, name, kind.value, storage)
-        put(where, layer, replacement)
-        packed.append(replacement)
+    with phase("Quantizing the weights", len(experts), "layers with experts", announce=False) as work:
+        for layer in work.over(experts):
+            if as_shipped:
+                replacement = hold_mxfp4(layer, compute)
+            elif each_weight is None:
+                place = torch.device("meta") if divided else world.device
+                replacement, off = quantize_experts(layer, kind.value, *storage[:3], place, storage[4])
+                worst = max(worst, off)
+            else:
+                replacement = in_place_of(layer, kind.value, compute)
+                for name in TENSORS:
+                    unread[f"{paths[layer]}.{name}"] = partial(_quantize, replacement, name, kind.value, storage)
+            put(where, layer, replacement)
+            packed.append(replacement)
     error, off = _replace_linears(options.type, storage, targets, each_weight, unread)
     worst = max(worst, off)
     after = sum(map(stored_bytes, filter(is_quantized, model.modules()))) + sum(map(bytes_of_experts, packed))
@@ -142,8 +144,9 @@ def _replace_linears(
 
     if each_weight is not None:
         each_weight(replace)
-    for path in list(waiting):
-        replace(path, waiting[path][2].weight)
+    with phase("Quantizing the weights", len(waiting), "linears", announce=False) as work:
+        for path in work.over(list(waiting)):
+            replace(path, waiting[path][2].weight)
     return error, worst
 
 

@@ -11,6 +11,7 @@ gpt-oss ships its experts. Products of these numbers are exact in bfloat16 and f
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -119,6 +120,8 @@ def int8_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(codes, scale.unsqueeze(1), out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 
 
+# Cached, because each setLevel() clears the caches of all loggers, and a step asks for the package for each weight.
+@functools.cache
 def bitsandbytes() -> Any:
     """The package bitsandbytes. It takes a second to import, and logs missing kernels that fxtune does not use."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -127,6 +130,7 @@ def bitsandbytes() -> Any:
     return bitsandbytes
 
 
+@functools.cache
 def torchao() -> Any:
     """torchao.quantization. The package logs every extension that was built for another torch."""
     logging.getLogger("torchao").setLevel(logging.ERROR)

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def read() -> list[Measured]:
     for baseline in baselines.read_all():
         for row in baseline.measurements:
             if row.keys is not None:
+                baseline = replace(baseline, cards=row.cards or baseline.cards)
                 identity = (baseline.card, baseline.cards, row.case, row.settings, row.shape, row.rows, row.length)
                 newest[identity] = baseline, row
     return list(newest.values())

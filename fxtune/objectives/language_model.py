@@ -248,7 +248,10 @@ class LanguageModel:
             found = f"{type(self.model).__name__}: {why}, so all its logits are computed"
             return Evidence("loss", requested, found, not self.fused, "liger.fused_linear_cross_entropy")
         found = f"a small row's logits and losses within {max(differences):.1e} of the model's own"
-        return Evidence("loss", requested, f"{found}; {self._description()}" if self.fused else found, True)
+        if self.fused:
+            with torch.no_grad():  # with_head: ranks that divide the head's weight have it whole while it is used
+                found = f"{found}; {self.prepared.with_head(self._description)}"
+        return Evidence("loss", requested, found, True)
 
     def _description(self) -> str:
         linear = _linear(self.head)

@@ -27,14 +27,18 @@ from support.architectures import (
 from support.attention import using
 from support.mixtures import uneven
 from support.tables import grouped, training
+from torch import distributed
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
+from fxtune.distributed.chunks import is_divided
+from fxtune.distributed.sharding import shard
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast, Switch
 from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
+from fxtune.models.structure import decoder_layers
 from fxtune.objectives.dpo import DPO
 from fxtune.objectives.ipo import IPO
 from fxtune.objectives.language_model import LanguageModel
@@ -180,6 +184,21 @@ def test_losses_and_log_probs_with_adapters(adapter, liger):
     if liger is FUSED:
         assert ("runs again in the backward pass" in loss.evidence[0].observed) == (adapter == "lm_head")
         assert ("the head is trained" in loss.evidence[0].observed) == (adapter == "head")
+
+
+def test_the_head_is_described_alike_where_ranks_divide_its_weight(tmp_path):
+    prepared = prepared_model(lora(), random_model("llama"))
+    whole = LanguageModel(prepared, FUSED)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        world = SimpleNamespace(weights_mesh=distributed.init_device_mesh("cpu", (1,)), device=torch.device("cpu"))
+        prepared.sharding = shard(prepared.module, decoder_layers(prepared.module), None, [], world)
+        divided = LanguageModel(prepared, FUSED)
+        assert is_divided(divided.head.weight), "gathered for the description only"
+    finally:
+        distributed.destroy_process_group()
+    told, expected = (model.evidence[0].observed.rpartition(";")[2] for model in (divided, whole))
+    assert told == expected
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -41,17 +41,21 @@ def main(argv: list[str] | None = None) -> int:
 
     A rank that failed on a GPU ends here: Python's own end would wait for other ranks as it closes connections.
     """
-    try:
-        code = _main(argv)
-    except BaseException:
-        if not keeps_connections():
-            raise
-        sys.excepthook(*sys.exc_info())
-        code = 1
+    with SIGNALS:  # until all is printed: a second signal also ends a process that a stopped terminal blocks
+        try:
+            code = _main(argv)
+        except Stopped as stop:  # the first signal came while an error was printed
+            code = stop.exit_code
+        except BaseException:
+            if not keeps_connections():
+                raise
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        with SIGNALS.held():
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # nobody reads it any more
+                    stream.flush()
     if keeps_connections():
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                stream.flush()
         os._exit(code)
     return code
 

@@ -174,6 +174,7 @@ def _exit_on_second_signal(pipe: int) -> None:
                 stop = Stopped(
                     signal.Signals(number), "came again, so this ended at once. Earlier checkpoints are intact."
                 )
+                threading.Timer(DOUBLE, os._exit, (stop.exit_code,)).start()  # a stopped terminal blocks the write
                 os.write(2, f"\nfxtune: {stop}\n".encode())
                 os._exit(stop.exit_code)
             first = first or now

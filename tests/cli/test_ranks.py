@@ -110,7 +110,7 @@ def test_trials_of_a_search_run_on_both_ranks(tmp_path, words):
     options = ["--axes", "micro_batch", "--steps", "2", "--minutes", "20", "--output", "tuned.yaml", "--again"]
     done = run(["tune", *words, *both, *options], tmp_path, timeout=1200)
     assert done.code == 0, done.text
-    assert "1 micro-batches a step are not divided by 2 ranks" in done.text
+    assert "refused: A step has 1 micro-batch" in done.text
     assert "# Hardware: 2 x " in Path(tmp_path / "tuned.yaml").read_text()
 
 

@@ -22,6 +22,7 @@ from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,
     Need,
+    divides_experts,
     forecast,
     is_fused,
     linears_in_fp8,
@@ -60,6 +61,17 @@ ROUTER_PASSES = 40.0
 EIGHT_BIT_BYTES = 150.0
 """torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
 (full fine-tuning of 8B: 0.3 s)."""
+NORM_PASSES, CLIP_PASSES = 1, 2
+"""The norm of the gradient reads each gradient once; clipping, the default, reads and writes each once more."""
+EMPTY_PASSES = 2
+"""Gradients of trained experts are read and written once more, to fill those of experts without a row with zeros
+(grouped_matmul.outer())."""
+WAITING = 9.5e-3
+"""Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 9.6 ms
+for each of 12 layers, and 9.4 ms for each of 48 layers with half of the tokens (two H200,
+benchmarks/baselines/h200_mixture_two_cards.json). So it does not depend on the tokens. In each layer the host reads
+the number of rows before it launches the rest, and ranks wait for each other. No profile has shown yet that this is
+the cause."""
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
 gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""
@@ -142,7 +154,8 @@ def micro_batch_seconds(
     layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
     layers = Shape.of(facts.text).layers
     both = layers * (layer.forward + layer.backward(trained) + _elementwise(facts)) + (2 + trained) * head
-    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + tower_seconds(facts, images)
+    waiting = layers * WAITING if facts.device == "cuda" and divides_experts(facts) else 0.0
+    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + waiting + tower_seconds(facts, images)
     if has_gradients(facts) and tower_level(plan) in ("input", "attention"):
         training += tower_seconds(facts, images, trains=False)
     reference = forward_seconds(facts, supervised, attended, images) if forward_passes else 0.0
@@ -191,29 +204,40 @@ def _seen(facts: Facts, attended: float | None) -> LayerTime:
 
 
 def update_seconds(facts: Facts) -> float:
-    """Seconds of the optimizer's update on one rank: it reads and writes weights and moments, and reads gradients."""
+    """Seconds of the optimizer's update on one rank: it reads and writes weights and moments, and reads gradients. The
+    norm of the gradient and clipping read them, too."""
     need = forecast(facts, RecomputePlan())
     weights = trained_parameters(facts) / facts.degrees.shard
     moved = 2 * need.trained + 2 * number_bytes(facts) * weights
     if "8bit" in facts.optimizer and facts.stochastic_rounding:
         moved = EIGHT_BIT_BYTES * weights
-    return moved / rates(facts).memory
+    passes = NORM_PASSES + (0 if facts.in_backward else CLIP_PASSES)
+    return (moved + passes * number_bytes(facts) * weights) / rates(facts).memory
 
 
 def _elementwise(facts: Facts) -> float:
     """Seconds of one layer for reading and writing, forward and backward, without matmuls, attention and
     `LayerTime.rest`: gated activations, adapters' own products, which read each linear's input and add to its output,
-    and for a mixture the router, the rows of tokens, and packed experts."""
+    and for a mixture the router, the rows of tokens, and packed experts. Trained experts gather the rows of two
+    products once more, for the gradients of their weights. With divided experts, ranks copy the states of all ranks'
+    tokens before they are sent, and add up the received sums, in both passes."""
     shape, lora = Shape.of(facts.text), facts.techniques.lora.enabled
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
+    gradients = 0.0
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
     if shape.expert_count > 1:
         rows = shape.used * h
         passes += EXPERT_GATED_PASSES * i + EXPERT_ADAPTER_PASSES * lora * (8 * rows + 3 * i)
         passes += ROW_PASSES * rows + ROUTER_PASSES * shape.expert_count
+        divided, ranks = divides_experts(facts), facts.degrees.shard * facts.degrees.context
+        passes += 4 * (ranks + 1) * h * divided
+        if not lora:
+            passes += 2 * (rows + h)
+            experts = shape.expert_parameters / shape.layers / (ranks if divided else 1)
+            gradients = EMPTY_PASSES * number_bytes(facts) * experts
     else:
         passes += GATED_PASSES * i + ADAPTER_PASSES * lora * ((h + i) + (h + 2 * i))
-    moved = number_bytes(facts) * facts.tokens * passes
+    moved = number_bytes(facts) * facts.tokens * passes + gradients
     return (moved + UNPACKING * unpacked_bytes(facts, shape)) / rates(facts).memory
 
 

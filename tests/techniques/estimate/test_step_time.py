@@ -91,3 +91,19 @@ def test_a_mixture_takes_longer_than_a_dense_mlp_of_the_width_that_a_token_uses(
             for model in (LLAMA, {**LLAMA, **experts})
         )
         assert 1.05 * dense < mixture < 1.6 * dense
+
+
+def test_ranks_with_divided_experts_wait_in_each_layer_and_clipping_takes_time():
+    experts = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    two = card(139, 4096, model={**LLAMA, **experts}, techniques={}, degrees=Degrees(shard=2))
+    shallow = replace(two, model={**two.model, "num_hidden_layers": 16})
+    one = replace(two, degrees=Degrees())
+    waits = [
+        step_time.micro_batch_seconds(facts, RecomputePlan())
+        - step_time.micro_batch_seconds(replace(facts, degrees=Degrees()), RecomputePlan())
+        for facts in (two, shallow)
+    ]
+    assert waits[0] == pytest.approx(2 * waits[1], rel=0.01)
+    assert 32 * 0.005 < waits[0] < 32 * 0.02
+    assert step_time.update_seconds(two) == pytest.approx(step_time.update_seconds(one) / 2, rel=0.01)
+    assert step_time.update_seconds(replace(one, in_backward=True)) < step_time.update_seconds(one)

@@ -189,7 +189,7 @@ def test_run_killed_around_its_early_stop_goes_back_and_decays_all_the_same(kill
     reference = undisturbed("early")
     assert reference.ending.result["train/ended_early"] == "early"
     assert reference.ending.result["train/dropped_steps"] == 3
-    aims = Aim("evaluating", 3, 0.9), Aim("evaluating", 1, 1.2), Aim("saving", 1, 0.5), Aim("training", 2, 0.5)
+    aims = Aim("evaluating", 3, 0.9), Aim("saving", 1, 0.5), Aim("training", 2, 0.5), Aim("evaluating", 1, 1.2)
     kills = killed("early", reference, *aims, may_end=True)  # a kill that comes late may leave no steps for the next
     assert len(kills) > 1, kills
 

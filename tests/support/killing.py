@@ -391,6 +391,7 @@ MODES: dict[str, tuple[str, ...]] = {
         "train.stop={patience: 2, min_delta: 100}",
         "schedule.name=wsd",
         "schedule.warmup_steps=1",
+        "optimizer.name=lion",
         "optimizer.lr=0.1",
     ),
     "growing": (*GROWS, "data.packing=true", "techniques.attention.enabled=true"),

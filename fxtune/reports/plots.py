@@ -6,6 +6,7 @@ frame: values that are far apart get a logarithmic scale.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Series:
     thick: bool = False
     joined: bool = True
     """False: dots without a line."""
+    continues: bool = False
+    """True: dashed, in the colour of the series before it."""
 
 
 def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, percent: bool = False) -> str:
@@ -42,7 +45,10 @@ def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, perce
         title=title, x_title=x_title, y_title=y_title,
         legend_at_bottom=True, legend_at_bottom_columns=1, legend_box_size=10, truncate_legend=-1, truncate_label=-1,
         dots_size=2.5, no_data_text="no value is finite",
-        style=Style(background="white", plot_background="white", font_family="sans-serif", title_font_size=15),
+        style=Style(
+            background="white", plot_background="white", font_family="sans-serif", title_font_size=15,
+            colors=_colors([curve for curve, _ in drawn], Style.colors),
+        ),
     )  # fmt: skip
     if drawn:
         x_scale, x_labels = _axis([x for _, points in drawn for x, _ in points])
@@ -52,14 +58,20 @@ def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, perce
         y_scale, y_labels = _axis([y for _, points in drawn for _, y in points])
         chart.y_labels = [{"value": y_scale(value), "label": number(value)} for value in y_labels]
     for curve, points in drawn:
-        width = 3 if curve.thick else 1.2
+        stroke = {"width": 3 if curve.thick else 1.2, **({"dasharray": "5, 4"} if curve.continues else {})}
         places = [(x_scale(x), y_scale(y)) for x, y in points]
-        chart.add(curve.name, places, stroke=curve.joined and len(places) > 1, stroke_style={"width": width})
+        chart.add(curve.name, places, stroke=curve.joined and len(places) > 1, stroke_style=stroke)
     root = chart.render_tree()
     for parent in root.iter():  # pygal's script shows tooltips, and loads a file from a web address
         for child in [child for child in parent if str(child.tag).endswith("script")]:
             parent.remove(child)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _colors(series: Sequence[Series], palette: Sequence[str]) -> tuple[str, ...]:
+    """The colour of each series."""
+    places = itertools.accumulate(not curve.continues for curve in series)
+    return tuple(palette[(place - 1) % len(palette)] for place in places) or tuple(palette)
 
 
 def _axis(values: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:

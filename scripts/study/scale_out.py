@@ -212,17 +212,17 @@ def cell(speed: float) -> str:
 
 
 def draw(found: Sequence[Point], gbit: int) -> str:
-    """The SVG of measured speeds and both limits of the calculation, with a network of `gbit` Gbit/s."""
+    """The SVG of measured speeds and of the limit in which nothing hides an exchange, both as shares of linear, for a network
+    of `gbit` Gbit/s."""
     series = []
     for case in dict.fromkeys(point.case for point in found):
         here = [point for point in found if (point.case, point.card) == (case, CARD)]
-        line = {point.cards: point.measured for point in here if point.measured}
+        line = {point.cards: point.measured / point.linear for point in here if point.measured}
         series.append(Series(f"{CASES[case][0]}: measured", sorted(line.items()), thick=True))
         more = [point for point in here if point.cards > max(line) and point.network_gbit in (None, gbit)]
-        for limit in ("nothing", "all"):
-            ends = [(max(line), line[max(line)]), *((point.cards, getattr(point, limit)) for point in more)]
-            series.append(Series(f"{CASES[case][0]}: calculated, {limit} hidden", ends))
-    return plot("Tokens/s over H200 cards, measured and calculated", series, "cards", "tokens/s")
+        ends = [(max(line), line[max(line)]), *((point.cards, point.nothing / point.linear) for point in more)]
+        series.append(Series("the same, calculated, nothing hidden", ends, continues=True))
+    return plot("Tokens/s over H200 cards, as a share of linear", series, "cards", "share of linear")
 
 
 def main() -> None:

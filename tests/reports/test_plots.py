@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from xml.etree import ElementTree
 
 from fxtune.reports.plots import Series, plot
@@ -63,3 +64,13 @@ def test_the_file_reaches_no_other_place():
     text = plot("losses", CURVES, "share", "loss")
     assert "<script" not in text
     assert "href" not in text
+
+
+def test_a_series_that_continues_another_is_dashed_and_has_its_colour():
+    rises, goes_on, other = [(1.0, 1.0), (2.0, 2.0)], [(2.0, 2.0), (3.0, 3.0)], [(1.0, 3.0), (3.0, 1.0)]
+    curves = [Series("measured", rises), Series("calculated", goes_on, continues=True), Series("other", other)]
+    text = plot("speed", curves, "cards", "tokens/s")
+    dashed = re.findall(r"\.serie-(\d)\{[^}]*stroke-dasharray", text)
+    colours = dict(re.findall(r"\.color-(\d)[^{]*\{stroke:(#?\w+)", text))
+    assert dashed == ["1"]
+    assert colours["0"] == colours["1"] != colours["2"]

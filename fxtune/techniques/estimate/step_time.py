@@ -64,8 +64,8 @@ EIGHT_BIT_BYTES = 150.0
 NORM_PASSES, CLIP_PASSES = 1, 2
 """The norm of the gradient reads each gradient once; clipping, the default, reads and writes each once more."""
 EMPTY_PASSES = 2
-"""Gradients of trained experts are read and written once more, to fill those of experts without a row with zeros
-(grouped_matmul.outer())."""
+"""Gradients of trained experts are read and written once more, because the gradients of experts without a row
+become zero (grouped_matmul.outer())."""
 WAITING = 9.5e-3
 """Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 9.6 ms
 for each of 12 layers, and 9.4 ms for each of 48 layers with half of the tokens (two H200,

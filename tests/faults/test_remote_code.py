@@ -16,6 +16,8 @@ from support.harness import write_chats
 from support.servers import upload_hub
 from support.strangers import change, plant_code, stranger_in
 
+from fxtune.models.proof import PROOF
+
 RUN = (
     "data.sources=[{path: chats.jsonl}]",
     "data.cache_dir=cache",
@@ -63,10 +65,11 @@ class Walk:
         self.works("train", *self.words, "run.dir=full", "checkpoint.every=1")
 
     def plant(self) -> None:
-        """Put code into what the runs have exported."""
+        """Put code into what the runs have exported, and take away the proofs, which refuse files that have changed."""
         shutil.copy(self.base / "config.json", self.home / "lora" / "adapter")  # as an adapter with RoPE scaling has
         for folder in ("lora/adapter", "full/model"):
             plant_code(self.home / folder)
+            (self.home / folder / PROOF).unlink()
 
 
 @pytest.fixture

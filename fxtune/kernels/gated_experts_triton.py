@@ -23,6 +23,8 @@ from fxtune.kernels.triton_matrix import matrix
 
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""
+CLEARED, CLEARING = 4096, 32
+"""Numbers that a program of clear_empty() writes at a time, and programs for each expert."""
 FORWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 """Launches of the activation's kernels: the fastest of 60 forward and 54 backward launches on an H200,
@@ -66,6 +68,12 @@ def add_up(
             K=k, BLOCK=block, WEIGHTED=weights is not None, BIASED=bias is not None, PLUS=plus is not None,
         )  # fmt: skip
     return out
+
+
+def clear_empty(matrices: Tensor, ends: Tensor) -> None:
+    """Fill the matrix of each expert without a row with zeros. `matrices` [experts, in, out] is contiguous. The
+    matrices of other experts are not touched, so this takes no time where every expert has a row."""
+    _clear_empty[len(ends), CLEARING](matrices, ends, matrices[0].numel(), BLOCK=CLEARED)
 
 
 def forward(
@@ -201,6 +209,17 @@ def _add_up(
             value *= tl.load(weights + token * K + rank).to(tl.float32)
         total += value
     tl.store(out[0] + token * out[1] + column, total.to(out[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _clear_empty(matrices, ends, size, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    end = tl.load(ends + expert)
+    if end == tl.load(ends + expert - 1, mask=expert > 0, other=0):
+        first = matrices + expert.to(tl.int64) * size
+        for start in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(first + at, tl.zeros((BLOCK,), matrices.dtype.element_ty), mask=at < size)
 
 
 @triton.jit

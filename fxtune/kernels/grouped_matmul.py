@@ -91,9 +91,11 @@ def outer(x: Tensor, y: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
         for group, rows in segments(ends):
             torch.mm(x[rows].t(), y[rows], out=result[group])
         return result
-    # It is not documented what these kernels write for a group without rows.
-    filled = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
-    return torch.where(filled[:, None, None], result, 0)
+    from fxtune.kernels.gated_experts_triton import clear_empty
+
+    result = result.contiguous()
+    clear_empty(result, ends)  # it is not documented what these kernels write for a group without rows
+    return result
 
 
 def segments(ends: Tensor) -> Iterator[tuple[int, slice]]:

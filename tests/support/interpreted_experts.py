@@ -66,6 +66,16 @@ def activation(routing: Routing, width: int, ranks: tuple[int, int], act: Activa
         torch.testing.assert_close((dg, dr1, dw, wh), exact, rtol=2e-2, atol=5e-2)
 
 
+def empty_experts_are_cleared() -> None:
+    """And only these, the first and the last expert included; a matrix is no multiple of what a program writes."""
+    ends = torch.tensor([0, 3, 3, 8, 8], dtype=torch.int32)
+    matrices = torch.full((5, 129, 127), float("nan"), dtype=KIND)
+    matrices[[1, 3]] = draw(2, 129, 127)
+    wanted = torch.where(torch.tensor([False, True, False, True, False])[:, None, None], matrices, 0)
+    gated_experts_triton.clear_empty(matrices, ends)
+    assert torch.equal(matrices, wanted)
+
+
 def nan_stays(act: Activation) -> None:
     """A NaN of gate or up is one of h, forward, and of the gradients, backward, although both are limited."""
     width, ends = 32, torch.tensor([2], dtype=torch.int32)
@@ -84,6 +94,7 @@ def nan_stays(act: Activation) -> None:
 
 torch.manual_seed(0)
 nan_stays(ACTIVATIONS[-1])
+empty_experts_are_cleared()
 compared = 0
 SHAPES = (((40, 4, 6), (40, (8, 16))), ((7, 1, 1), (64, (24, 3))))
 for ((tokens, k, experts), (width, ranks)), act in itertools.product(SHAPES, ACTIVATIONS):

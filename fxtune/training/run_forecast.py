@@ -278,14 +278,15 @@ def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Len
 
 
 def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:
-    """Seconds of a step in which ranks send and do not compute. The exchange of divided weights, and of the gradients
-    of full fine-tuning, overlaps with computation. The exchange of rows, tokens, and adapters' gradients does not."""
+    """Seconds of a step in which ranks send and do not compute. Only replicas hide the sum of the gradients of full
+    fine-tuning. With divided weights two and four cards take as long as if nothing computed beside the exchange
+    (docs/distributed.md)."""
     if facts.degrees.ranks == 1:
         return 0.0
     traffic, link = step_traffic(facts, micro_batches), rates(facts).peer
-    beside = (traffic.weights + (0 if facts.techniques.lora.enabled else traffic.gradients)) / link
-    waited = (traffic.rows + traffic.tokens + (traffic.gradients if facts.techniques.lora.enabled else 0)) / link
-    return waited + max(beside - compute, 0.0)
+    if facts.degrees.shard == 1 and not facts.techniques.lora.enabled:
+        return traffic.rows / link + max(traffic.gradients / link - compute, 0.0)
+    return traffic.total / link
 
 
 def count_tokens(config: Config) -> Lengths | str:

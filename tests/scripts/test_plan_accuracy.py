@@ -23,19 +23,22 @@ def test_forecasts_are_near_what_was_measured():
     assert len(memory) >= 24
     assert statistics.median(map(abs, memory.values())) <= 0.01
     assert min(memory.values()) > -0.02, memory
-    # 6 %, and for small models the size of one tensor.
-    far = [row.case for row in measured if row.calculated_gib > max(1.06 * row.measured_gib, row.measured_gib + 0.4)]
+    # 6 % (on four cards 8.5 %), and for small models the size of one tensor.
+    most = {row.case: 1.085 if " on 4 x" in row.case else 1.06 for row in measured}
+    far = [
+        row.case
+        for row in measured
+        if row.calculated_gib > max(most[row.case] * row.measured_gib, row.measured_gib + 0.4)
+    ]
     assert not far, memory
     assert [row.case for row in measured if row.needed_gib < (row.reserved_gib or row.measured_gib)] == []
     times = {row.case: abs(row.time_error) for row in rows if row.time_error is not None}
-    usual = [error for case, error in times.items() if " on 2 x" not in case and not case.startswith("vl_")]
-    assert max(usual) <= 0.12, times
-    by_expert = [
-        error for case, error in times.items() if "_full" in case and " on 2 x" in case and ": 8b" not in case
-    ]
-    assert len(by_expert) == 2
-    assert max(by_expert) <= 0.05, "experts that are divided over cards"
-    assert max(times.values()) <= 0.22, "weights that are divided over cards, and towers"
+    towers = {case: error for case, error in times.items() if case.startswith("vl_")}
+    assert max(towers.values()) <= 0.22, "towers"
+    assert max(error for case, error in times.items() if case not in towers) <= 0.12, times
+    several = [error for case, error in times.items() if " on 2 x" in case or " on 4 x" in case]
+    assert len(several) >= 11
+    assert max(several) <= 0.08, "several cards"
     assert [row.case for row in rows if not row.right] == []
 
 

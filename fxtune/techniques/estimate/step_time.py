@@ -63,15 +63,12 @@ EIGHT_BIT_BYTES = 150.0
 (full fine-tuning of 8B: 0.3 s)."""
 NORM_PASSES, CLIP_PASSES = 1, 2
 """The norm of the gradient reads each gradient once; clipping, the default, reads and writes each once more."""
-EMPTY_PASSES = 2
-"""Gradients of trained experts are read and written once more, because the gradients of experts without a row
-become zero (grouped_matmul.outer())."""
-WAITING = 9.5e-3
-"""Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 9.6 ms
-for each of 12 layers, and 9.4 ms for each of 48 layers with half of the tokens (two H200,
-benchmarks/baselines/h200_mixture_two_cards.json). So it does not depend on the tokens. In each layer the host reads
-the number of rows before it launches the rest, and ranks wait for each other. No profile has shown yet that this is
-the cause."""
+UNEXPLAINED = 8.4e-3
+"""Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 7 to
+9.5 ms for a quarter of Qwen3-30B-A3B and for all of it, on two H200 and on four (benchmarks/baselines/
+h200_mixture_two_cards.json, h200_four_cards.json). So it hardly depends on the tokens. It is no idle time: kernels fill
+307 of the 316 ms of a step on two cards. Tokens travel for 32 of them, 23 more than their bytes take, and the optimizer
+and clipping take 18 ms more than theirs (docs/distributed.md)."""
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
 gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""
@@ -154,8 +151,8 @@ def micro_batch_seconds(
     layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
     layers = Shape.of(facts.text).layers
     both = layers * (layer.forward + layer.backward(trained) + _elementwise(facts)) + (2 + trained) * head
-    waiting = layers * WAITING if facts.device == "cuda" and divides_experts(facts) else 0.0
-    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + waiting + tower_seconds(facts, images)
+    unexplained = layers * UNEXPLAINED if facts.device == "cuda" and divides_experts(facts) else 0.0
+    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + unexplained + tower_seconds(facts, images)
     if has_gradients(facts) and tower_level(plan) in ("input", "attention"):
         training += tower_seconds(facts, images, trains=False)
     reference = forward_seconds(facts, supervised, attended, images) if forward_passes else 0.0
@@ -190,8 +187,9 @@ def _head_seconds(facts: Facts, supervised: float) -> float:
     """Seconds of the output head's forward pass. A head that scores documents is one row."""
     if facts.head != "lm":
         return 0.0
-    shape = Shape.of(facts.text)
-    return 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / rates(facts).matmul
+    shape, card = Shape.of(facts.text), rates(facts)
+    in_fp8 = quantized_type(facts) == "fp8" and facts.techniques.quantize.head
+    return 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / (card.fp8 if in_fp8 else card.matmul)
 
 
 def _seen(facts: Facts, attended: float | None) -> LayerTime:
@@ -223,7 +221,6 @@ def _elementwise(facts: Facts) -> float:
     tokens before they are sent, and add up the received sums, in both passes."""
     shape, lora = Shape.of(facts.text), facts.techniques.lora.enabled
     h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
-    gradients = 0.0
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
     if shape.expert_count > 1:
         rows = shape.used * h
@@ -233,11 +230,9 @@ def _elementwise(facts: Facts) -> float:
         passes += 4 * (ranks + 1) * h * divided
         if not lora:
             passes += 2 * (rows + h)
-            experts = shape.expert_parameters / shape.layers / (ranks if divided else 1)
-            gradients = EMPTY_PASSES * number_bytes(facts) * experts
     else:
         passes += GATED_PASSES * i + ADAPTER_PASSES * lora * ((h + i) + (h + 2 * i))
-    moved = number_bytes(facts) * facts.tokens * passes + gradients
+    moved = number_bytes(facts) * facts.tokens * passes
     return (moved + UNPACKING * unpacked_bytes(facts, shape)) / rates(facts).memory
 
 

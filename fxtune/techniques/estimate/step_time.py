@@ -66,9 +66,9 @@ NORM_PASSES, CLIP_PASSES = 1, 2
 UNEXPLAINED = 8.4e-3
 """Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 7 to
 9.5 ms for a quarter of Qwen3-30B-A3B and for all of it, on two H200 and on four (benchmarks/baselines/
-h200_mixture_two_cards.json, h200_four_cards.json). So it hardly depends on the tokens. It is no idle time: kernels fill
-307 of the 316 ms of a step on two cards. Tokens travel for 32 of them, 23 more than their bytes take, and the optimizer
-and clipping take 18 ms more than theirs (docs/distributed.md)."""
+h200_mixture_two_cards.json, h200_four_cards.json). So it hardly depends on the tokens. It is no idle time: kernels
+fill 307 of the 316 ms of a step on two cards. Tokens travel for 32 of them, 23 more than their bytes take, and the
+optimizer and clipping take 18 ms more than their bytes (docs/distributed.md)."""
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
 gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""

@@ -27,6 +27,7 @@ from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, ki
 from fxtune.system.atomic_files import read_json, replace_text
 
 FREE_ON_RESUME = (
+    "run.deterministic",  # setting.json has what it decided
     "run.dir",
     "run.resume",
     "run.device",

@@ -122,7 +122,7 @@ def run(
     if html is not None:
         console.record = True
     tokenizer = load_tokenizer(config.model)
-    machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
+    machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.strict)
     settled = settle(config, machine, checks=False)
     refusals: list[str] = []
 

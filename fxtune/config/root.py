@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
+from omegaconf import BooleanNode
+
 from fxtune.checkpoint.manager import CheckpointConfig
 from fxtune.config.introspection import Keys, Slot, with_defaults
 from fxtune.config.validate import Validator
 from fxtune.data import stages
 from fxtune.data.batches.loader import LoaderConfig
-from fxtune.data.config import DataConfig
+from fxtune.data.config import AUTO, DataConfig
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
@@ -48,9 +50,10 @@ class RunConfig:
     resume: Resume = Resume.auto
     """`auto`: continue an unfinished run of the same config, or start one. `never`: start one.
     `must`: fail if there is none."""
-    deterministic: bool = False
-    """Give the same bits each time on the same machine: use deterministic kernels only, and choose nothing by timing
-    or by free memory. An option that cannot do this is refused (docs/faults.md)."""
+    deterministic: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
+    """Give the same bits each time on the same GPU; a CPU always does. `auto`: use deterministic kernels where they
+    cost at most 2 % by measurement; a line says which. `true`: use no others, and choose nothing by timing or by free
+    memory; an option that cannot do this is refused. `false`: use the fastest kernels (docs/faults.md)."""
     device: Device = Device.auto
     """`auto`: the GPU if there is one."""
     gpus: str = "auto"
@@ -64,6 +67,15 @@ class RunConfig:
     held-out data or with checkpoint.keep_best=false, the last weights. `last`: the weights after the last step."""
     report: bool = True
     """Write a page about the run, RUN/report.html, when it ends; `fxtune report RUN` writes it at any time."""
+
+    def __post_init__(self) -> None:
+        if self.deterministic != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
+            self.deterministic = BooleanNode().validate_and_convert(self.deterministic)
+
+    @property
+    def strict(self) -> bool:
+        """Whether nothing may be decided by a clock or by free memory."""
+        return self.deterministic is True
 
 
 class Spikes(str, Enum):
@@ -323,9 +335,9 @@ class Config:
             )
         if stop.patience and not self.checkpoint.keep_best:
             yield f"{patience} exports the best weights: it needs checkpoint.keep_best=true"
-        if self.run.deterministic and self.train.max_minutes is not None:
+        if self.run.strict and self.train.max_minutes is not None:
             yield "`run.deterministic=true` decides nothing by a clock: leave train.max_minutes out"
-        if self.run.deterministic and share is not None:
+        if self.run.strict and share is not None:
             yield "`run.deterministic=true` decides nothing by a clock: leave train.eval_share out"
 
 

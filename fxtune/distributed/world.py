@@ -340,11 +340,11 @@ class World:
             f"{first_line(error)}. The same command goes on from the last checkpoint."
         )
 
-    def facts(self, deterministic: bool = False) -> MachineFacts:
+    def facts(self, strict: bool = False) -> MachineFacts:
         """The device, the memory and the installed packages of rank 0, with the free memory of the fullest device: the
         same facts on all ranks.
 
-        `deterministic`: count all memory as free except the driver's. The memory that other processes use differs from
+        `strict`: count all memory as free except the driver's. The memory that other processes use differs from
         run to run, and `auto` settings depend on free memory.
         """
         name, total = f"{cores()} cores, {platform.machine()}", memory()[0]
@@ -353,7 +353,7 @@ class World:
             card = torch.cuda.get_device_properties(self.device)
             name = card.name
             total = int(card.total_memory * torch.cuda.get_per_process_memory_fraction(self.device))
-            free = total - CONTEXT if deterministic else min(torch.cuda.mem_get_info(self.device)[0], total)
+            free = total - CONTEXT if strict else min(torch.cuda.mem_get_info(self.device)[0], total)
         ranks = self.gather((free, socket.gethostname()), "comparing free memory")
         here = MachineFacts(
             device=self.device.type,

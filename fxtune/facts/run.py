@@ -54,7 +54,7 @@ class Facts(MachineFacts):
     in_backward: bool = False
     """Whether each weight is updated in the backward pass, so that not all gradients exist at once."""
     deterministic: bool = False
-    """Whether two runs must give the same bits."""
+    """Whether kernels must give the same bits each time."""
     degrees: Degrees = field(default_factory=Degrees)
     """How the ranks of the run share its work."""
     sum_bytes: int = 4

@@ -119,5 +119,5 @@ def _facts_of_another_process(config: Config) -> Facts:
 
 
 def _facts_here(config: Config) -> Facts:
-    machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.deterministic)
+    machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.strict)
     return decide_rows(config, machine, load_config(config.model, config.objective.needs.head))[2]

@@ -41,7 +41,7 @@ def decide_rows(
         undo_limit=undo_limit(config.optimizer),
         step_rows=config.train.largest_batch,
         in_backward=config.optimizer.in_backward is Switch.on,
-        deterministic=config.run.deterministic,
+        deterministic=config.run.strict,
         degrees=Degrees(replicate=ranks),
         keeps_start=_keeps_start(config),
         sum_bytes=config.parallel.sum_bytes,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fxtune.config.root import Config
+from fxtune.data.config import AUTO
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError
@@ -20,7 +21,7 @@ from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config
 from fxtune.optim import config as optimizer_config
-from fxtune.settle import in_backward
+from fxtune.settle import determinism, in_backward
 from fxtune.settle.degrees import with_degrees
 from fxtune.settle.missing import missing_data
 from fxtune.settle.ranks import open_counts, share
@@ -69,6 +70,12 @@ class Settled:
         notes = (*(line for line in self.notes if _topic(line) not in topics), *new)
         return replace(self, techniques=techniques, facts=replace(facts, techniques=techniques), notes=notes)
 
+    def without_determinism(self, operator: str) -> Settled:
+        """This with the fastest kernels, because `operator` of torch has no deterministic one."""
+        line = determinism.line(f"torch has no deterministic kernel for {operator}")
+        notes = tuple(note for note in self.notes if _topic(note) != _topic(line))
+        return replace(self, facts=replace(self.facts, deterministic=False), notes=(*notes, line))
+
     def without(self, key: str, why: str) -> Settled:
         """This without the technique or the option `key`, which turned out not to act on the built model."""
         return self.using(withdrawal.without(self.techniques, key)).noting(withdrawal.line(key, why))
@@ -86,13 +93,15 @@ def settle(
     tries: Tries | None = None,
     checks: bool = True,
     hf_config: Any = None,
+    deterministic: bool | None = None,
 ) -> Settled:
     """What a run of `config` will be on `machine`.
 
     `ranks`: the number of processes; None: as many as `fxtune` would start on this machine. `present`: the number of
     processes that share the host's memory in `machine`. `tries`: tries the packages that would be used; a package that
     does not work counts as missing. None: every installed package works. `checks`: refuse what cannot run.
-    `hf_config`: the model's config, where it has been read.
+    `hf_config`: the model's config, where it has been read. `deterministic`: whether the kernels of a resumed run are;
+    None: `run.deterministic` decides.
 
     Reads the model's config, but no weight and no row. Raises one ConfigError with all reasons why the recipe cannot
     run there, and the errors of reading the model's config.
@@ -109,11 +118,18 @@ def settle(
     require_equal_parts(degrees, config.train.micro_batches)
     notes += [f"parallel: {why}"] * (degrees.ranks > 1)
     facts, note = in_backward.decide(config, with_degrees(facts, degrees))
+    facts = facts if deterministic is None else replace(facts, deterministic=deterministic)
     notes += [note] if note else []
     if checks:
         techniques, decided = config.techniques.resolved(facts, list(refusals(config, facts)))
     else:
         techniques, decided = config.techniques.decided(facts)
+    if deterministic is None and config.run.deterministic == AUTO:
+        fixed, lines = determinism.decide(config.techniques, techniques, facts)
+        if fixed is not None:
+            techniques, facts = fixed, replace(facts, deterministic=True)
+        topics = {_topic(line) for line in lines}
+        decided = [*(line for line in decided if _topic(line) not in topics), *lines]
     facts = replace(facts, techniques=techniques)
     if divides_experts(facts):
         decided.append(
@@ -123,19 +139,19 @@ def settle(
     return Settled(config, hf_config, techniques, facts, (*notes, *remarks, *decided))
 
 
-def settle_here(config: Config, world: World, ranks: int | None = None) -> Settled:
+def settle_here(config: Config, world: World, ranks: int | None = None, deterministic: bool | None = None) -> Settled:
     """settle() on this machine, where packages are tried. A package that fails on one rank is used by none.
 
-    `ranks`: as in settle(). Raises as settle().
+    `ranks`, `deterministic`: as in settle(). Raises as settle().
     """
-    machine = world.facts(config.run.deterministic)
+    machine = world.facts(config.run.strict)
     with import_ahead(machine, [name for name, _ in config.techniques.enabled()]) as imported:
 
         def tries(machine: MachineFacts, packages: Iterable[str], heads: Heads) -> dict[str, str]:
             by_rank = world.gather(unusable(machine, packages, heads, imported), "trying packages")
             return {name: why for broken in by_rank for name, why in broken.items()}
 
-        return settle(config, machine, ranks, world.size, tries)
+        return settle(config, machine, ranks, world.size, tries, deterministic=deterministic)
 
 
 def _with_working_packages(

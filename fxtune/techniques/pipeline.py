@@ -171,6 +171,12 @@ class Pipeline(Techniques):
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
+    def nondeterministic_option(self, facts: Facts) -> str | None:
+        """Why these techniques, each `auto` decided, cannot run deterministic kernels; None if they can."""
+        usual, fixed = (replace(facts, techniques=self, deterministic=on) for on in (False, True))
+        reasons = (set(technique.check(fixed)) - set(technique.check(usual)) for _, technique in self.enabled())
+        return next((_cause(reason) for some in reasons for reason in sorted(some)), None)
+
     def sharing_refusals(self, facts: Facts) -> Iterator[str]:
         """Each reason why ranks cannot share the work as `facts.degrees` says."""
         facts, degrees = replace(facts, techniques=self), facts.degrees

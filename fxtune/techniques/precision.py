@@ -60,8 +60,8 @@ class Precision(PrecisionOptions, Technique):
             yield "cudnn_benchmark: cuDNN needs a GPU, and this run is on a CPU. Set it to false."
         if self.cudnn_benchmark and facts.deterministic:
             yield (
-                "cudnn_benchmark: it picks algorithms by time, and run.deterministic=true rules that out. Set one "
-                "of them to false."
+                "cudnn_benchmark: it picks algorithms by time, so two runs may compute differently. Set it or "
+                "run.deterministic to false."
             )
         if {self.autocast.value, facts.dtype} == {"bfloat16", "float16"}:
             yield (

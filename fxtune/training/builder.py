@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +27,7 @@ from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, UnavailableError
+from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
@@ -49,6 +48,11 @@ from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
+from fxtune.system.determinism import (
+    nondeterministic_operator,
+    prepare_deterministic_kernels,
+    use_deterministic_kernels,
+)
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
 from fxtune.techniques import divided_weights, withdrawal
@@ -70,6 +74,7 @@ from fxtune.training.stored_reference import store_reference
 
 CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
 """Techniques whose options change log-probabilities by more than the rounding of another order of sums."""
+DETERMINISTIC = "run.deterministic"
 INTERFACES: dict[str, type[LanguageModel]] = {"lm": LanguageModel, "score": ScoreModel}
 """What objectives read, by the head that they need (Needs.head)."""
 LOOKS = 8
@@ -84,9 +89,12 @@ class RunBuilder:
     """
 
     @phase("Checking the recipe", part="checks")
-    def __init__(self, config: Config, ahead: bool = False, threads: int | None = None) -> None:
+    def __init__(
+        self, config: Config, ahead: bool = False, threads: int | None = None, deterministic: bool | None = None
+    ) -> None:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are then the facts of one
-        rank, and no model can be built. `threads`: the number of CPU threads at the first start of a resumed run."""
+        rank, and no model can be built. `threads`, `deterministic`: the number of CPU threads at the first start of a
+        resumed run, and whether its kernels are deterministic."""
         self._compared: Sequence[Plan] = ()
         """The plans whose documents need the stored log-probabilities of a reference."""
         self._compared_documents: np.ndarray | None = None
@@ -97,13 +105,10 @@ class RunBuilder:
         """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
-        if config.run.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matmul
-        if torch.are_deterministic_algorithms_enabled() != config.run.deterministic:  # the call imports the compiler
-            torch.use_deterministic_algorithms(config.run.deterministic)
-        # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        self.settled = settle_here(config, self.world, None if ahead else self.world.size)
+        if config.run.deterministic is not False:
+            prepare_deterministic_kernels()
+        self.settled = settle_here(config, self.world, None if ahead else self.world.size, deterministic)
+        use_deterministic_kernels(self.facts.deterministic)
         if not ahead:
             self.world = self.world.divided(self.facts.degrees)
 
@@ -256,6 +261,10 @@ class RunBuilder:
                         "in the middle of a pass: switch it off, or set parallel.shard=1."
                     ) from error
                 found = (key, error.why)
+            except (RuntimeError, UserError) as error:
+                if (operator := self.nondeterministic(error)) is None:
+                    raise
+                found = (DETERMINISTIC, operator)
             found = found or self._without_effect(seen)
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
@@ -263,12 +272,28 @@ class RunBuilder:
                     self._store_reference(language_model)
                 return language_model, [*off, *seen]
             key, why = found
-            self.settled = self.settled.without(key, why)
+            if key == DETERMINISTIC:
+                self.use_fastest_kernels(why)
+            else:
+                self.settled = self.settled.without(key, why)
+                off.append(
+                    Evidence(key.partition(".")[0], f"{key} where it can act", f"off, because {why}", True, key)
+                )
             say(self.settled.notes[-1])
-            off.append(Evidence(key.partition(".")[0], f"{key} where it can act", f"off, because {why}", True, key))
             model = language_model = None  # type: ignore[assignment]  # frees the memory for the next one
             torch.compiler.reset()
             gc.collect()
+
+    def nondeterministic(self, error: Exception) -> str | None:
+        """The operator that raised `error` because it has no deterministic kernel, if the recipe does not demand one.
+        Ranks that share weights or rows cannot go on in the middle of a pass."""
+        is_wish = self.facts.deterministic and self.config.run.deterministic == AUTO and not self.world.shares
+        return nondeterministic_operator(error) if is_wish else None
+
+    def use_fastest_kernels(self, operator: str) -> None:
+        """Go on without deterministic kernels, because `operator` has none. The last note says so."""
+        self.settled = self.settled.without_determinism(operator)
+        use_deterministic_kernels(False)
 
     def _store_reference(self, model: LanguageModel) -> None:
         """Give the tables of the plans the log-probabilities of `model`, which is as the run starts."""
@@ -304,7 +329,14 @@ class RunBuilder:
         with self.oom_context("Trying the objective", MemoryPhase.training), torch.enable_grad():
             batch = self.own(plan).batch(0, 0).to(self.world.device)
             with self.techniques.precision.context(self.world.device):
-                returned = objective.loss(model, batch)
+                try:
+                    returned = objective.loss(model, batch)
+                except (RuntimeError, UserError) as error:
+                    if (operator := self.nondeterministic(error)) is None:
+                        raise
+                    self.use_fastest_kernels(operator)
+                    say(self.settled.notes[-1])
+                    returned = objective.loss(model, batch)
             if found := contract_broken(returned, objective.normalizer(plan, 0)):
                 plugin = OBJECTIVES.added()[name]
                 raise ConfigError(f"{plugin.file}: the objective `{name}` must return {CONTRACT}: {found}.")
@@ -323,6 +355,10 @@ class RunBuilder:
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
             observed = [*self.techniques.verify(model.prepared, probe), *model.evidence]
+            if self.facts.device == "cuda":
+                asked = f"{DETERMINISTIC}={str(self.config.run.deterministic).lower()}"
+                kernels = "deterministic kernels" if self.facts.deterministic else "the fastest kernels"
+                observed.append(Evidence("kernels", asked, kernels, acted=True))
             if self.facts.in_backward:
                 with self.techniques.precision.context(self.world.device):
                     observed.append(in_backward.observe(model.model, probe))
@@ -441,22 +477,22 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     keeps its decision from the start of the run.
     """
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
-    check = ResumeCheck(folder.path, resumes, config.run.deterministic, note, writes=folder.lock is not None)
+    check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
     undecided = config.data.packing == AUTO
     shares = config.data.share_prompts == AUTO
     if resumes:
         config = replace(config, data=check.earlier_rows(config.data))
     if resumes and config.optimizer.lr == optimizer_config.AUTO:
         config = replace(config, optimizer=check.earlier_rate(config.optimizer))
-    threads = check.earlier_threads()
-    builder = RunBuilder(config, threads=threads)
+    first = check.earlier_threads(), check.earlier_determinism(config.run.deterministic, folder.config.get("run"))
+    builder = RunBuilder(config, False, *first)
     if reasons := list(
         config.parallel.degree_refusals(builder.world.degrees)
     ):  # here, because other commands use one rank
         raise ConfigError("\n".join(reasons))
     require_equal_parts(builder.world.degrees, config.train.micro_batches)
     if techniques := check.earlier_decisions(config.techniques, builder.techniques):
-        builder = RunBuilder(replace(config, techniques=techniques), threads=threads)
+        builder = RunBuilder(replace(config, techniques=techniques), False, *first)
     builder.keeps_decisions = bool(check.before)
     data, rows = builder.config.data, dict[str, Any]()
     if undecided:
@@ -467,6 +503,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         check.compare("rows", rows)
     if plugins := config.plugins():
         check.compare("plugins", plugins)
+    check.compare("kernels", {"deterministic": builder.facts.deterministic})
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check
 

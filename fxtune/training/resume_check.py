@@ -129,6 +129,22 @@ class ResumeCheck:
         threads = str(self._section("machine").get("threads", ""))
         return int(threads) if threads.isdecimal() else None
 
+    def earlier_determinism(self, wanted: Any, run: Any) -> bool | None:
+        """Whether the kernels of a resumed run are deterministic; None for a new one. `wanted`: run.deterministic of
+        today; `run`: that group of the config of the run's start, where `auto` stood from its first version on.
+        Raises ConfigError if the recipe asks for what the run does not have."""
+        if not self.before:
+            return None
+        asked = run.get("deterministic") if isinstance(run, dict) else None
+        first = asked if isinstance(asked, bool) else self._section("kernels").get("deterministic") is True
+        if wanted not in (AUTO, first):
+            raise ConfigError(
+                f"run.deterministic={str(wanted).lower()}: {self.folder} was started with "
+                f"{'' if first else 'non'}deterministic kernels and goes on with them. Set it to auto, or start anew "
+                f"with {HOW_TO_START_ANEW}."
+            )
+        return first
+
     def _parse_recorded(self, name: str, technique: Any, key: str, value: Any) -> Any:
         """A recorded value with the type of the technique's field: JSON has no enums."""
         validator = Validator(type(technique), lambda _: str(self.folder / SETTING))

@@ -89,7 +89,7 @@ class RunEnd:
         """Seconds of the run after which it is to be done."""
         self.next_look = state.step + 1
         """With a deadline: the step after which to look at the clock, whether or not a log line is due."""
-        share = EVAL_SHARE if self.stop.patience and not config.run.deterministic else 0.0
+        share = EVAL_SHARE if self.stop.patience and not config.run.strict else 0.0
         self.share = share if train.eval_share is None else train.eval_share
         """The largest share of the time that evaluations may take; 0: any."""
 

@@ -479,15 +479,15 @@ class Trainer:
         self.model.train()
         index = self.first_step = self.state.step
         while index < self.plan.steps:
-            exhausted, plan = None, self.plan
+            failed, plan = None, self.plan
             self.loader = Loader(self.builder.own(plan), self.config.loader, self.world.device)
             for step in self.loader.steps(index):
                 index = step.index
                 self._announce_stage(index)
                 lr = self.schedule.rate(index)
-                metrics = catch_out_of_memory(partial(self.step, step, lr))
-                if isinstance(metrics, MemoryExhausted):
-                    exhausted = metrics
+                metrics = catch_out_of_memory(partial(self._try_step, step, lr))
+                if isinstance(metrics, (MemoryExhausted, str)):
+                    failed = metrics
                     break
                 yield step, lr, metrics
                 index += 1
@@ -495,8 +495,26 @@ class Trainer:
                     break
             del step  # and the batches on the device
             self.loader.close()
-            if exhausted is not None:
-                self._halve(index, exhausted)
+            if isinstance(failed, str):
+                self._repeat_with_fastest_kernels(failed)
+            elif failed is not None:
+                self._halve(index, failed)
+
+    def _try_step(self, step: StepBatches, lr: float) -> Metrics | str:
+        """step(), or the operator that has no deterministic kernel, if the run goes on without one."""
+        try:
+            return self.step(step, lr)
+        except (RuntimeError, UserError) as error:
+            if (operator := self.builder.nondeterministic(error)) is None:
+                raise
+        return operator
+
+    def _repeat_with_fastest_kernels(self, operator: str) -> None:
+        """Repeat the step in which `operator` turned out to have no deterministic kernel. It changed no weight."""
+        self.batch_sizes.free_memory()
+        self.train_step.drop()
+        self.builder.use_fastest_kernels(operator)
+        self.screen.note(self.builder.settled.notes[-1])
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""

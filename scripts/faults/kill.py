@@ -5,9 +5,10 @@
     python scripts/faults/kill.py --ranks 2 --kills 100      # runs of two ranks: a rank, the launcher or all are killed
     python scripts/faults/kill.py --ranks 2 --shard 2        # and full fine-tuning with Muon whose weights they divide
     python scripts/faults/kill.py --ranks 2 --modes dpo      # and pairs of answers
-    python scripts/faults/kill.py --ranks 2 --device cuda    # on cards, where each run is deterministic
+    python scripts/faults/kill.py --device cuda --modes kto  # on a card, with the defaults of run.deterministic
+    python scripts/faults/kill.py --device cuda --modes lora --set 'techniques=[lora,fast]' --ranks 2
 
-Each run trains a two-layer Llama on a CPU, or with --ranks on cards. SIGKILL ends it one to four times, and the same command starts it again.
+Each run trains a two-layer Llama on a CPU, or with --device cuda on cards. SIGKILL ends it one to four times, and the same command starts it again.
 Half of the instants fall anywhere in the run, half into a random phase (tokenising, saving, ...), because most of a
 short run is its start. One kill in four ends only the main process, like the kernel's out-of-memory killer, and its
 workers must notice that.
@@ -22,7 +23,7 @@ imported all packages. A run then takes one or two seconds instead of seven,
 and the reported costs of a kill do not include the imports. For each mode one run is started as users start it; its
 result must equal that of the forked run.
 
-With --ranks the runs are started as users start them. After each kill every process of the run must be gone within 60
+With --ranks or on cards the runs are started as users start them. After each kill every process of the run must be gone within 60
 seconds and its port free; a killed rank must be named by one message, with exit code 7. The same command resumes the
 run.
 """
@@ -69,6 +70,7 @@ SHARES = {
     "kto": 2,
     "reward": 2,
     "images": 1,
+    "mixture": 1,
     "compiled": 1,
 }
 """Relative number of kills per mode. Modes `workers`, `tokenisers` and `compiled` are slow."""
@@ -137,16 +139,15 @@ def campaign(mode: str, kills: int, seed: int, folder: Path, outcomes: list[Outc
 
 
 def campaign_of_ranks(given: argparse.Namespace, mode: str, folder: Path, rows: list[dict[str, Any]]) -> int:
-    """Kill processes of runs of several ranks until as many kills are done as asked. Returns how many runs went wrong."""
+    """Kill processes of runs that are started as users start them until as many kills are done as asked. Returns how
+    many runs went wrong."""
     ranks, shard, kills = given.ranks, given.shard, given.kills
     draw, bad, number = random.Random(f"{given.seed}/ranks"), 0, 0
     # Without packing both answers of a pair take a row of one micro-batch.
     micro = 2 if any(word.startswith("objective=") for word in MODES[mode]) else 1
     keys = [f"train.micro_batch_size={micro}", f"train.global_batch_size={max(4, micro * ranks)}"]
     keys += [f"run.gpus={ranks}", f"parallel.shard={shard}", f"run.device={given.device}", *given.set]
-    if given.device == "cuda":  # without it the order of some sums on a card may change
-        keys.append("run.deterministic=true")
-    title = f"{mode}, {ranks} ranks" + (f", weights divided by {shard}" if shard > 1 else "")
+    title = f"{mode}, {ranks} rank{'s' * (ranks > 1)}" + (f", weights divided by {shard}" if shard > 1 else "")
 
     def words_in(place: Path) -> list[str]:
         return [*prepare(place, mode), *keys]
@@ -255,7 +256,7 @@ def main() -> int:
     parser.add_argument(
         "--operations", action="store_true", help="kill before each file operation, not at random instants"
     )
-    parser.add_argument("--modes", help="choose from " + ", ".join(MODES) + "; with --ranks one of them")
+    parser.add_argument("--modes", help="choose from " + ", ".join(MODES) + "; with --ranks or on cards one of them")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the instants; what a run does then depends on the machine's speed"
     )
@@ -263,17 +264,19 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder of the runs; those that differ are kept")
     parser.add_argument("--ranks", type=int, default=1, help="kill runs of so many ranks, in one mode")
     parser.add_argument("--shard", type=int, default=1, help="with --ranks: divide the weights over so many of them")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --ranks: where the ranks run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --ranks: a further key")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the runs run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a further key, with --ranks or on cards"
+    )
     given = parser.parse_args()
     modes = (given.modes or ",".join(MODES)).split(",")
     if unknown := set(modes) - set(MODES):
         parser.error(f"no mode {sorted(unknown)}")
     os.nice(10)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-kills-"))
-    if given.ranks > 1:
+    if given.ranks > 1 or given.device == "cuda":
         if len(modes) > 1 and given.modes:
-            parser.error("--ranks kills runs of one mode")
+            parser.error("--ranks and --device cuda kill runs of one mode")
         rows: list[dict[str, Any]] = []
         mode = given.modes or ("lora" if given.shard == 1 else "full")
         bad_runs = campaign_of_ranks(given, mode, folder, rows)

@@ -1,4 +1,4 @@
-"""run.deterministic=true: another process that compiles everything again and is killed midway gives the same bits.
+"""run.deterministic by default: another process that compiles everything again and is killed midway gives the same bits.
 
 A kernel chosen by timing, an atomic addition or a split that depends on other work would change the last digits of
 some step. Both runs start with empty caches, so no equality comes from a cache on disk.
@@ -17,7 +17,6 @@ SIZES = (
     "head_dim: 128, max_position_embeddings: 4096}"
 )
 COMMON = (
-    "run.deterministic=true",
     "run.device=auto",
     f"model.architecture={SIZES}",
     "model.dtype=bfloat16",
@@ -52,6 +51,7 @@ def ending(folder: Path, mode: str, killed: bool) -> Ending:
     done = run(words, folder, timeout=280, **caches)
     assert done.code == 0, done.text[-3000:]
     assert ("Resuming" in done.text) == killed
+    assert "deterministic: on" in done.text
     return Ending.of(folder / "run", [])
 
 
@@ -70,7 +70,7 @@ def test_memory_decisions_do_not_depend_on_currently_free_memory():
     from fxtune.distributed.world import World
 
     world = World.create()
-    before = world.facts(deterministic=True).free_memory
+    before = world.facts(strict=True).free_memory
     held = torch.empty(2**30, dtype=torch.uint8, device=world.device)
-    assert world.facts(deterministic=True).free_memory == before > held.nbytes
+    assert world.facts(strict=True).free_memory == before > held.nbytes
     assert world.facts().free_memory < before

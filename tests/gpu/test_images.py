@@ -185,7 +185,7 @@ def ending(folder: Path, mode: str, killed: bool) -> Ending:
     """The images are decoded by two workers of the loader."""
     processors.write_model("qwen2_5_vl", folder / "model")
     processors.write_picture_rows(folder / "pictures")
-    words = command(folder, *MODES["images"], "run.device=auto", "run.deterministic=true", *RUNS[mode])
+    words = command(folder, *MODES["images"], "run.device=auto", *RUNS[mode])
     if killed:
         process = start(words, folder)
         wait_for(lambda: list((folder / "run" / "checkpoints").glob("step-*")), process, timeout=280)

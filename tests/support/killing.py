@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from support.endings import Ending, Traced, effective_steps
 from support.harness import HERE, command, user_environment, write_chats, write_preferences, write_texts
+from support.mixtures import ON_EXPERTS, QWEN3_MOE
 from support.processors import write_model, write_picture_rows
 
 START = 600
@@ -413,6 +414,7 @@ MODES: dict[str, tuple[str, ...]] = {
         "loader.num_workers=2",
         "techniques.lora.dropout=0.1",
     ),
+    "mixture": (QWEN3_MOE, *ON_EXPERTS, *LEARNS),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
 """Words in addition to command(). The first three modes evaluate and so also save at other steps."""

@@ -92,7 +92,7 @@ def test_verify_finds_an_autocast_that_does_not_act(monkeypatch, autocast):
         (
             dataclasses.replace(AMPERE, deterministic=True),
             {"cudnn_benchmark": True},
-            "run.deterministic=true rules that out",
+            "run.deterministic to false",
         ),
         (dataclasses.replace(TURING, dtype="bfloat16"), {}, "Set model.dtype=float32"),
         (

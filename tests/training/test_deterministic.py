@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from support.architectures import enable
 from support.runs import history
 
+from fxtune.cli.main import main
 from fxtune.facts.options import CompileMode
 from fxtune.facts.run import Facts
 from fxtune.techniques.attention.backends.registry import BACKENDS, hub
@@ -42,7 +45,7 @@ FIXED = dataclasses.replace(FREE, deterministic=True)
 def test_deterministic_run_times_no_kernels():
     compiled = Compile(enabled=True, mode=CompileMode.max_autotune)
     assert not [why for why in compiled.check(FREE) if "clock" in why]
-    assert [why for why in compiled.check(FIXED) if "run.deterministic=true" in why]
+    assert [why for why in compiled.check(FIXED) if "run.deterministic=false" in why]
 
 
 @pytest.mark.parametrize("backend", [BACKENDS["cudnn"], hub("hub:kernels-community/flash-attn3")])
@@ -69,3 +72,40 @@ def test_deterministic_cpu_run_repeats_bit_for_bit_without_filling_memory(narrow
         )
     torch.use_deterministic_algorithms(False)
     assert found[0] == found[1]
+
+
+WITHOUT_ORDER = """
+import fxtune, torch
+
+@fxtune.objective("mine")
+class Mine(fxtune.Objective):
+    steps = 0
+
+    def loss(self, model, batch):
+        Mine.steps += torch.is_grad_enabled()
+        if Mine.steps > AFTER:  # torch has no deterministic put_
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+        return model.summed_loss(batch), {}
+
+    def normalizer(self, plan, step):
+        return float(plan.supervised(step))
+"""
+
+
+@pytest.mark.parametrize("after", [0, 3], ids=["in the proofs", "in a step"])
+def test_an_operator_without_a_deterministic_form_is_one_line(cwd, capsys, after):
+    """A run that began with deterministic kernels on a GPU goes on with them on a CPU, until an operator has none."""
+    Path("mine.py").write_text(WITHOUT_ORDER.replace("AFTER", str(after)))
+    words = ["--plugin", "mine.py", "+recipe=quickstart", "objective=mine", "data.questions.path=null", "run.dir=run"]
+    words += ["train.max_steps=6", "train.epochs=null", "train.micro_batch_size=1", "train.global_batch_size=1"]
+    assert main([*words, "tracking.display=plain", "train.pause_after=1"]) == 0
+    setting = json.loads(Path("run/setting.json").read_text())
+    assert setting["kernels"] == {"deterministic": False}, "a CPU has no other kernels"
+    Path("run/setting.json").write_text(json.dumps({**setting, "kernels": {"deterministic": True}}))
+    capsys.readouterr()
+    assert main([*words, "tracking.display=plain"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "deterministic: off" in line]
+    assert len(lines) == 1
+    assert "put_" in lines[0]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert history(Path("run"))[0]["train/step"] == 6

@@ -17,7 +17,7 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import Policy
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training import trainer
+from fxtune.training import builder, trainer
 from fxtune.training.builder import RunBuilder
 from fxtune.training.resume_check import ResumeCheck
 
@@ -46,7 +46,7 @@ def changed(section: str, key: str, value: object) -> None:
 
 
 def test_unchanged_run_resumes_without_notes(unfinished_run, said):
-    sections = {"techniques", "model", "machine", "data", "built", "rows", "rate"}
+    sections = {"techniques", "model", "machine", "data", "built", "rows", "rate", "kernels"}
     assert set(json.loads(Path("run/setting.json").read_text())) == sections
     trainer.run(unfinished_run)
     assert not [text for text in said if "started this changed" in text]
@@ -76,6 +76,32 @@ def test_another_torch_version_is_refused_in_a_deterministic_run(narrow, cwd, le
         ConfigError, match=r"its machine changed.*run\.deterministic=true.*\n  machine\.torch: 1\.0 -> "
     ):
         trainer.run(narrow)
+
+
+@pytest.mark.parametrize("asked", ["auto", True, False])
+def test_a_resumed_run_keeps_its_kernels_and_refuses_others(unfinished_run, asked):
+    changed("kernels", "deterministic", True)
+    unfinished_run.run.deterministic = asked
+    if asked is False:
+        with pytest.raises(ConfigError, match=r"run\.deterministic=false: run was started with deterministic kernels"):
+            trainer.run(unfinished_run)
+        return
+    trainer.run(unfinished_run)
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_run_of_an_earlier_version_keeps_the_fastest_kernels(unfinished_run, monkeypatch):
+    file = Path("run/setting.json")
+    setting = json.loads(file.read_text())
+    del setting["kernels"]
+    file.write_text(json.dumps(setting))
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text().replace("deterministic: auto", "deterministic: false"))
+    decided = []
+    monkeypatch.setattr(builder, "use_deterministic_kernels", decided.append)
+    trainer.run(unfinished_run)
+    assert decided == [False]
 
 
 @pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "products", "cute")])

@@ -32,7 +32,7 @@ from fxtune.techniques.estimate.memory import (
     trained_parameters,
     unpacked_bytes,
 )
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
+from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan, recompute_plan
 from fxtune.techniques.estimate.tower import has_gradients, planned_cost, tower_level
 
 ROWS = 4096
@@ -166,6 +166,12 @@ def forward_seconds(
     layer, layers = _seen(facts, attended), Shape.of(facts.text).layers
     pass_ = layers * (layer.forward + FORWARD_MOVED * _elementwise(facts)) + _head_seconds(facts, supervised)
     return max(pass_, layers * LAUNCH * FORWARD_MOVED) + tower_seconds(facts, images, trains=False)
+
+
+def attention_backward_share(facts: Facts) -> float:
+    """The share of attention's backward pass in the time of a step of full rows of one document."""
+    plan = recompute_plan(facts.techniques)
+    return Shape.of(facts.text).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
 
 
 def tower_seconds(facts: Facts, images: TowerWork | None, trains: bool = True) -> float:

@@ -1,0 +1,34 @@
+"""Kernels of torch that give the same bits each time, and the operators that have none."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+_WITHOUT = re.compile(r"\b(\S+) does not have a deterministic implementation")
+
+
+def prepare_deterministic_kernels() -> None:
+    """Give cuBLAS a workspace with which its products are the same each time. It reads this at the first product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def use_deterministic_kernels(on: bool) -> None:
+    """Switch deterministic kernels on or off for this process. An operator that has none raises a RuntimeError."""
+    if torch.are_deterministic_algorithms_enabled() != on:  # the call imports the compiler
+        torch.use_deterministic_algorithms(on)
+    # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def nondeterministic_operator(error: BaseException) -> str | None:
+    """The operator without a deterministic kernel that raised `error`, or an error that caused it; None for other
+    errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if found := _WITHOUT.search(str(cause)):  # a plugin's error is a UserError with torch's message
+            return found[1]
+        cause = cause.__cause__ or cause.__context__
+    return None

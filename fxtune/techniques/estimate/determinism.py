@@ -1,0 +1,53 @@
+"""What deterministic kernels cost: the measured slowdown of attention's backward pass, as a share of a step.
+
+In deterministic mode attention's backward pass adds up the gradients of queries in a fixed order, so its blocks wait
+for each other. The other kernels of a step are the same ones or cost too little to be measured: matrix products do not
+change, and the kernels of fxtune use no atomic additions. docs/faults.md has measured steps beside this forecast.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fxtune.facts.run import Facts
+from fxtune.techniques.attention.backends.backend import head_dims
+from fxtune.techniques.attention.technique import attention_layers
+from fxtune.techniques.estimate.step_time import attention_backward_share
+
+SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
+    ("H[12]00", "flash4", 64): ((1024, 0.27), (4096, 0.10), (16384, 0.02), (65536, 0.02)),
+    ("H[12]00", "flash4", 128): ((1024, 0.18), (4096, 0.18), (16384, 0.12), (65536, 0.52)),
+    ("H[12]00", "flash4", 256): ((1024, 0.24), (4096, 0.28), (16384, 0.18), (65536, 0.62)),
+    ("H[12]00", "cudnn", 128): ((4096, 1.43), (65536, 2.2)),
+    ("H[12]00", "sdpa", 64): ((1024, 0.0), (4096, 0.13), (16384, 0.44), (65536, 0.44)),
+    ("H[12]00", "sdpa", 128): ((1024, 0.01), (4096, 0.13), (16384, 0.74), (65536, 0.76)),
+    ("H[12]00", "sdpa", 256): ((1024, 0.49), (4096, 0.97), (16384, 1.5), (65536, 1.5)),
+    ("H[12]00", "sdpa float32", 64): ((1024, 0.0), (4096, 0.0), (16384, 2.0)),
+    ("H[12]00", "sdpa float32", 128): ((1024, 0.0), (4096, 0.01), (16384, 2.7)),
+    ("H[12]00", "sdpa float32", 256): ((1024, 0.0), (4096, 0.74), (16384, 5.7)),
+}
+"""By card, attention backend and head size: (tokens of a document, time that the deterministic backward pass adds, as
+a share of the ordinary one). Measured on an H100 (torch 2.11, flash-attn-4 4.0.0b36) by
+`python scripts/bench/bench_determinism.py --kernels`. An H200 is the same chip with more memory. In place of cuDNN's
+kernel, which has no fixed order, torch's FlashAttention-2 runs: by the figures of attention/technique.py."""
+ONE_ORDER = ("eager", "flex")
+"""Backends whose backward pass is the same kernel in both modes."""
+
+
+def cost(facts: Facts) -> float | None:
+    """The share of a step that deterministic kernels add, at most; None: not measured on this card for this backend,
+    head size and length. `facts`: with techniques decided."""
+    attention = facts.techniques.attention
+    backend = attention.backend if attention.enabled else "sdpa"  # the choice of transformers
+    if backend in ONE_ORDER or not attention_layers(facts.text):
+        return 0.0
+    kernel = f"{backend} float32" if facts.compute_dtype == "float32" else backend
+    measured = [key for key in SLOWER if re.search(rf"\b{key[0]}\b", facts.device_name) and key[1] == kernel]
+    width = max(head_dims(facts.text), default=0)
+    key = min((key for key in measured if key[2] >= width), key=lambda key: key[2], default=None)
+    if key is None or facts.row_length > SLOWER[key][-1][0]:
+        return None
+    # Documents of a row may be shorter than the row.
+    end = next(length for length, _ in SLOWER[key] if length >= facts.row_length)
+    slower = max(share for length, share in SLOWER[key] if length <= end)
+    return max(slower, 0.0) * attention_backward_share(facts)

@@ -6,8 +6,9 @@
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
     fxtune plan +recipe=quickstart --gpu cpu                      # on the cores of this machine, timed by a product
 
-No weight is loaded and no GPU is needed; without the hub, the configs that ship with fxtune do. docs/performance.md compares the forecasts with measurements. Time counts the
-start, the steps and the evaluations; the first start compiles for a minute more.
+No weight is loaded and no GPU is needed, and without the hub the configs that ship with fxtune are enough.
+docs/performance.md compares the forecasts with measurements. Time counts the start, the steps and the evaluations; the
+first start compiles for a minute more.
 """
 
 from __future__ import annotations

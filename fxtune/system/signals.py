@@ -8,8 +8,8 @@ check() after a step. So a weight update is never interrupted, and a signal neve
 A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
 disk, a device): a thread reads each signal from a pipe that the interpreter's C handler writes to. A signal within
 DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and job scripts
-forward the signals that they get. SIGUSR1, an early warning, and SIGHUP, which both the shell and the kernel send, never
-end a process immediately.
+forward the signals that they get. Two signals never end a process immediately: SIGUSR1, an early warning, and SIGHUP,
+which both the shell and the kernel send.
 
 LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers by its own, which drop
 SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the interpreter's handlers.

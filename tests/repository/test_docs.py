@@ -60,7 +60,7 @@ def test_every_path_in_the_documents_exists():
                 assert (ROOT / path).exists(), f"{name} names {path}"
 
 
-def tests_of_faults() -> dict[str, Path]:
+def files_of_faults() -> dict[str, Path]:
     """The test files that the table of faults.md names."""
     lines = [line for line in TEXTS["faults.md"].partition("\n## ")[0].splitlines() if line.startswith("| ")]
     table = [line.strip("| ").split(" | ") for line in lines[1:]]
@@ -70,13 +70,13 @@ def tests_of_faults() -> dict[str, Path]:
 
 
 def test_every_fault_of_the_table_has_its_tests():
-    assert [name for name, path in tests_of_faults().items() if not path.is_file()] == []
+    assert [name for name, path in files_of_faults().items() if not path.is_file()] == []
 
 
 @pytest.mark.slow
 def test_every_test_of_the_table_of_faults_runs():
-    files = tests_of_faults()
-    runs = tests_that_run(files.values())
+    files = files_of_faults()
+    runs = runnable_tests(files.values())
     assert [name for name, path in files.items() if not runs.get(str(path))] == []
 
 
@@ -96,7 +96,7 @@ print(json.dumps(runs))
 """
 
 
-def tests_that_run(files: Iterable[Path]) -> dict[str, int]:
+def runnable_tests(files: Iterable[Path]) -> dict[str, int]:
     """How many tests pytest collects from each file, without those that are skipped on any machine."""
     argv = [sys.executable, "-c", COLLECT, *map(str, files)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)

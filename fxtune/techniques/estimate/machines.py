@@ -63,8 +63,8 @@ PACKAGES = {
 
 
 def card_name(name: str) -> str:
-    """The key of CARD_MODELS that a user means by `name`, or as torch prints it. Case, spaces, hyphens, underscores and
-    the words NVIDIA, GeForce and RTX do not count. `name` itself if there is none."""
+    """The key of CARD_MODELS that `name` means; `name` itself if there is none. It may be the name that torch prints.
+    Case, spaces, hyphens, underscores and the words NVIDIA, GeForce and RTX do not count."""
     word = _letters(name)
     return next(
         (key for key, card in CARD_MODELS.items() if word in (_letters(key), _letters(card.device_name))), name

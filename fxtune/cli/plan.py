@@ -13,7 +13,6 @@ first start compiles for a minute more.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,8 +21,6 @@ from rich.text import Text
 from fxtune.cli.options import write_json
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
-from fxtune.models.load import load_config, with_shipped_config
-from fxtune.settle.rows import decide_rows
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.units import GIB, format_bytes, format_seconds
 from fxtune.techniques.estimate.machines import CARD_MODELS, card_name, machine
@@ -31,9 +28,9 @@ from fxtune.training.run_forecast import (
     Lengths,
     RunForecast,
     changes_to_fit,
-    count_tokens,
     fitting_count,
     forecast_run,
+    with_lengths,
 )
 
 HOST_GIB = 128.0
@@ -54,19 +51,10 @@ def run(
 ) -> None:
     """Print the plan. `price`: of one GPU for an hour; `tokens`: in an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
-    model = with_shipped_config(config.model, plans=True)
     gpu = card_name(gpu) if gpu else None
-    no_tokenizer = model is not config.model and model.tokenizer is None
-    config = replace(config, model=model)
-    hf_config = load_config(model, config.objective.needs.head)
     # Whether rows share prompts depends on the card, but among these no card differs.
     card = machine(gpu or next(iter(CARD_MODELS)), host_gib, config.run.memory_gib)
-    decided, _, _ = decide_rows(config, card, hf_config)
-    data = replace(config.data, share_prompts=decided.share_prompts)
-    if tokens is not None:
-        counted: Lengths | str = Lengths.full_rows(int(tokens), config)
-    else:
-        counted = "The tokenizer is not here." if no_tokenizer else count_tokens(replace(config, data=data))
+    config, counted = with_lengths(config, card, tokens)
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
         rows, few, assumed = [], list[str](), ""

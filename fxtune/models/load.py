@@ -160,7 +160,7 @@ def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
         return model
     if not plans and model.tokenizer is None:
         raise HubError(
-            f"model.path={model.path}: its tokenizer is not here, and the hub cannot be reached. Give another, as in "
+            f"model.path={model.path}: its config ships with fxtune, but not its tokenizer. Give another, as in "
             "model.tokenizer=builtin:tiny, which is enough to measure speed and memory."
         )
     values = {name: value for name, value in found.config.items() if plans or name != QUANTIZATION}

@@ -66,8 +66,9 @@ def words(folder: Path, ranks: int, *more: str) -> list[str]:
 
 
 def start(folder: Path, ranks: int, shell: bool = False, ignores: bool = False) -> Terminal:
-    """A run in a terminal that has taken a few steps. `shell`: an interactive shell has started it."""
-    argv = [sys.executable, "-m", "fxtune", *words(folder, ranks)]
+    """A run in a terminal that has taken a few steps. `shell`: a shell has started it. Its workers are in the group that
+    the terminal signals, too."""
+    argv = [sys.executable, "-m", "fxtune", *words(folder, ranks, *["loader.num_workers=2"] * shell)]
     if shell:  # the first shell leads the session; the second writes the exit code and survives
         argv = ["sh", "-c", f"( trap : HUP; {shlex.join(argv)}; echo $? > code )\ntrue"]
     terminal = Terminal(argv, folder, ignores)
@@ -102,7 +103,7 @@ def test_closed_terminal_saves_the_run_and_the_same_command_ends_with_the_same_b
     assert code == 75, terminal.seen
     assert not (folder / "run" / "result.json").exists()
     assert list(folder.glob("run/checkpoints/step-*"))
-    resumed = run(words(folder, ranks), folder)
+    resumed = run(words(folder, ranks, *["loader.num_workers=2"] * shell), folder)
     assert resumed.code == 0, resumed.text
     assert "Resuming" in resumed.text
     undisturbed = run(words(whole, ranks), whole)

@@ -61,8 +61,9 @@ class Terminal:
 
 
 def words(folder: Path, ranks: int, *more: str) -> list[str]:
-    """A run of 48 steps whose display redraws a line."""
-    return command(folder, "train.epochs=4", "tracking.display=auto", *RANKS[ranks], *more)
+    """A run of 240 steps whose display redraws a line: it is far from its end when its terminal closes."""
+    keys = ("train.epochs=20", "checkpoint.every=0", "tracking.display=auto")
+    return command(folder, *keys, *RANKS[ranks], *more)
 
 
 def start(folder: Path, ranks: int, shell: bool = False, ignores: bool = False) -> Terminal:

@@ -86,12 +86,12 @@ def plan(
     """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/run_forecast.py). `tokens`:
     those of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
     from fxtune.techniques.estimate.machines import machine
-    from fxtune.training.run_forecast import Lengths, count_tokens, forecast_run
+    from fxtune.training.run_forecast import forecast_run, with_lengths
 
     config = _config(recipe, overrides)
-    lengths = count_tokens(config) if tokens is None else Lengths.full_rows(tokens, config)
-    here = machine(gpu, 128, config.run.memory_gib)
-    return forecast_run(config, here, gpus, None if isinstance(lengths, str) else lengths)
+    card = machine(gpu, 128, config.run.memory_gib)
+    config, lengths = with_lengths(config, card, tokens)
+    return forecast_run(config, card, gpus, None if isinstance(lengths, str) else lengths)
 
 
 class Run:

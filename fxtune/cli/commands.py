@@ -337,7 +337,7 @@ options
 exit codes: 0 done, 1 verify or doctor found a problem (with a traceback: a bug of fxtune),
             2 config, 3 data, 4 hardware, 5 numbers, 6 storage, 7 another rank died,
             10 refresh found no drift, 11 rejected what it trained, 12 found another model promoted since,
-            75 stopped by SIGTERM or SIGUSR1, 130 by Ctrl-C: progress is saved, and the same command continues"""
+            75 SIGTERM, SIGUSR1 or SIGHUP, 130 Ctrl-C: progress is saved, and the same command continues"""
 
 
 def print_result(result: Any) -> None:

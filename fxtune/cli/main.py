@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
     A rank that failed on a GPU ends here: Python's own end would wait for other ranks as it closes connections.
     """
-    with SIGNALS:  # until all is printed: a second signal also ends a process that a stopped terminal blocks
+    # Until all is printed: a second signal also ends a process that a stopped terminal blocks.
+    with SIGNALS, redacted_output():
         try:
             code = _main(argv)
         except Stopped as stop:  # the first signal came while an error was printed
@@ -68,7 +69,7 @@ def _main(argv: list[str] | None) -> int:
             before = {"starting the ranks": max(process_age(launcher) - before["imports"], 0.0), **before}
         STARTUP.begin(before)
     try:
-        with SIGNALS, redacted_output(), LIBRARY_LOG.collecting(), _leaving():
+        with LIBRARY_LOG.collecting(), _leaving():
             _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         tells, code = conclude(error)
@@ -87,8 +88,6 @@ def _main(argv: list[str] | None) -> int:
     except KeyboardInterrupt:  # without our signal handlers, as in a thread
         print("\nfxtune: interrupted. The same command continues from the newest checkpoint.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `fxtune recipes | head`: the reader has closed the pipe, which is no error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -4,37 +4,33 @@
     fxtune plan +recipe=llama_lora --gpu H200                     # one card: memory by part, time, tokens, disk
     fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two of them, at 3.5 an hour each
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
-    fxtune plan +recipe=llama_lora model=llama_8b_shape           # without the hub: the shape of the model
     fxtune plan +recipe=quickstart --gpu cpu                      # on the cores of this machine, timed by a product
 
-No weight is loaded and no GPU is needed. docs/performance.md compares the forecasts with measurements. Time counts the
-start, the steps and the evaluations; the first start compiles for a minute more.
+No weight is loaded and no GPU is needed, and without the hub the configs that ship with fxtune are enough.
+docs/performance.md compares the forecasts with measurements. Time counts the start, the steps and the evaluations; the
+first start compiles for a minute more.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
 from rich.text import Text
 
 from fxtune.cli.options import write_json
-from fxtune.config import discovery
 from fxtune.config.root import Config
-from fxtune.errors import ConfigError, HubError
-from fxtune.models.load import load_config
-from fxtune.settle.rows import decide_rows
+from fxtune.errors import ConfigError
 from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.units import GIB, format_bytes, format_seconds
-from fxtune.techniques.estimate.machines import CARD_MODELS, machine
+from fxtune.techniques.estimate.machines import CARD_MODELS, card_name, machine
 from fxtune.training.run_forecast import (
     Lengths,
     RunForecast,
     changes_to_fit,
-    count_tokens,
     fitting_count,
     forecast_run,
+    with_lengths,
 )
 
 HOST_GIB = 128.0
@@ -55,17 +51,10 @@ def run(
 ) -> None:
     """Print the plan. `price`: of one GPU for an hour; `tokens`: in an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
-    try:
-        hf_config = load_config(config.model, config.objective.needs.head)
-        # Whether rows share prompts depends on the card, but among these no card differs.
-        card = machine(gpu or next(iter(CARD_MODELS)), host_gib, config.run.memory_gib)
-        decided, _, _ = decide_rows(config, card, hf_config)
-        data = replace(config.data, share_prompts=decided.share_prompts)
-        counted = (
-            Lengths.full_rows(int(tokens), config) if tokens is not None else count_tokens(replace(config, data=data))
-        )
-    except HubError as error:
-        raise HubError(f"{error} {_shapes(str(config.model.path))}") from error
+    gpu = card_name(gpu) if gpu else None
+    # Whether rows share prompts depends on the card, but among these no card differs.
+    card = machine(gpu or next(iter(CARD_MODELS)), host_gib, config.run.memory_gib)
+    config, counted = with_lengths(config, card, tokens)
     lengths = None if isinstance(counted, str) else counted
     if gpu is None:
         rows, few, assumed = [], list[str](), ""
@@ -97,16 +86,6 @@ def run(
         _say_changes(config, forecast, gpus, host_gib, lengths)
     if json is not None:
         write_json(json, figures)
-
-
-def _shapes(path: str) -> str:
-    """What stands for the model `path` where the hub cannot be reached."""
-    shapes = [name for name in discovery.groups()["model"] if name.endswith("_shape")]
-    like = [name for name in shapes if f"-{name.split('_')[1]}" in path.lower()]  # llama_8b_shape: "-8b"
-    return (
-        f"To plan without the hub, give a shape: {' or '.join(f'model={name}' for name in like or shapes)}, or "
-        "model.init=random with a model.architecture."
-    )
 
 
 def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths | None) -> RunForecast | str:
@@ -249,7 +228,7 @@ def _cards_table(rows: list[dict[str, Any]], gpus: int) -> Any:
 
 def _say_lengths(counted: Lengths | str, assumed: str) -> None:
     if isinstance(counted, str):
-        say(f"Only a step is known, because the data is not here; --tokens N gives the tokens of an epoch. {counted}")
+        say(f"Only a step is known: the tokens of an epoch cannot be counted. Give them by --tokens N. {counted}")
     elif counted.sampled:
         say(f"Tokens are extrapolated from {counted.sampled}.")
     if assumed:

@@ -33,7 +33,7 @@ from fxtune.system.console import say, table
 from fxtune.system.host import cache_home
 from fxtune.system.redact import redact_arguments
 from fxtune.system.units import GIB
-from fxtune.tuning import recipe_writer, trial
+from fxtune.tuning import recipe_writer
 from fxtune.tuning.search import TOLERANCE, Search
 from fxtune.tuning.search_space import AXES, Candidate, SearchContext, apply_deltas
 from fxtune.tuning.trial import TrialCache
@@ -79,9 +79,8 @@ def run(
         say(f"Nothing was run. The table has the values of the first round. The recipe would be {path}.")
         return
     try:
-        with trial.unwind_on_signal():
-            search.run()
-    except (KeyboardInterrupt, SystemExit):
+        search.run()
+    except KeyboardInterrupt:
         say(results_table(search))
         say("Interrupted. The finished trials are kept: the same command continues from them.")
         raise

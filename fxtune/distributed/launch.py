@@ -29,6 +29,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER
 from fxtune.distributed.watch import AGAIN, Watch
 from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, UserError
+from fxtune.system.signals import HANDLED
 from fxtune.system.threads import PROCESSES
 
 
@@ -97,7 +98,10 @@ def launch(ranks: int, argv: list[str]) -> int:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            signals_to_handle="SIGTERM,SIGINT,SIGUSR1",
+            # Ranks have sessions of their own, so a terminal signals the launcher alone. What nohup ignores stays so.
+            signals_to_handle=",".join(
+                number.name for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN
+            ),
         )
         watch = _LauncherWatch(folder)
         try:

@@ -22,7 +22,7 @@ from typing import Any, Optional
 import torch
 
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line, shortened
+from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.base import Kind
@@ -30,6 +30,7 @@ from fxtune.models.kinds.decoder import PROCESSORS
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
+from fxtune.models.shipped import config_without_hub
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system import remote_code
 from fxtune.system.hub import ModelSource, Origin, is_commit, locate_all
@@ -37,6 +38,8 @@ from fxtune.system.library_log import take_loggers
 from fxtune.system.progress import phase
 from fxtune.upstream.transformers import forget_conversions, read_processor
 
+QUANTIZATION = "quantization_config"
+"""The key of a config.json whose weights are quantized."""
 FEW = 8
 """How many tokens an error lists."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -114,6 +117,7 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
     """
     _check(model)
     silence_libraries()
+    model = with_shipped_config(model) if model.init is Init.random else model
     # All files first: a typo in any name, and all that is missing, is reported at once.
     adapter = ModelSource("model.adapter", model.adapter, adapter=True) if model.adapter else None
     base = None if "model_type" in model.architecture else _base(model)
@@ -140,6 +144,29 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
         config = with_changes_of(found[adapter], config)
         config = with_head(config, head, f"model.adapter={model.adapter}") if head else config
     return config
+
+
+def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
+    """`model`, or, where the hub does not give its files, the same model with random weights and the config that ships
+    with fxtune. For callers that need no weights. `plans`: no tokenizer is needed either, and the checkpoint counts as
+    quantized if it is.
+
+    Raises the errors of config_without_hub(), and HubError if the tokenizer is needed.
+    """
+    if not model.on_hub or "model_type" in model.architecture or model.trust_remote_code:
+        return model
+    assert model.path is not None
+    if (found := config_without_hub(model.path, model.revision)) is None:
+        return model
+    if not plans and model.tokenizer is None:
+        raise HubError(
+            f"model.path={model.path}: its config ships with fxtune, but not its tokenizer. Give another, as in "
+            "model.tokenizer=builtin:tiny, which is enough to measure speed and memory."
+        )
+    values = {name: value for name, value in found.config.items() if plans or name != QUANTIZATION}
+    if model.architecture:
+        values = _make_config(_make_config(None, values), model.architecture).to_dict()
+    return dataclasses.replace(model, path=None, revision=None, init=Init.random, architecture=values)
 
 
 def rows_of_base(model: ModelConfig) -> int:
@@ -186,7 +213,7 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
 def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
     """Whether the checkpoint stores its experts in MXFP4 (gpt-oss). build() unpacks them, fill() does not."""
     if hf_config.model_type != "gpt_oss" or model.init is Init.random:  # others need not ask the hub again
-        return False
+        return QUANTIZATION in model.architecture  # of a plan
     return weights.unpacks(_locate(model), hf_config)
 
 
@@ -469,7 +496,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
             "transformers; a model with its own code needs model.trust_remote_code."
         ) from error
     kind_of(config, name, own_code=model.trust_remote_code)
-    if getattr(config, "quantization_config", None):
+    if getattr(config, QUANTIZATION, None):
         if not weights.unpacks(origin, config):
             raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
         del config.quantization_config  # what is built has weights in 16 or 32 bits
@@ -487,7 +514,7 @@ def _make_config(base: Any, architecture: dict[str, Any]) -> Any:
     Values of `base` that depend on a changed size are dropped, to be computed again."""
     from huggingface_hub.errors import StrictDataclassError
 
-    changes = {name: value for name, value in architecture.items() if name != "model_type"}
+    changes = {name: value for name, value in architecture.items() if name not in ("model_type", QUANTIZATION)}
     inspect_config(changes, "model.architecture")
     kind = _config_class(architecture["model_type"]) if base is None else type(base)
     values = {} if base is None else base.to_dict()

@@ -51,6 +51,10 @@ class Origin:
     """The commit of a model from the hub; None for a folder."""
 
 
+class GatedError(ConfigError):
+    """The hub gives the model only to users who have accepted its terms."""
+
+
 class ModelSource(NamedTuple):
     """A model, tokenizer or adapter that a recipe names."""
 
@@ -240,7 +244,8 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
     except Exception as error:
         for kind, refusal in refusals.items():
             if isinstance(error, kind):
-                raise ConfigError(f"{key}={name}{refusal}") from error
+                gated = kind is errors.GatedRepoError
+                raise (GatedError if gated else ConfigError)(f"{key}={name}{refusal}") from error
         # An interrupted download or a full disk: the classes differ between versions of the library.
         library = type(error).__module__.startswith(("httpx", "huggingface_hub"))
         if not library and not isinstance(error, (OSError, RuntimeError)):

@@ -10,6 +10,7 @@ files of a run. Rows of data that look like a key are printed unchanged, because
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -106,7 +107,7 @@ def redact_text(text: str) -> str:
 class RedactedStream:
     """A text stream that removes the values of `secrets` from all text written to it.
 
-    Characters that its encoding lacks become question marks. Writing to a pipe that its reader has closed is no error.
+    Characters that its encoding lacks become question marks. Writing to a closed pipe or terminal is no error.
     """
 
     def __init__(self, stream: IO[str], secrets: list[str]):
@@ -127,7 +128,9 @@ class RedactedStream:
     def _reader_may_leave(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def writelines(self, lines: Iterator[str]) -> None:

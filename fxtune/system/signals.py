@@ -1,4 +1,5 @@
-"""Handles the signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C.
+"""Handles the signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C, SIGHUP from a terminal
+that closes.
 
 The first signal is recorded. In phases that a resumed run repeats to the same bits (start-up, an evaluation, the
 forward and backward passes of a step) it raises Stopped immediately, as Ctrl-C does; everywhere else the loop calls
@@ -7,7 +8,8 @@ check() after a step. So a weight update is never interrupted, and a signal neve
 A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
 disk, a device): a thread reads each signal from a pipe that the interpreter's C handler writes to. A signal within
 DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and job scripts
-forward the signals that they get. SIGUSR1 is an early warning and never ends a process immediately.
+forward the signals that they get. Two signals never end a process immediately: SIGUSR1, an early warning, and SIGHUP,
+which both the shell and the kernel send.
 
 LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers by its own, which drop
 SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the interpreter's handlers.
@@ -27,7 +29,7 @@ from typing import Any
 
 from fxtune.errors import Stopped
 
-HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
 DOUBLE = 0.25
 """Seconds in which a second signal counts as the first. A person's second Ctrl-C comes later."""
 

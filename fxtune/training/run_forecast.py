@@ -25,11 +25,12 @@ from fxtune.errors import UserError
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
-from fxtune.models.load import load_config, load_tokenizer
+from fxtune.models.load import load_config, load_tokenizer, with_shipped_config
 from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.images import image_processor
 from fxtune.settle.in_backward import change_for
+from fxtune.settle.rows import decide_rows
 from fxtune.settle.settled import Settled, settle
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
@@ -287,6 +288,18 @@ def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float
     if facts.degrees.shard == 1 and not facts.techniques.lora.enabled:
         return traffic.rows / link + max(traffic.gradients / link - compute, 0.0)
     return traffic.total / link
+
+
+def with_lengths(config: Config, card: MachineFacts, tokens: float | None) -> tuple[Config, Lengths | str]:
+    """(`config`, with a shipped config for a model that the hub does not give; the lengths of an epoch, or why they
+    are not known). `tokens`: of an epoch; None: counted in the data."""
+    model = with_shipped_config(config.model, plans=True)
+    no_tokenizer = model is not config.model and model.tokenizer is None
+    config = replace(config, model=model)
+    if tokens is not None or no_tokenizer:
+        return config, "The tokenizer is not here." if tokens is None else Lengths.full_rows(int(tokens), config)
+    decided, _, _ = decide_rows(config, card, load_config(model, config.objective.needs.head))
+    return config, count_tokens(replace(config, data=replace(config.data, share_prompts=decided.share_prompts)))
 
 
 def count_tokens(config: Config) -> Lengths | str:

@@ -17,12 +17,11 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.system.atomic_files import replace_text
@@ -133,21 +132,3 @@ def failure(code: int, output: str, seconds: float) -> TrialResult:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-@contextmanager
-def unwind_on_signal() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that no trial stays behind."""
-
-    def leave(number: int, _: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    # A signal that already has another handler keeps it: see system/signals.py.
-    free = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in free:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in free:
-            signal.signal(number, signal.SIG_DFL)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,14 +60,47 @@ def test_every_path_in_the_documents_exists():
                 assert (ROOT / path).exists(), f"{name} names {path}"
 
 
-def test_every_fault_of_the_table_has_its_tests():
+def files_of_faults() -> dict[str, Path]:
+    """The test files that the table of faults.md names."""
     lines = [line for line in TEXTS["faults.md"].partition("\n## ")[0].splitlines() if line.startswith("| ")]
     table = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert len(table) > 20
-    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    for row in table:
-        for name in row[-1].split(", "):
-            assert name in files, f"{row[0]}: {name}"
+    names = {name for row in table for name in row[-1].split(", ")}
+    return {name: next((ROOT / "tests").glob(f"faults/{name}"), ROOT / "tests" / name) for name in names}
+
+
+def test_every_fault_of_the_table_has_its_tests():
+    assert [name for name, path in files_of_faults().items() if not path.is_file()] == []
+
+
+@pytest.mark.slow
+def test_every_test_of_the_table_of_faults_runs():
+    files = files_of_faults()
+    runs = runnable_tests(files.values())
+    assert [name for name, path in files.items() if not runs.get(str(path))] == []
+
+
+COLLECT = """
+import json, sys
+import pytest
+
+runs = {}
+
+class Plugin:
+    def pytest_itemcollected(self, item):
+        skipped = any(mark.name == "skip" or mark.args[:1] == (True,) for mark in item.iter_markers())
+        runs[str(item.path)] = runs.get(str(item.path), 0) + (not skipped)
+
+pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], plugins=[Plugin()])
+print(json.dumps(runs))
+"""
+
+
+def runnable_tests(files: Iterable[Path]) -> dict[str, int]:
+    """How many tests pytest collects from each file, without those that are skipped on any machine."""
+    argv = [sys.executable, "-c", COLLECT, *map(str, files)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_every_make_target_in_the_documents_exists():

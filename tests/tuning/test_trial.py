@@ -108,16 +108,17 @@ def test_at_its_time_limit_a_trial_and_its_children_are_killed(program, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_however_the_search_ends_its_trial_ends(cwd, program, number):
     bench = program(HANGS)
     script = cwd / "search.py"
     script.write_text(f"""
 import signal, sys
+from fxtune.system.signals import SIGNALS
 from fxtune.tuning import trial
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with SIGINT ignored
 trial.bench_command = lambda *_: [sys.executable, {str(bench)!r}]
-with trial.unwind_on_signal():
+with SIGNALS:
     trial.measure([], 1, 600)
 """)
     environment = {**os.environ, "PYTHONPATH": str(Path(fxtune.__file__).parents[1])}

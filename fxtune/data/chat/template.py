@@ -258,7 +258,7 @@ class ChatTemplate:
         """Render, and find the spans that the model learns.
 
         Args:
-            messages, tools: as `normalize.read_conversation` returns them, with the calls as adapted() returns them.
+            messages, tools: of a Conversation (formats/row_format.py), with the calls as adapted() returns them.
             supervised: for each message, True if the model learns it.
 
         Returns:

@@ -6,6 +6,7 @@ product's name says. The driver and the process's context take CONTEXT_MIB of th
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fxtune.errors import ConfigError, did_you_mean
@@ -61,6 +62,19 @@ PACKAGES = {
 """The oldest versions that `pip install 'fxtune[flash,quant]'` installs on a machine with a GPU."""
 
 
+def card_name(name: str) -> str:
+    """The key of CARD_MODELS that `name` means; `name` itself if there is none. It may be the name that torch prints.
+    Case, spaces, hyphens, underscores and the words NVIDIA, GeForce and RTX do not count."""
+    word = _letters(name)
+    return next(
+        (key for key, card in CARD_MODELS.items() if word in (_letters(key), _letters(card.device_name))), name
+    )
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\s_-]|nvidia|geforce|rtx", "", name.lower())
+
+
 def machine(name: str, host_gib: float, free_gib: float | None = None) -> MachineFacts:
     """The facts of a machine with cards of model `name` and fxtune's packages for GPUs. For `cpu`: the facts of this
     machine without its cards; the speed of its cores is measured.
@@ -80,10 +94,12 @@ def machine(name: str, host_gib: float, free_gib: float | None = None) -> Machin
             cpu_speed=cpu_speed(cores()),
             packages=installed_packages(),
         )
-    card = {key.lower(): model for key, model in CARD_MODELS.items()}.get(name.lower())
+    card = CARD_MODELS.get(card_name(name))
     if card is None:
-        names = [*CARD_MODELS, "cpu"]
-        raise ConfigError(f"--gpu {name}: no such card{did_you_mean(name, names)} Known are {', '.join(names)}.")
+        names, word = [*CARD_MODELS, "cpu"], _letters(name)
+        variants = [key for key in CARD_MODELS if _letters(key).startswith(word)] if word else []
+        hint = f"; did you mean {' or '.join(variants)}?" if variants else did_you_mean(name, names)
+        raise ConfigError(f"--gpu {name}: no such card{hint} Known are {', '.join(names)}.")
     total = int(card.memory_gib * GIB)
     free = total - CONTEXT_MIB * 2**20
     return MachineFacts(

@@ -1,0 +1,57 @@
+"""Configs of published models that ship with fxtune, for commands that need no weights where the hub is out of reach.
+
+`fxtune plan`, and runs with model.init=random, need a model's config alone. fxtune/assets/model_configs.json has the
+configs of some 190 models, each with its source. Files in the hub's cache win over it. So a plan needs no network, and
+for a gated model no token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from fxtune.errors import HubError, did_you_mean
+from fxtune.system.console import say
+from fxtune.system.hub import GatedError, locate
+
+
+@dataclass(frozen=True)
+class ShippedConfig:
+    ids: tuple[str, ...]
+    """The hub ids of the models that have this config."""
+    billions: float
+    """Parameters as published."""
+    source: str
+    config: dict[str, Any]
+    """Values of a config.json, `model_type` among them."""
+
+
+@lru_cache(maxsize=1)
+def shipped_configs() -> dict[str, ShippedConfig]:
+    """All shipped configs by hub id."""
+    file = resources.files("fxtune") / "assets" / "model_configs.json"
+    entries = [ShippedConfig(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))["models"]]
+    return {name: entry for entry in entries for name in entry.ids}
+
+
+@lru_cache
+def config_without_hub(path: str, revision: str | None) -> ShippedConfig | None:
+    """The shipped config of the model `path`, with one line that says so; None if the hub or its cache has the model.
+
+    Raises HubError for a model whose config does not ship, and the other errors of locate().
+    """
+    try:
+        locate(path, revision)
+        return None
+    except (HubError, GatedError) as error:
+        if (found := shipped_configs().get(path)) is None:
+            raise HubError(
+                f"{error} No config of this name ships with fxtune{did_you_mean(path, shipped_configs())} A "
+                "model.architecture (model_type and its sizes) with model.init=random needs no hub."
+            ) from error
+        why = "the model is gated" if isinstance(error, GatedError) else "the hub cannot be reached"
+        say(f"model.path={path}: {why}, so the config that ships with fxtune is used (from {found.source}).")
+        return found

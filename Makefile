@@ -53,7 +53,7 @@ test-all: test  ## Run all tests that need no GPU: `make test`, slow ones, other
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m 'slow or hypothesis' $(RANDOM)=$(SEED)
 	$(BIN)/python scripts/other_versions.py oldest
 
-test-newest: setup  ## Try the newest versions of all packages: what moved, which tests fail; gates nothing
+test-newest: setup  ## Try the newest versions of all packages (5 GB): what moved, which tests fail; gates nothing
 	$(BIN)/python scripts/other_versions.py newest
 
 test-oldest: setup  ## Run the tests with the oldest versions that pyproject.toml allows (3 GB)

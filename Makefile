@@ -7,6 +7,9 @@ PYTEST := --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 VITAL  := $(shell grep -rl --include='test_*.py' 'mark.vital' tests)
 # Slow tests wait for the processes that they start, so two of them share a core.
 SLOW   ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
+# Property tests try the same examples in each run; `make test-all` searches for others from this seed, which it prints.
+SEED   ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbits(32))')
+RANDOM := --hypothesis-profile=random --hypothesis-seed
 # Constrains also the pip that installs and the packages that build, so a machine gets today what it gets in a year. PyPI's build of
 # torch brings gigabytes of CUDA libraries; pip prefers a CPU build of the same version where it finds one, as in PyTorch's own index:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
@@ -46,11 +49,11 @@ test: setup  ## Run the tests that need no GPU and at most a few seconds each
 test-vital: setup  ## Run the slow tests of what must always hold; CI runs them after `make test`
 	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m vital $(VITAL)
 
-test-all: test  ## Run all tests that need no GPU: those of `make test`, the slow ones, then `make test-oldest`
-	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m slow
+test-all: test  ## Run all tests that need no GPU: `make test`, slow ones, other examples (SEED=...), then `make test-oldest`
+	$(BIN)/python -m pytest -n $(SLOW) $(PYTEST) -m 'slow or hypothesis' $(RANDOM)=$(SEED)
 	$(BIN)/python scripts/other_versions.py oldest
 
-test-newest: setup  ## Try the newest versions of all packages: what moved, which tests fail; gates nothing
+test-newest: setup  ## Try the newest versions of all packages (5 GB): what moved, which tests fail; gates nothing
 	$(BIN)/python scripts/other_versions.py newest
 
 test-oldest: setup  ## Run the tests with the oldest versions that pyproject.toml allows (3 GB)

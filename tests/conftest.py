@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, register_random, settings
+from hypothesis.internal.conjecture import providers
 from support.harness import FOR_TESTS
 
 import fxtune  # noqa: F401  before torch: it chooses how OpenMP's threads wait
@@ -34,8 +35,34 @@ for name in (
 ):  # secrets, and the width of the terminal that started the tests
     os.environ.pop(name, None)
 # A busy machine must pass: hypothesis limits neither the time of an example nor the time to draw one.
-settings.register_profile("fxtune", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("fxtune")
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", PATIENT, derandomize=True)  # the same examples on every machine, every time
+settings.register_profile("random", PATIENT, print_blob=True)  # `make test-all`: --hypothesis-profile=random
+settings.load_profile("same")
+
+
+class TorchRandom:
+    """torch's numbers. hypothesis seeds them for each example, as it does those of random and numpy, so that a
+    failure repeats."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH = TorchRandom()
+register_random(TORCH)
+
+
+@pytest.hookimpl(trylast=True)  # after hypothesis has loaded the profile of the command line
+def pytest_configure():
+    """Draw the same examples whichever modules the tests before have imported.
+
+    hypothesis also draws constants that it reads in the imported modules of the project, under derandomize too, and
+    has no option for it.
+    """
+    if settings.default.derandomize:
+        providers._get_local_constants = providers.Constants  # none
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,9 +102,11 @@ def pytest_unconfigure():
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Use one thread: sums on the CPU depend on the number of threads, and two test workers share two cores."""
+def _same_numbers():
+    """Use one thread and one seed: sums on the CPU depend on the number of threads, and two test workers share two
+    cores; what a test draws must not depend on the tests before it."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

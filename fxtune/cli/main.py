@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib.util
 import inspect
 import itertools
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
                     stream.flush()
     if keeps_connections():
         os._exit(code)
+    if process_rank().size > 1:  # a stopped run's frames held its groups, and a process with their threads may abort
+        gc.collect()
     return code
 
 

@@ -10,6 +10,7 @@ With one rank every method returns at once, and torch.distributed is not touched
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import platform
 import socket
@@ -308,6 +309,10 @@ class World:
             _weights_mesh.cache_clear()
             if error is None or self.device.type == "cpu":
                 dist.destroy_process_group()
+                # A process whose group still has threads at exit may abort (pytorch#190489). Meshes and parameters
+                # hold the groups, in circles.
+                upstream.forget_meshes()
+                gc.collect()
             else:  # it would wait for the GPUs of ranks that are in a collective (pytorch#141510)
                 failure.keep_connections()
 
@@ -408,6 +413,9 @@ def _join(world: World) -> None:
         return
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
+    # Its default arguments keep the process group of the moment in which it is imported.
+    import torch.distributed.nn.functional  # noqa: F401
+
     cuda = world.device.type == "cuda"
     limit = meeting_time()
     try:

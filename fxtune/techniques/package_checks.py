@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -257,14 +258,15 @@ def _site_folders() -> Iterator[list[os.DirEntry[str]]]:
 
 
 def _installed(module: str) -> bool:
-    """Whether the package is installed. A package without some of its modules counts as installed, but broken."""
+    """Whether the package is installed. A package without some of its modules counts as installed, but broken; a mere
+    folder of its name on PYTHONPATH does not."""
     top, *inner = module.split(".")
     if (spec := importlib.util.find_spec(top)) is None:
         return False
     if top in SHARED:
         places = [Path(place, inner[0]) for place in spec.submodule_search_locations or ()]
         return any(path.exists() or path.with_suffix(".py").exists() for path in places)
-    return True
+    return spec.origin is not None or top in metadata.packages_distributions()
 
 
 def _facts() -> dict[str, Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 
-TESTED = "2.11 to 2.13"
+TESTED = "2.11 to 2.14"
 """Versions of torch that have all parts below."""
 
 
@@ -265,6 +267,28 @@ def process_group(name: str) -> Any:
     if find is None:
         raise gone("_resolve_process_group, which parallel.context needs", "Set parallel.context=1")
     return find(name)
+
+
+DTENSOR_TABLES = (
+    "debug:_clear_sharding_prop_cache",
+    "_sharding_prop:ShardingPropagator._propagate_tensor_meta_cached.cache_clear",
+    "_redistribute:clear_redistribute_planner_cache",
+    "_redistribute:_gen_transform_infos.cache_clear",
+    "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's tables of operators.
+
+    What: functions of torch.distributed.tensor that clear its caches.
+    Why: the tables hold the meshes of all tensors, with them the process groups, and so the threads of gloo.
+    Gone: these threads run until the process ends.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        for table in DTENSOR_TABLES:
+            with suppress(ImportError, AttributeError):
+                pkgutil.resolve_name(f"torch.distributed.tensor.{table}")()
 
 
 def set_host_timeout(group: Any, patience: timedelta) -> None:

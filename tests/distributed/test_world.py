@@ -1,6 +1,7 @@
 """The device of a process, and what is refused."""
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support.harness import command, start, user_environment, wait_for
+from support.killing import tail
 from support.sharded import run_ranks
 
 from fxtune.distributed import failure
@@ -147,3 +150,43 @@ def _chosen(world) -> tuple[str, str]:
 @pytest.mark.slow
 def test_choice_of_rank_0_and_its_error_are_those_of_all_ranks():
     assert run_ranks(2, _chosen) == [("by rank 0", "refused by rank 0")] * 2
+
+
+COUNTING = """
+import atexit, os, pathlib
+
+def count(rank=os.environ.get("RANK")):
+    names = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+    if rank is not None:
+        pathlib.Path(os.environ["THREADS"], rank).write_text(str(sum("gloo" in name for name in names)))
+
+atexit.register(count)
+"""
+"""Counts the threads of gloo in a rank that exits. Python runs a file sitecustomize.py when it starts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "stopped"),
+    [
+        pytest.param((), False, id="replicas"),
+        pytest.param(("parallel.shard=2", "techniques.lora.enabled=false"), False, id="shard"),
+        pytest.param(("parallel.context=2",), False, id="context"),
+        pytest.param(("parallel.shard=2",), True, id="stopped", marks=pytest.mark.vital),
+    ],
+)
+def test_no_thread_of_a_process_group_runs_when_a_rank_exits(words, stopped, tmp_path):
+    """Or the rank might abort after its work is done (pytorch#190489). Each rank is a process that imports what it
+    needs itself; a forked one has imported all of it before it joins the others."""
+    (tmp_path / "sitecustomize.py").write_text(COUNTING)
+    (tmp_path / "threads").mkdir()
+    steps = "train.max_steps=2000" if stopped else "train.max_steps=3"
+    argv = command(tmp_path, "run.gpus=2", "run.device=cpu", "train.epochs=null", steps, *words)
+    path = os.pathsep.join([str(tmp_path), user_environment()["PYTHONPATH"]])
+    process = start(argv, tmp_path, PYTHONPATH=path, THREADS=str(tmp_path / "threads"))
+    if stopped:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") > 2, process)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(600) == (75 if stopped else 0), tail(tmp_path)
+    assert {file.name: file.read_text() for file in (tmp_path / "threads").iterdir()} == {"0": "0", "1": "0"}

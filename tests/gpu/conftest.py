@@ -5,6 +5,8 @@ measure time have the marker `timed` and need the GPU for themselves:
 
     pytest tests/gpu -m 'not timed' -n 6 --dist worksteal && pytest tests/gpu -m timed
 
+Failures are printed as they come, because a limit of time may end the run before pytest's summary.
+
 With several GPUs each worker uses one (the runs of test_two_cards.py use two), chosen by its number (from CUDA_VISIBLE_DEVICES if that is set). With as many
 workers as GPUs the timed tests may also run in parallel: `pytest tests/gpu -m timed -n 8` on eight GPUs.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,14 @@ def assign_gpu() -> None:
     CARDS[:] = [name.strip() for name in names] if count else []
     if worker.startswith("gw") and count > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = CARDS[int(worker.removeprefix("gw")) % count]
+
+
+def pytest_runtest_logreport(report):
+    """Print the name of a failed test and its error at once. pytest-xdist brings the reports to its main process."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = (crash.message if crash else report.longreprtext).strip().partition("\n")[0]
+        print(f"\nFAILED {report.nodeid} ({report.when}): {why}", file=sys.stderr, flush=True)
 
 
 @pytest.fixture

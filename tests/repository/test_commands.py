@@ -28,6 +28,7 @@ NEEDS = {
     ),
     "the config of a model on the hub": (r"fxtune plan \+recipe=llama_lora",),
     "an account": (r"fxtune push ",),
+    "the name of a run in place of RUN": (r"fxtune (eval|merge) RUN",),
 }
 """What a command needs that a test does not have, and the commands by the beginning of their line."""
 SHORTER = {
@@ -108,6 +109,10 @@ def prepared(forks, tmp_path_factory) -> Path:
         {"question": f"Where is order {row}?", "replies": [{"by": "agent", "text": "On its way."}]} for row in range(9)
     ]
     (folder / "tickets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ranked = [
+        {"query": f"Order {row}?", "candidates": ["On its way.", "No."], "relevance": [1, 0]} for row in range(64)
+    ]
+    (folder / "ranked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
     return folder
 
 

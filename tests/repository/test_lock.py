@@ -21,6 +21,9 @@ LOCKED = {canonicalize_name(wanted.name): wanted for wanted in map(Requirement, 
 MOVING = ("torch", "transformers", "tokenizers", "huggingface-hub", "datasets", "peft", "liger-kernel", "wandb")
 """Packages of which a minor release has broken fxtune, or may."""
 
+AHEAD = {"torch": (2, 14)}
+"""The newest tested minor of a package whose locked version is older: no later torch has a build for CPUs where the lock was made."""
+
 
 def wanted() -> list[Requirement]:
     """All requirements of pyproject.toml, those of its extras and of the build included."""
@@ -47,7 +50,7 @@ def test_each_requirement_is_locked_inside_its_range():
 def test_upper_ends_admit_the_locked_version_and_not_the_next_minor():
     for name in MOVING:
         ranges = [each.specifier for each in wanted() if each.name == name]
-        major, minor = locked(name).release[:2]
+        major, minor = AHEAD.get(name) or locked(name).release[:2]
         assert ranges, name
         assert not any(each.contains(f"{major}.{minor + 1}.0") for each in ranges), name
 

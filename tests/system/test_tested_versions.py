@@ -1,24 +1,40 @@
-"""A version outside the tested range is named in one line, in doctor and at the start of a run."""
+"""A version outside the tested range is named in one line, in doctor and at the start of a run. A newer torch is refused."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from fxtune.cli import doctor
-from fxtune.system.tested_versions import outside_tested_range
+from fxtune.errors import ConfigError
+from fxtune.system import facts, tested_versions
+from fxtune.system.tested_versions import newer_torch, outside_tested_range
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer
 
 
-@pytest.fixture
-def newer_transformers(monkeypatch):
+def install(monkeypatch, package: str, version: str) -> None:
+    """Let `package` have this version."""
     real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "6.1.0" if name == "transformers" else real(name))
-    outside_tested_range.cache_clear()
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == package else real(name))
+
+
+@pytest.fixture
+def fresh():
+    """Versions are read again in this test, and after it."""
+    caches = outside_tested_range, tested_versions._requirements, facts._versions
+    for cached in caches:
+        cached.cache_clear()
     yield
-    outside_tested_range.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def newer_transformers(monkeypatch, fresh):
+    install(monkeypatch, "transformers", "6.1.0")
 
 
 @pytest.mark.usefixtures("newer_transformers")
@@ -28,12 +44,11 @@ def test_a_newer_version_is_named_with_the_range():
     assert "\n" not in line
 
 
+@pytest.mark.usefixtures("fresh")
 def test_tools_of_developers_and_missing_packages_do_not_count(monkeypatch):
     needs = ["pytest>=999; extra == 'dev'", "no-such-package<1", "peft>=0.1"]
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
-    outside_tested_range.cache_clear()
     assert outside_tested_range() == ""
-    outside_tested_range.cache_clear()
 
 
 @pytest.mark.usefixtures("newer_transformers")
@@ -48,3 +63,24 @@ def test_a_run_says_so_and_goes_on(small, capsys):
 def test_doctor_says_so():
     (finding,) = doctor.tested_range()
     assert "transformers 6.1.0" in finding.seen
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("2.10.0", False), ("2.13.0+cpu", False), ("2.14.1+cu130", False), ("2.15.0.dev20261101", True), ("3.0", True)],
+)
+def test_only_a_newer_torch_is_refused(version, refused):
+    assert bool(newer_torch(version)) is refused
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_refusal_of_a_newer_torch_has_the_command_that_installs_a_tested_one(small, monkeypatch):
+    install(monkeypatch, "torch", "2.99.0")
+    with pytest.raises(ConfigError, match=r"torch 2\.99\.0 is newer .*pip install 'torch(>=.*,<.*)'") as refusal:
+        trainer.run(small)
+    (torch, _) = doctor.tested_range()
+    assert torch.state is doctor.State.broken
+    assert str(refusal.value).endswith(torch.remedy)
+    range_ = SpecifierSet(str(refusal.value).partition("'torch")[2].rstrip("'"))
+    assert "2.14.1" in range_
+    assert "2.99.0" not in range_

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import pkgutil
 import subprocess
 import sys
 from datetime import timedelta
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from support.forecasts import card
 from support.harness import command
 from support.sharded import run_ranks
@@ -20,12 +22,25 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.prepared import PreparedModel
+from fxtune.system.tested_versions import newer_torch
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import Precision
 from fxtune.upstream import torch as upstream
 
 VERSION = f"torch {torch.__version__} "
+
+
+def test_the_versions_in_messages_are_the_tested_range():
+    oldest, newest = map(Version, upstream.TESTED.split(" to "))
+    assert newer_torch(f"{newest}.9") == ""
+    assert newer_torch(f"{newest.major}.{newest.minor + 1}.0").endswith(f"torch>={oldest},<2.{newest.minor + 1}'")
+
+
+@pytest.mark.parametrize("table", upstream.DTENSOR_TABLES)
+def test_each_table_that_holds_meshes_can_be_emptied(table):
+    """Slow tests count the threads that live while a table holds a mesh (tests/distributed/test_world.py)."""
+    assert callable(pkgutil.resolve_name(f"torch.distributed.tensor.{table}"))
 
 
 def test_every_operation_on_several_tensors_has_the_same_bits_without_the_private_one(monkeypatch):

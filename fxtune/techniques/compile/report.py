@@ -1,7 +1,7 @@
 """A report of torch.compile's work: the number of graphs, and the places and reasons of breaks and recompilations.
 
 torch reports this in logs that nobody reads. `CompileMonitor` calls the compiled functions. After a call that compiled
-something it reads torch's own counters (as in torch 2.11 to 2.13); any other call costs two dictionary look-ups. Code
+something it reads torch's own counters (as in torch 2.11 to 2.14); any other call costs two dictionary look-ups. Code
 that others compile is not counted.
 
 If torch cannot determine which inputs a Triton kernel writes, it assumes all of them and only warns; the resulting

@@ -100,6 +100,8 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
             return "not in the decoder"
         if path.endswith(".out_proj") and model.config.model_type in MAMBA:
             return "peft adapts no out_proj of Mamba"
+        if path.endswith(".altup.correction_coefs"):  # Gemma 3n clamps a copy of the weight
+            return "training reads their weight past the module"
         if is_router(path, named):
             return "routers"
         return "it computes something else than a linear" if _has_own_forward(named[path]) else ""

@@ -47,19 +47,19 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_models import small, write  # noqa: E402
+from small_models import small, write
 
-from fxtune.cli import merge, verify  # noqa: E402
-from fxtune.config.compose import load  # noqa: E402
-from fxtune.errors import UserError  # noqa: E402
-from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES  # noqa: E402
-from fxtune.models.kinds.known import kind_of  # noqa: E402
-from fxtune.models.structure import beside_text, skeleton  # noqa: E402
-from fxtune.techniques.estimate.memory import trained_parameters  # noqa: E402
-from fxtune.techniques.liger.technique import FAMILIES  # noqa: E402
-from fxtune.tracking import display  # noqa: E402
-from fxtune.training import trainer  # noqa: E402
-from fxtune.training.builder import RunBuilder  # noqa: E402
+from fxtune.cli import merge, verify
+from fxtune.config.compose import load
+from fxtune.errors import UserError
+from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.structure import beside_text, skeleton
+from fxtune.techniques.estimate.memory import trained_parameters
+from fxtune.techniques.liger.technique import FAMILIES
+from fxtune.tracking import display
+from fxtune.training import trainer
+from fxtune.training.builder import RunBuilder
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RESULTS = Path(tempfile.gettempdir()) / f"fxtune-models-{transformers.__version__}"
@@ -125,9 +125,8 @@ def attempt(kind: str, chats: Path, folder: Path) -> Row:
         write(small(kind), base)
         with contextlib.redirect_stdout(io.StringIO()):
             _killed(functools.partial(train, "killed"), folder / "killed")
-        with _collect_notes(said), contextlib.redirect_stdout(printed := io.StringIO()):
-            with _traced():
-                train("run", compiled=True)
+        with _collect_notes(said), contextlib.redirect_stdout(printed := io.StringIO()), _traced():
+            train("run", compiled=True)
     except Exception as error:  # noqa: BLE001  the table says which architectures fail, and how
         return Row(kind, _reason(error))
     evidence = json.loads((folder / "run" / "evidence.json").read_text())

@@ -46,6 +46,8 @@ SIZES: dict[str, int] = {
     r"qk_nope_head_dim$|linear_key_head_dim$|index_head_dim$": 16,
     r"(head_dim|d_head|kv_channels|head_size|dim_head|headdim|_head_dim|hidden_size_per_head)$": 24,
     r"index_topk$": 64,
+    r"(n_group|num_expert_group)$": 4,
+    r"topk_group$": 2,
     r"(experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts)$": 2,
     r"num_(local_|routed_)?experts$|n_routed_experts$|moe_num_experts$": 6,
     r"kv_lora_rank$": 20,
@@ -104,7 +106,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
-    "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "dory": {"num_hidden_layers": 12, "n_input_layers": 4, "n_recurrent_layers": 4, "n_output_layers": 4,
+             "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 3},
     "deepseek_v4": {"num_hidden_layers": 5, "head_dim": 32, "num_key_value_heads": 1, "o_lora_rank": 20, "index_topk": 64,
                     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}},
     "dots1": {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 6, "n_shared_experts": 2,
@@ -184,7 +187,7 @@ def _depth(config: Any) -> int:
     """The number of first layers among which is each kind of layer of this config."""
     try:
         kinds = kinds_of_layers(config)
-    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, ConfigError):
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, ConfigError):
         return 2  # its default sizes do not fit each other
     return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), MOST_LAYERS)
 
@@ -244,6 +247,8 @@ def _size(key: str, value: Any, values: dict[str, Any], sizes: dict[str, int]) -
         if re.search(pattern, key):
             return min(value, limit)
     size = next((size for pattern, size in sizes.items() if value > 0 and re.search(pattern, key)), value)
+    if re.search("experts$", key) and max(values.get("n_group") or 1, values.get("num_expert_group") or 1) > 1:
+        return max(size, 8)  # two for each group
     # One key's head for all query heads, and one expert a token, stay so.
     return min(size, value) if re.search("experts_per|topk|top_k|_k$|key_value_heads|kv_heads", key) else size
 

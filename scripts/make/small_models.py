@@ -249,8 +249,8 @@ def _size(key: str, value: Any, values: dict[str, Any], sizes: dict[str, int]) -
     size = next((size for pattern, size in sizes.items() if value > 0 and re.search(pattern, key)), value)
     if re.search("experts$", key) and max(values.get("n_group") or 1, values.get("num_expert_group") or 1) > 1:
         return max(size, 8)  # two for each group
-    # One key's head for all query heads, and one expert a token, stay so.
-    return min(size, value) if re.search("experts_per|topk|top_k|_k$|key_value_heads|kv_heads", key) else size
+    # One key's head for all query heads, one group and one expert a token stay so.
+    return min(size, value) if re.search("experts_per|topk|top_k|_k$|key_value_heads|kv_heads|group", key) else size
 
 
 def _runs(architecture: dict[str, Any]) -> bool:

@@ -196,7 +196,8 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     meter = builder.meter(model, plan)
     meter.add(0, 0.0)
     tokens, known = meter.read()["train/tokens"], "known" if meter.cost else "not known, so a run logs no MFU"
-    yield Evidence("throughput", "a step's work is counted", f"{tokens:,.0f} tokens; its FLOPs are {known}", tokens > 0)
+    observed = f"{tokens:,.0f} tokens; its FLOPs are {known}"
+    yield Evidence("throughput", "the work of a step is counted", observed, tokens > 0)
     moved = _any_by_module(
         {name: not torch.equal(_sample(parameter), before[name]) for parameter, name in names.items()}
     )

@@ -327,8 +327,8 @@ def matching_modules(patterns: Mapping[str, Any], default: Any, modules: Sequenc
     """The same rank or alpha for each of `modules` and each tensor of experts, by patterns that each match a module:
     peft warns of others as it loads an adapter, because it looks for them among modules only.
 
-    The first of `modules` becomes an alternative of each such pattern, and gets its own value by a pattern before them.
-    `default`: the value of modules that no pattern matches.
+    The first of `modules` becomes an alternative of each such pattern, and gets its own value by a pattern before
+    them. `default`: the value of modules that no pattern matches.
     """
 
     def matches(pattern: str, module: str) -> bool:  # as peft does

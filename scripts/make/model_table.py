@@ -110,9 +110,9 @@ def kinds() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *IMAGE_FAMILIES})
 
 
-def attempt(kind: str, chats: Path, folder: Path) -> Row:
-    """Try this type, in `folder`, which is emptied. `chats`: see write_chats(). Call it before any backward pass of the
-    process, as it forks."""
+def attempt(kind: str, chats: Path, folder: Path, whole: bool = True) -> Row:
+    """Try this type, in `folder`, which is emptied. `chats`: see write_chats(). `whole`: with compiled layers and the
+    run that is killed. Call it before any backward pass of the process, as it then forks."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     base, said = folder / "base", list[str]()
@@ -123,10 +123,10 @@ def attempt(kind: str, chats: Path, folder: Path) -> Row:
 
     try:
         write(small(kind), base)
-        with contextlib.redirect_stdout(io.StringIO()):
+        if whole:
             _killed(functools.partial(train, "killed"), folder / "killed")
         with _collect_notes(said), contextlib.redirect_stdout(printed := io.StringIO()), _traced():
-            train("run", compiled=True)
+            train("run", compiled=whole)
     except Exception as error:  # noqa: BLE001  the table says which architectures fail, and how
         return Row(kind, _reason(error))
     evidence = json.loads((folder / "run" / "evidence.json").read_text())
@@ -140,8 +140,9 @@ def attempt(kind: str, chats: Path, folder: Path) -> Row:
         "full": lambda: train("full", "[fast]"),
         "plan": lambda: _require_planned(_keys(chats, base, folder / "none", techniques="[fast]")),
         "merge": lambda: _require_merged(base, folder / "run"),
-        "resume": lambda: _require_resumed(train, folder),
     }
+    if whole:
+        checks["resume"] = lambda: _require_resumed(train, folder)
     found = {name: _failure(check) for name, check in checks.items()}
     packed, compiled = _decision("packing", lines), _decision("compile", lines)
     return Row(kind, "acts", _adapters(adapters, experts), packed, compiled, found)
@@ -156,8 +157,8 @@ def _keys(chats: Path, base: Path, run: Path, **more: str) -> list[str]:
         "data.sequence_length": 64,
         "data.cache_dir": chats.parent / "cache",
         "train.max_steps": 2,
-        "train.micro_batch_size": 2,
-        "train.global_batch_size": 4,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 2,
         "checkpoint.every": 1,
         "tracking.display": "none",
         "run.dir": run,
@@ -198,8 +199,8 @@ def _killed(run: Callable[[], None], folder: Path) -> None:
         return own(self, *given)
 
     trainer.Trainer.step = step  # type: ignore[method-assign]
-    with contextlib.suppress(BaseException):  # the parent's run says what is wrong
-        run()
+    with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
+        run()  # what is wrong with it the parent's run says
     os._exit(1)
 
 

@@ -276,6 +276,10 @@ def random_model(architecture: dict[str, Any]) -> Any:
             rows = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
             constant = (rows == rows[:, :1]).all(-1, keepdim=True)
             rows.add_(torch.randn_like(rows) * 0.05 * constant)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                # Gemma's attention has no scale but this norm's. As drawn, each layer would amplify roundings.
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
     return model
 
 

@@ -172,7 +172,7 @@ def _keys(chats: Path, base: Path, run: Path, **more: str) -> list[str]:
 def _traced() -> Iterator[None]:
     """torch.compile without its last stage."""
     own = torch.compile
-    torch.compile = functools.partial(own, backend="eager")  # type: ignore[assignment]
+    torch.compile = functools.partial(own, backend="eager")
     try:
         yield
     finally:
@@ -198,7 +198,7 @@ def _killed(run: Callable[[], None], folder: Path) -> None:
             time.sleep(0.01)
         return own(self, *given)
 
-    trainer.Trainer.step = step  # type: ignore[method-assign]
+    trainer.Trainer.step = step  # type: ignore[assignment, method-assign]
     with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
         run()  # what is wrong with it the parent's run says
     os._exit(1)

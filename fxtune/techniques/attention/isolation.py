@@ -167,29 +167,10 @@ def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
     return None if why and by_bounds and not try_small_model(text, by_bounds).packed else why
 
 
-def why_not_isolated_when_recurrent(text: dict[str, Any]) -> str | None:
-    """why_not_isolated() for the config of a decoder as a dict (`Facts.text`)."""
-    from transformers import CONFIG_MAPPING
-
-    kind = str(text.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        return f"whether {kind} keeps documents in one row apart is not known"
-    config_class: Any = CONFIG_MAPPING[kind]
-    return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class).packed
-
-
 def why_not_shared(text: dict[str, Any]) -> str | None:
     """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), by a kernel that
     takes bounds of keys; None if they can."""
-    from transformers import CONFIG_MAPPING
-
-    kind = str(text.get("model_type"))
-    if kind in PROVEN:
-        return None
-    if kind not in CONFIG_MAPPING:
-        return f"whether answers can share a prompt in {kind} is not known"
-    config_class: Any = CONFIG_MAPPING[kind]
-    return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class, by_bounds=True).shared
+    return None if text.get("model_type") in PROVEN else try_small_model(text, by_bounds=True).shared
 
 
 def why_not_causal(hf_config: Any) -> str | None:
@@ -205,9 +186,24 @@ def why_not_causal(hf_config: Any) -> str | None:
 
 
 def try_small_model(text: Any, by_bounds: bool = False) -> Trial:
-    """A trial of a decoder's config by a small model of its kind; `by_bounds`: with flash4's reference."""
-    kind: Any = type(text)
-    return _try_small_model(json.dumps(text.to_dict(), sort_keys=True, default=str), kind, by_bounds)
+    """A trial of a decoder's config (one of transformers, or `Facts.text`) by a small model of its kind; `by_bounds`:
+    with flash4's reference."""
+    from transformers import CONFIG_MAPPING
+
+    values = text if isinstance(text, dict) else text.to_dict()
+    kind = str(values.get("model_type"))
+    if isinstance(text, dict) and kind not in CONFIG_MAPPING:
+        return _untried(kind, "is not known")
+    config_class: Any = CONFIG_MAPPING[kind] if isinstance(text, dict) else type(text)
+    return _try_small_model(json.dumps(values, sort_keys=True, default=str), config_class, by_bounds)
+
+
+def _untried(kind: str, why: str) -> Trial:
+    return Trial(
+        f"whether {kind} keeps documents in one row apart {why}",
+        f"whether {kind} lets answers share a prompt {why}",
+        nan,
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -232,8 +228,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
     except Exception as error:  # noqa: BLE001  keys may depend on the changed keys: anything may happen
-        unknown = f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
-        return Trial(unknown, unknown.replace("keeps documents in one row apart", "lets answers share a prompt"), nan)
+        return _untried(name, f"could not be tried ({type(error).__name__})")
     apart = is_isolated(moved, leaked)
     return Trial(
         None if apart else f"in {name} of transformers, documents in one row see each other",

@@ -236,7 +236,7 @@ def _require_merged(base: Path, run: Path) -> None:
         warnings.simplefilter("always")
         adapted = PeftModel.from_pretrained(auto.from_pretrained(base, dtype=torch.float32), str(run / "adapter"))
         for model in (adapted, auto.from_pretrained(merged, dtype=torch.float32)):
-            logits.append(model.eval()(input_ids=ids).logits)
+            logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
     if lost := [str(one.message) for one in seen if issubclass(one.category, (RuntimeWarning, UserWarning))]:
         raise AssertionError(f"a warning: {lost[0]}")
     off = ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item()

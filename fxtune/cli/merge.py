@@ -145,7 +145,7 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
         out,
         card={"adapter": opened.origin.name, **card},
         answer=lambda: answer,
-        check=partial(recompute, base=opened.base, adapter=opened.origin, lora=opened.lora),
+        check=partial(recompute, base=opened.base, adapter=opened.origin, lora=opened.lora, model=merged),
         keeps=f"The adapter {name} is as it was: merge it again.",
     )
 

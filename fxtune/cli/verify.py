@@ -7,8 +7,8 @@
 
 The first rows are the evidence that training itself requires before its first step. The other rows need data or a
 backward pass: which tokens are supervised, which weights are trained, whether the documents of a real row are
-isolated, what a step costs. Nothing is written. Exit code 1: a technique did not act, or a file has changed since it
-was proven.
+isolated, what a step costs. All that a run builds before its first step is built. Nothing is written. Exit code 1: a
+technique did not act, or a file has changed since it was proven.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
         if builder.facts.in_backward:
             say("verify keeps all gradients at once, so it needs memory for gradients that the run does not need")
         model, evidence = builder.observed_model()
+        evidence += builder.prove_objective(model, builder.config.objective, data.training)
         seen = [*evidence, *observe_data(data), *observe_step(builder, model, data.training)]
         seen = of_all_ranks(builder.world, seen)
         del model
@@ -192,6 +193,11 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
         bool(metrics["finite"]),
     )
     train_step.update(metrics, options.lr)
+    meter = builder.meter(model, plan)
+    meter.add(0, 0.0)
+    tokens, known = meter.read()["train/tokens"], "known" if meter.cost else "not known, so a run logs no MFU"
+    observed = f"{tokens:,.0f} tokens; its FLOPs are {known}"
+    yield Evidence("throughput", "the work of a step is counted", observed, tokens > 0)
     moved = _any_by_module(
         {name: not torch.equal(_sample(parameter), before[name]) for parameter, name in names.items()}
     )

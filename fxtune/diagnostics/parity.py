@@ -3,8 +3,8 @@
 The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
 compiled, and log-probabilities of float32 logits (plain_model.py). The objective computes its loss from them, group by
 group. What changes the mathematics by design stays on in the reference: scaled RoPE, adapters, a quantized base, and,
-except in the float32 reference, fp8 products of trained weights. Dropout is off everywhere, because two passes would
-never agree.
+except in the float32 reference, fp8 products of trained weights. Dropout is off everywhere, and so is the noise of
+routers, because two passes would never agree.
 
 In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
 that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
@@ -172,7 +172,7 @@ class _Comparison:
         self.hf_config = copy.deepcopy(builder.settled.hf_config)
         for config in (self.hf_config, self.hf_config.get_text_config()):
             for name, value in vars(config).items():
-                if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+                if name.endswith(("dropout", "pdrop", "jitter_noise")) and isinstance(value, float):
                     setattr(config, name, 0.0)
         self.order = 1 if precision_of(builder.facts) == "float32" else 2
         """Of the norm that adds up the errors of log-probabilities."""
@@ -345,6 +345,8 @@ class _Comparison:
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         with self._built(pipeline, self.world) as prepared:
             model = prepared.module.train()
+            for router in prepared.routers.modules if prepared.routers else ():
+                router.eval()  # Phi-MoE's draws its experts in training mode
             language_model = builder.language_model(prepared)
             _move_weights(model, self.objective.needs.reference)
             for size in splits:

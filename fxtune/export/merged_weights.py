@@ -4,14 +4,15 @@
     W = m / |base + scaling * B A| * (base + scaling * B A)      DoRA, the norm over each output's row
 
 The formulas come from the papers and not from peft's code, which did the merge. The base's files, the adapter's file
-and the merged files are read: one tensor of each is in host memory at a time.
+and the merged files are read: one tensor of each is in host memory at a time. Files may have other names for tensors
+than the model, so each file's names are read as transformers reads them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ import torch
 
 from fxtune.export.weights import Mismatch
 from fxtune.models.peft_adapter import FACTORED, WEIGHTS
+from fxtune.models.shards import key_of
 from fxtune.models.weights import readable_files
 from fxtune.system.hub import Origin
+from fxtune.upstream.transformers import renamed
 
 PREFIX = "base_model.model."
-DECODERS = ("model.language_model.", "language_model.model.", "model.")
-"""Beginnings of the names of a decoder's tensors. A model with a tower has another one in its files than in memory."""
 UNKNOWN = {
     "trainable_token_indices": "trained tokens",
     "lora_bias": "biases of adapters",
@@ -34,11 +35,12 @@ UNKNOWN = {
 """Options of adapters whose merge is not computed again here."""
 
 
-def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any) -> tuple[int, str]:
+def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str]:
     """Compare the merged model in `folder` with what its base and its adapter give.
 
-    `lora`: peft's options of the adapter. Returns how many tensors were computed, and a clause that says which
-    were left out and why. Raises Mismatch for the first tensor that is something else.
+    `lora`: peft's options of the adapter. `model`: the merged model, for the names of its tensors. Returns how many
+    tensors were computed, and a clause that says which were left out and why. Raises Mismatch for the first tensor
+    that is something else.
     """
     if lora.init_lora_weights in FACTORED:
         return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base"
@@ -46,22 +48,21 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any) -> tuple[i
         return 0, f"the sums of base and adapter, because of {odd[0]}"
     with ExitStack() as opened:
         merged, stored = (_Tensors(opened, readable_files(origin)) for origin in (Origin(folder, str(folder)), base))
-        adapters = _Adapters(_Tensors(opened, [adapter.folder / WEIGHTS]), lora, merged.files)
-        count, passed = 0, []
-        for name in sorted(merged.files):
-            source = next((spelled for spelled in (*_spellings(name), *_tied(name)) if spelled in stored.files), None)
+        adapters = _Adapters(_Tensors(opened, [adapter.folder / WEIGHTS]), lora, model)
+        in_base, tied, passed = _names(model, stored.files), _tied(model), set(merged.files)
+        for name, key in sorted(_names(model, merged.files).items()):
+            source = next((in_base[spelled] for spelled in (name, tied.get(name)) if spelled in in_base), None)
             # By its dimensions, because families name experts differently (Granite-MoE).
-            of_experts = bool(lora.target_parameters) and merged[name].dim() > 2
+            of_experts = bool(lora.target_parameters) and merged[key].dim() > 2
             if of_experts or adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
-                passed.append(name)
                 continue
             wanted, changed = adapters.applied(name, None if source is None else stored[source])
-            _require_close(name, merged.files[name].name, merged[name], wanted, changed)
-            count += 1
+            _require_close(key, merged.files[key].name, merged[key], wanted, changed)
+            passed.discard(key)
     why = "which the base stores otherwise, or whose adapters are of no linear"
     return (
-        count,
-        f"the sums of base and adapter in {len(passed)} tensors, {why}, such as {passed[0]}" if passed else "",
+        len(merged.files) - len(passed),
+        f"the sums of base and adapter in {len(passed)} tensors, {why}, such as {min(passed)}" if passed else "",
     )
 
 
@@ -86,21 +87,23 @@ class _Tensors:
 class _Adapters:
     """The adapters of a file, applied to the tensors of a base."""
 
-    def __init__(self, trained: _Tensors, lora: Any, merged: Collection[str]) -> None:
+    def __init__(self, trained: _Tensors, lora: Any, model: Any) -> None:
         self.trained, self.lora = trained, lora
-        names = [name.removeprefix(PREFIX) for name in trained.files]
-        modules = {name.rpartition(".lora_")[0] for name in names if ".lora_" in name}
-        weights = {module: [f"{path}.weight" for path in _spellings(module)] for module in modules}
+        modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in trained.files if ".lora_" in name}
+        weights, own = {f"{module}.weight" for module in modules}, model.state_dict().keys()
+        # peft still reads a family's older names.
+        named = {**_names(model, weights - own), **{name: name for name in weights & own}}
         parameters = tuple(lora.target_parameters or ())
         self.modules = {
-            module
-            for module, spelled in weights.items()
-            if any(name in merged and not name.endswith(parameters) for name in spelled)
+            name.removesuffix(".weight"): weight.removesuffix(".weight")
+            for name, weight in named.items()
+            if not name.endswith(parameters)
         }
-        others = {module.removesuffix(".base_layer") for module in modules - self.modules} if parameters else set()
-        self._others = {path.rpartition(".")[2] for path in others}
-        if stray := sorted(modules - self.modules) if not parameters else []:
-            raise Mismatch(f"{stray[0]} has an adapter, and no tensor of the merged model is its weight")
+        """The name in the adapter's file of each module of the model whose weight is adapted."""
+        others = modules.difference(self.modules.values())
+        self._others = {module.removesuffix(".base_layer").rpartition(".")[2] for module in others if parameters}
+        if others and not parameters:
+            raise Mismatch(f"{min(others)} has an adapter, and no tensor of the merged model is its weight")
 
     def passes_over(self, name: str) -> bool:
         """Whether the tensor is in a module with an adapter on one of its tensors, such as experts."""
@@ -110,22 +113,18 @@ class _Adapters:
         """The tensor of the adapter's file that replaces this one: a bias, or a tensor of a module trained in full."""
         module, _, leaf = name.rpartition(".")
         spelled = (f"{PREFIX}{module}.{leaf}", f"{PREFIX}{module}.base_layer.{leaf}")
-        own = leaf != "weight" or not self._module(name)
+        own = leaf != "weight" or module not in self.modules
         return next((path for path in spelled if own and path in self.trained.files), None)
-
-    def _module(self, name: str) -> str | None:
-        modules = (spelled.rpartition(".")[0] for spelled in _spellings(name))
-        return next((module for module in modules if module in self.modules), None)
 
     def applied(self, name: str, start: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
         """What the merged tensor `name` must be, from the base's, and whether the adapter changes it."""
         if replacement := self.replacement(name):
             return self.trained[replacement], True
         assert start is not None
-        module = self._module(name)
-        if module is None or not name.endswith(".weight"):
+        module, _, leaf = name.rpartition(".")
+        if module not in self.modules or leaf != "weight":
             return start, False
-        return self._sum(module, start.float()), True
+        return self._sum(self.modules[module], start.float()), True
 
     def _sum(self, module: str, weight: torch.Tensor) -> torch.Tensor:
         embedding = f"{PREFIX}{module}.lora_embedding_A" in self.trained.files
@@ -153,19 +152,18 @@ def _scaling(lora: Any, module: str, r: int) -> float:
     return float(own) / (math.sqrt(r) if lora.use_rslora else r)
 
 
-def _spellings(name: str) -> tuple[str, ...]:
-    """A tensor's name as different versions of a family's files have it."""
-    prefixed = (f"{prefix}{name}" for prefix in ("model.", "transformer.", "language_model."))
-    begun = [prefix for prefix in DECODERS if name.startswith(prefix)]
-    moved = (f"{other}{name.removeprefix(prefix)}" for prefix in begun for other in DECODERS if other != prefix)
-    shorter = (name.removeprefix(prefix) for prefix in ("model.", "transformer.", "language_model."))
-    return (name, *shorter, *prefixed, *moved)
+def _names(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """{name in the model: name in its files} of each of its tensors that is one of `keys`, tensors in files."""
+    names = renamed(model, keys)[0]
+    found = {name: key_of(name, names, model.base_model_prefix) for name in model.state_dict()}
+    return {name: names[key] for name, key in found.items() if key is not None}
 
 
-def _tied(name: str) -> tuple[str, ...]:
-    """The embedding's names, for a head: a base that ties the two stores one of them."""
-    tables = (*(f"{prefix}embed_tokens.weight" for prefix in DECODERS), "transformer.wte.weight", "wte.weight")
-    return tables if name in ("lm_head.weight", "language_model.lm_head.weight") else ()
+def _tied(model: Any) -> dict[str, str]:
+    """The name of the embedding's weight by the head's: a base that ties the two stores one of them."""
+    paths = {id(module): f"{path}.weight" for path, module in model.named_modules()}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return {} if head is None else {paths[id(head)]: paths[id(embedding)]}
 
 
 def _require_close(name: str, file: str, seen: torch.Tensor, wanted: torch.Tensor, changed: bool) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ FACTORED = ("pissa", "olora")
 """Values of `init` that also change the base: such an adapter fits only the changed base."""
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
 """Options that name the modules with adapters."""
+BESIDE = "(?#no expert)"
+"""Begins what matching_modules() adds to a pattern: a comment in a regular expression."""
 SCORES = "SEQ_CLS"
 """peft's task of adapters with a head that scores documents."""
 _PEFT_ONLY = (
@@ -59,7 +62,7 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
             f"{key}={adapter} has no head that scores documents, and the objective trains one. fxtune merge writes "
             "its base with this adapter in it: train a new one over that (model.path)."
         )
-    patterns = {name: getattr(lora_config, name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    patterns = {name: _as_chosen(getattr(lora_config, name)) for name in ("rank_pattern", "alpha_pattern")}
     options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}
     options["modules_to_save"] = sorted({*_sorted(lora_config.modules_to_save)})
     if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in adapter_weights(model)}:
@@ -181,8 +184,8 @@ def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lor
         "target_modules": _sorted(saved.get("target_modules")),
         "exclude_modules": _sorted(saved.get("exclude_modules")),
         "layers_to_transform": [layers] if isinstance(layers, int) else layers or [],
-        "rank_pattern": saved.get("rank_pattern") or {},
-        "alpha_pattern": saved.get("alpha_pattern") or {},
+        "rank_pattern": _as_chosen(saved.get("rank_pattern")),
+        "alpha_pattern": _as_chosen(saved.get("alpha_pattern")),
         "modules_to_save": sorted({*_sorted(saved.get("modules_to_save"))}),
     }
     different = [
@@ -318,6 +321,32 @@ def adapter_weights(model: Any) -> dict[str, torch.Tensor]:
 
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def matching_modules(patterns: Mapping[str, Any], default: Any, modules: Sequence[str]) -> dict[str, Any]:
+    """The same rank or alpha for each of `modules` and each tensor of experts, by patterns that each match a module:
+    peft warns of others as it loads an adapter, because it looks for them among modules only.
+
+    The first of `modules` becomes an alternative of each such pattern, and gets its own value by a pattern before
+    them. `default`: the value of modules that no pattern matches.
+    """
+
+    def matches(pattern: str, module: str) -> bool:  # as peft does
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+    others = [pattern for pattern in patterns if not any(matches(pattern, module) for module in modules)]
+    if not others or not modules:
+        return dict(patterns)
+    own = next((value for pattern, value in patterns.items() if matches(pattern, modules[0])), default)
+    beside = BESIDE + re.escape(modules[0])
+    found = {f"{name}|{beside}" if name in others else name: value for name, value in patterns.items()}
+    return {beside: own, **found}
+
+
+def _as_chosen(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The patterns that matching_modules() was given."""
+    kept = {name.partition(f"|{BESIDE}")[0]: value for name, value in (patterns or {}).items()}
+    return {name: value for name, value in kept.items() if not name.startswith(BESIDE)}
 
 
 def _modules_in_file(origin: Origin) -> set[str]:

@@ -305,7 +305,7 @@ def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], p
         yield _Files(stored, _found(stored, wanted, base, _place(origin, path)))
 
 
-def _key(name: str, names: Collection[str], prefix: str) -> str | None:
+def key_of(name: str, names: Collection[str], prefix: str) -> str | None:
     """The key of a parameter among the `names` of tensors: its name, with or without the prefix of the decoder."""
     return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in names), None)
 
@@ -321,7 +321,7 @@ def _found(
     missing: set[str] = set()
     converted: set[str] = set()
     for name, shape in wanted.items():
-        if made := _key(name, joined, base.base_model_prefix):
+        if made := key_of(name, joined, base.base_model_prefix):
             operations, sources = joined[made]
             if operations in EXPERTS_APART:
                 found[name], absent = _experts(sources, shape)
@@ -335,7 +335,7 @@ def _found(
                 keys = [key for part in sources.values() for key in part]
                 found[name] = _Tensor(tuple({0: key} for key in keys), ())
                 converted.add(f"{keys[0]} ({words(operations)})")
-        elif key := _key(name, names, base.base_model_prefix):
+        elif key := key_of(name, names, base.base_model_prefix):
             found[name] = _Tensor(({0: names[key]},), shape)
         else:
             missing.add(name)

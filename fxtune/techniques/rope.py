@@ -60,6 +60,12 @@ class Rope(RopeOptions, Technique):
         if current is None:
             yield f"enabled: {kind} has rotary embeddings by layer type and none for {FULL}. Set it to false."
             return
+        if current.get("rope_type") == "proportional":
+            yield (
+                f"enabled: {kind} rotates a part of each head by the frequencies of the whole head (proportional "
+                "RoPE), which these scalings do not know. Set it to false."
+            )
+            return
         if "mrope_section" in current:
             yield f"enabled: {kind} splits its rotary dimensions among axes (mrope). Set it to false."
         if not self.factor > 1:

@@ -1,114 +1,75 @@
-"""Tries `techniques=[lora,fast]` on every causal architecture of the installed transformers, on rows of text, and writes
-the table of docs/models.md.
+"""Tries every causal architecture of the installed transformers on rows of text, as a user meets it, and writes the
+table of docs/models.md.
 
-Each architecture gets a tiny model with random weights: the sizes of its config's defaults are made small by their
-names (`tiny`). Then fxtune trains it for two steps with adapters and the fast settings, as for a user, but without the
-compiler's last stage: the layers are traced, and the graphs run as they are.
+Each type gets a small model with random weights that is shrunk from its own default config (small_models.py), and files
+of a base. Then, in one process of one thread, with a time limit:
 
-    python scripts/make/model_table.py --write               # all that docs/models.md lacks; all take 20 minutes
+    acts      two steps of `techniques=[lora,fast]`, without the compiler's last stage: layers are traced, and graphs
+              run as they are
+    verify    `fxtune verify --loss` in float32: loss and gradients beside plain transformers
+    full      two steps of full fine-tuning
+    plan      the parameters that `fxtune plan` counts, beside those of the built model
+    merge     the adapter and the merged model, each loaded by plain peft and plain transformers without a warning,
+              give the same logits
+    resume    a run that SIGKILL ends after its first step and that goes on ends with the adapter of an undisturbed run
+
+    python scripts/make/model_table.py --write               # all that docs/models.md lacks
+    python scripts/make/model_table.py --write --all         # all, those with a file in --folder excepted
     python scripts/make/model_table.py --write llama         # this row of docs/models.md again
     python scripts/make/model_table.py llama qwen3_moe       # prints these rows, and changes no file
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import io
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import small, write
+
+from fxtune.cli import merge, verify
 from fxtune.config.compose import load
-from fxtune.errors import ConfigError, UserError, first_line
+from fxtune.errors import UserError
 from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES
-from fxtune.models.load import Init
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.structure import beside_text, skeleton
+from fxtune.techniques.estimate.memory import trained_parameters
 from fxtune.techniques.liger.technique import FAMILIES
 from fxtune.tracking import display
 from fxtune.training import trainer
+from fxtune.training.builder import RunBuilder
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-HEAD = "| model type | `[lora,fast]` | adapters on | packed rows | compiled layers | Liger's kernels | images |"
-WRITE = "--write"
-VOCABULARY = 1024
-"""Tokens of the built-in tokenizer."""
-WIDTHS = re.compile(
-    r"(hidden_size|hidden_size_global|hidden_dim|d_model|n_embd|dim|emb_dim|embedding_dim|embedding_size|attention_hidden_size|lru_width|"
-    r"(in|out)put_embedding_size|word_embed_proj_dim|backbone_hidden_size|adapter_in_dim|adapter_input_size|dim_model_base)$"
+RESULTS = Path(tempfile.gettempdir()) / f"fxtune-models-{transformers.__version__}"
+HEAD = (
+    "| model type | `[lora,fast]` | checks | adapters on | packed rows | compiled layers | Liger's kernels | images |"
 )
-COUNTS = {
-    r"_?(num_)?(hidden_|encoder_|decoder_)?(layers|blocks)$|n_layers?$|num_layers_per_stack$": 2,
-    r"moe_intermediate_size$|expert_(intermediate|ffn_hidden)_size$": 32,
-    r"intermediate_size(_mlp)?$|ffn_dim$|n_inner$|(ffn_hidden|feed_forward|intermediate_multiple)_size$|d?ff$|d_inner$": 96,
-    r"(num_key_value_heads|num_kv_heads|linear_num_key_heads|num_query_groups|num_global_key_value_heads)$": 2,
-    r"((num|n|attention|conf|mamba|linear|index)_(attention_|value_|kv_)?heads?|num_heads|_heads|n_head)$": 4,
-    r"(head_dim|d_head|kv_channels|head_size|dim_head|headdim|_head_dim|hidden_size_per_head)$": 16,
-    r"(experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|index_topk)$": 2,
-    r"num_(local_|routed_)?experts$|n_routed_experts$|moe_num_experts$": 4,
-    r"(n_group|topk_group|num_expert_group)$": 1,
-    r"lora_rank$|state_size$|d_state$": 16,
-    r"first_k_dense_replace$|num_dense_layers$": 1,
-    r"rotary_dim$": 8,
-    r"(mamba_)?n_?groups$|o_groups$": 2,
-}
-"""A size by the name of its key in a config; the first pattern counts."""
-LIMITS = {r"(max_position_embeddings|n_positions|n_ctx|max_seq_len)$": 256, r"(sliding_window|window_size)$": 16}
-"""The largest allowed size, by the name of its key."""
-M_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
-OWN: dict[str, dict[str, Any]] = {
-    "qwen2_vl_text": M_ROPE,
-    "qwen2_5_vl_text": M_ROPE,
-    "qwen3_vl_text": {**M_ROPE, "head_dim": 16},
-    "qwen3_vl_moe_text": {**M_ROPE, "head_dim": 16},
-    "gemma3": {"mm_tokens_per_image": 4},
-    "idefics3_vision": {"patch_size": 28},
-    "smolvlm_vision": {"patch_size": 28},
-    "qwen2_5_vl_vision": {"out_hidden_size": 64},
-    "qwen3_vl_vision": {"out_hidden_size": 64},
-    "qwen3_vl_moe_vision": {"out_hidden_size": 64},
-    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
-    "blt": {"encoder_hash_byte_group_vocab": 1024},
-    "cohere_compass_text": {
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
-    },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
-    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-    "dots3_note": {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8},
-    "gemma4_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"zero_expert_num": 2, "qk_head_dim": 32, "head_dim": 16},
-    "mamba2": {"num_heads": 8},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "zamba2": {"n_mamba_heads": 8, "attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": ["mamba", "hybrid"]},
-    "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
-"""Keys that are not sizes, or that depend on several."""
+CLOSE = 1e-5
+"""The largest difference of logits of the adapter and of the merged model, relative to the largest logit."""
+SAVED_SECONDS = 30.0
+"""How long a run that is to be killed waits for its first checkpoint."""
 
 
 @dataclass
@@ -119,13 +80,17 @@ class Row:
     adapters: str = ""
     packed: str = ""
     compiled: str = ""
+    checks: dict[str, str] = field(default_factory=dict)
+    """Why a check failed; empty: it passed."""
 
     @property
     def liger(self) -> str:
         return "yes" if self.kind in FAMILIES else ""
 
     def __str__(self) -> str:
-        cells = [f"`{self.kind}`", self.result, self.adapters, self.packed, self.compiled]
+        failed = [f"{name}: {why}" for name, why in self.checks.items() if why]
+        checks = "; ".join(failed) or "all" * bool(self.checks)
+        cells = [f"`{self.kind}`", self.result, checks, self.adapters, self.packed, self.compiled]
         return "| " + " | ".join([*(cell.replace("|", "/") for cell in cells), self.liger, self.images]) + " |"
 
     @property
@@ -145,79 +110,157 @@ def kinds() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *IMAGE_FAMILIES})
 
 
-def tiny(kind: str) -> dict[str, Any]:
-    """A tiny `model.architecture` of this model type. Raises ConfigError if its config class refuses its own defaults."""
-    try:
-        defaults = transformers.CONFIG_MAPPING[kind]().to_dict()
-    except (ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"its config class refuses its own defaults: {first_line(error)}") from error
-    return {"model_type": kind, **_small(defaults, kind)}
-
-
-def _small(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    small: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            small[key] = {"model_type": value.get("model_type"), **_small(value, value.get("model_type") or "")}
-            if not small[key]["model_type"]:
-                del small[key]["model_type"]
-        elif isinstance(value, int) and not isinstance(value, bool):
-            size = _size(key, value, values)
-            if size != value:
-                small[key] = size
-    return {**small, **OWN.get(kind, {})}
-
-
-def _size(key: str, value: int, values: dict[str, Any]) -> int:
-    if key == "vocab_size":
-        return VOCABULARY
-    if key.endswith("vocab_size"):
-        return min(value, VOCABULARY)
-    if key.endswith(("_token_id", "_token_index")):
-        return value if value < VOCABULARY - 24 else 3
-    if WIDTHS.match(key):
-        return 64
-    if values.get("kv_lora_rank") and key == "num_key_value_heads":
-        return 4
-    for pattern, limit in LIMITS.items():
-        if re.search(pattern, key):
-            return min(value, limit)
-    return next((size for pattern, size in COUNTS.items() if value > 0 and re.search(pattern, key)), value)
-
-
-def attempt(kind: str, chats: Path, folder: Path) -> Row:
-    """Train a tiny model of this type for two steps, in `folder`. `chats`: see write_chats()."""
-    said: list[str] = []
-    torch._dynamo.reset()
+def attempt(kind: str, chats: Path, folder: Path, whole: bool = True) -> Row:
+    """Try this type, in `folder`, which is emptied. `chats`: see write_chats(). `whole`: with compiled layers and the
+    run that is killed. Call it before any backward pass of the process, as it then forks."""
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    base, said = folder / "base", list[str]()
+
+    def train(name: str, techniques: str = "[lora,fast]", compiled: bool = False) -> None:
+        off = {} if compiled else {"techniques.compile.enabled": "false"}
+        trainer.run(load(_keys(chats, base, folder / name, techniques=techniques, **off)))
+
+    try:
+        write(small(kind), base)
+        if whole:
+            _killed(functools.partial(train, "killed"), folder / "killed")
+        with _collect_notes(said), contextlib.redirect_stdout(printed := io.StringIO()), _traced():
+            train("run", compiled=whole)
+    except Exception as error:  # noqa: BLE001  the table says which architectures fail, and how
+        return Row(kind, _reason(error))
+    evidence = json.loads((folder / "run" / "evidence.json").read_text())
+    adapters = next(one["observed"] for one in evidence if one["asked"].startswith("adapters of rank"))
+    experts = any(one["asked"].startswith("adapters of experts") for one in evidence)
+    lines = [*said, *printed.getvalue().splitlines()]
+    exact = {"techniques.compile.enabled": "false", "techniques.precision.autocast": "none"}
+    config = functools.partial(_keys, chats, base, folder / "none", techniques="[lora,fast]")
+    checks: dict[str, Callable[[], object]] = {
+        "verify": lambda: verify.run(load(config(**exact)), loss=True),
+        "full": lambda: train("full", "[fast]"),
+        "plan": lambda: _require_planned(_keys(chats, base, folder / "none", techniques="[fast]")),
+        "merge": lambda: _require_merged(base, folder / "run"),
+    }
+    if whole:
+        checks["resume"] = lambda: _require_resumed(train, folder)
+    found = {name: _failure(check) for name, check in checks.items()}
+    packed, compiled = _decision("packing", lines), _decision("compile", lines)
+    return Row(kind, "acts", _adapters(adapters, experts), packed, compiled, found)
+
+
+def _keys(chats: Path, base: Path, run: Path, **more: str) -> list[str]:
+    """The command line of a run of two steps."""
     keys = {
-        "techniques": "[lora,fast]",
+        "model.path": base,
+        "model.tokenizer": "builtin:tiny",
         "data.sources": f"[{{path: {chats}}}]",
         "data.sequence_length": 64,
         "data.cache_dir": chats.parent / "cache",
         "train.max_steps": 2,
-        "train.micro_batch_size": 2,
-        "train.global_batch_size": 4,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 2,
+        "checkpoint.every": 1,
         "tracking.display": "none",
-        "run.dir": folder,
+        "run.dir": run,
+        "run.report": "false",
+        **more,
     }
-    printed = io.StringIO()
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """torch.compile without its last stage."""
+    own = torch.compile
+    torch.compile = functools.partial(own, backend="eager")
     try:
-        config = load([f"{key}={value}" for key, value in keys.items()])
-        config.model.init, config.model.architecture = Init.random, tiny(kind)
-        with _collect_notes(said), contextlib.redirect_stdout(printed):
-            trainer.run(config)
-    except UserError as error:
-        return Row(kind, f"refused: {_refusal(str(error))}")
-    except Exception as error:  # noqa: BLE001  the table says which architectures fail, and how
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = str(error).strip().split("\n")[0]
-        return Row(kind, f"fails: {type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})")
-    evidence = json.loads((folder / "evidence.json").read_text())
-    adapters = next(one["observed"] for one in evidence if one["asked"].startswith("adapters of rank"))
-    experts = any(one["asked"].startswith("adapters of experts") for one in evidence)
-    lines = [*said, *printed.getvalue().splitlines()]
-    return Row(kind, "acts", _adapters(adapters, experts), _decision("packing", lines), _decision("compile", lines))
+        yield
+    finally:
+        torch.compile = own
+        torch._dynamo.reset()
+
+
+def _killed(run: Callable[[], None], folder: Path) -> None:
+    """Start a run in a process of its own, which SIGKILL ends in its second step, when its first is saved."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    steps = 0
+    own = trainer.Trainer.step
+
+    def step(self: Any, *given: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        end = time.monotonic() + SAVED_SECONDS
+        while steps > 1 and time.monotonic() < end:
+            if any((folder / "checkpoints").glob("step-*1")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+        return own(self, *given)
+
+    trainer.Trainer.step = step  # type: ignore[assignment, method-assign]
+    with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
+        run()  # what is wrong with it the parent's run says
+    os._exit(1)
+
+
+def _require_resumed(train: Callable[[str], None], folder: Path) -> None:
+    if (folder / "killed" / "adapter").exists() or not any((folder / "killed" / "checkpoints").glob("step-*1")):
+        raise AssertionError("the run was not killed after its first step")
+    digests = []
+    for name in ("killed", "undisturbed"):
+        train(name)
+        digests.append(hashlib.sha256((folder / name / "adapter" / "adapter_model.safetensors").read_bytes()).digest())
+    if digests[0] != digests[1]:
+        raise AssertionError("the run that was killed ends with another adapter")
+
+
+def _require_planned(keys: list[str]) -> None:
+    facts = RunBuilder(load(keys), ahead=True).facts
+    model = skeleton(facts.model)
+    assert model is not None
+    beside = {id(weight) for weight in beside_text(model)}
+    built = sum(weight.numel() for weight in model.parameters() if id(weight) not in beside)
+    if (planned := trained_parameters(facts)) != built:
+        raise AssertionError(f"{planned:,} parameters for {built:,}")
+
+
+def _require_merged(base: Path, run: Path) -> None:
+    """Load what a run exports as the card of the export says."""
+    from peft import PeftModel
+
+    merged = merge.merge(run)
+    ids, logits = torch.arange(3, 43)[None], []
+    auto: Any = kind_of(transformers.AutoConfig.from_pretrained(base)).auto
+    with warnings.catch_warnings(record=True) as seen, torch.no_grad():
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(auto.from_pretrained(base, dtype=torch.float32), str(run / "adapter"))
+        for model in (adapted, auto.from_pretrained(merged, dtype=torch.float32)):
+            logits.append(model.eval()(input_ids=ids, use_cache=False).logits)
+    if lost := [str(one.message) for one in seen if issubclass(one.category, (RuntimeWarning, UserWarning))]:
+        raise AssertionError(f"a warning: {lost[0]}")
+    off = ((logits[0] - logits[1]).abs().max() / logits[0].abs().max()).item()
+    if not off <= CLOSE:
+        raise AssertionError(f"logits differ by {off:.1e}")
+
+
+def _failure(check: Callable[[], object]) -> str:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            check()
+    except Exception as error:  # noqa: BLE001
+        return _reason(error)
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return f"refused: {_refusal(str(error))}"
+    if isinstance(error, AssertionError) and str(error):
+        return _short(str(error))
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).strip().split("\n")[0]
+    return _short(f"fails: {type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})")
 
 
 @contextlib.contextmanager
@@ -285,21 +328,80 @@ def merged(page: str, rows: Sequence[Row]) -> str:
     return f"{text}{table}\n"
 
 
-def main(names: list[str]) -> None:
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]
-    known = rows_of(PAGE.read_text()) if WRITE in names else {}
-    names = [name for name in names if name != WRITE] or [kind for kind in kinds() if kind not in known]
+def start(kind: str, chats: Path, results: Path, scratch: Path) -> int:
+    """The id of a process that tries this type and writes its row to `results`."""
+    if child := os.fork():
+        return child
+    os.setsid()
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    try:
+        torch.set_num_threads(1)
+        _save(attempt(kind, chats, scratch / kind), results)
+    finally:
+        shutil.rmtree(scratch / kind, ignore_errors=True)
+        os._exit(0)
+
+
+def _save(row: Row, results: Path) -> None:
+    part = results / f".{row.kind}"
+    part.write_text(json.dumps(dataclasses.asdict(row)))
+    part.rename(results / f"{row.kind}.json")
+
+
+def try_all(names: Sequence[str], jobs: int, limit: float, results: Path) -> Iterator[Row]:
+    """The rows of these types as they are ready, `jobs` at a time. A type that takes more than `limit` seconds fails."""
+    results.mkdir(parents=True, exist_ok=True)
+    waiting, running = list(names), dict[int, tuple[str, float]]()
     with tempfile.TemporaryDirectory() as scratch:
         chats = write_chats(Path(scratch))
-        for kind in names:
-            row = attempt(kind, chats, Path(scratch) / "run")
-            print(row, flush=True)
-            if WRITE in sys.argv:  # after each row, so that the next call continues an interrupted one
-                PAGE.write_text(merged(PAGE.read_text(), [row]))
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                kind = waiting.pop(0)
+                (results / f"{kind}.json").unlink(missing_ok=True)
+                running[start(kind, chats, results, Path(scratch))] = (kind, time.monotonic())
+            time.sleep(0.1)
+            for child, (kind, begun) in list(running.items()):
+                late = time.monotonic() - begun > limit
+                if late:
+                    os.killpg(child, signal.SIGKILL)
+                if os.waitpid(child, 0 if late else os.WNOHANG)[0]:
+                    del running[child]
+                    file = results / f"{kind}.json"
+                    if not file.exists():
+                        _save(
+                            Row(kind, f"fails: no end in {limit:.0f} s" if late else "fails: its process died"),
+                            results,
+                        )
+                    yield Row(**json.loads(file.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="TYPE")
+    parser.add_argument("--write", action="store_true", help="write the rows to docs/models.md")
+    parser.add_argument("--all", action="store_true", help="also the types that docs/models.md has")
+    parser.add_argument(
+        "--folder", type=Path, default=RESULTS, help="a file for each type that was tried (%(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="types at a time (%(default)s)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a type (%(default)s)")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    known = set() if given.all else {*rows_of(PAGE.read_text())}
+    done = {path.stem for path in given.folder.glob("*.json")} if given.all else set()
+    names = given.names or [kind for kind in kinds() if kind not in known | done]
+    if given.write and given.all:
+        earlier = [Row(**json.loads((given.folder / f"{kind}.json").read_text())) for kind in sorted(done)]
+        PAGE.write_text(merged(PAGE.read_text(), earlier))
+    for row in try_all(names, given.jobs, given.limit, given.folder):
+        print(row, flush=True)
+        if given.write:  # after each row, so that the next call continues an interrupted one
+            PAGE.write_text(merged(PAGE.read_text(), [row]))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main(sys.argv[1:])
+    main()

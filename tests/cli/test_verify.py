@@ -16,6 +16,7 @@ from fxtune.cli.main import main
 from fxtune.objectives import language_model
 from fxtune.techniques import pipeline
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.tracking import throughput
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -146,6 +147,15 @@ def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
     code, found = verified(cwd)
     assert code == 1
     assert "not as asked: base_model.model.model.norm.weight" in row(found, "parameters", "adapters")["observed"]
+
+
+def test_what_a_run_builds_to_count_its_work_is_built(monkeypatch):
+    def count(*_: Any) -> None:
+        raise RuntimeError("layers differ")
+
+    monkeypatch.setattr(throughput, "training_cost", count)
+    with pytest.raises(RuntimeError, match="layers differ"):
+        main(["verify", *TINY])
 
 
 def test_a_loss_that_is_not_finite_is_named(cwd, monkeypatch):

@@ -57,6 +57,7 @@ def test_formula_of_each_kind_gives_what_peft_merges(tmp_path):
     kinds = {
         "dora": ("the base's plus scaling", {"dora": True, "rslora": True}, None),
         "gpt2": ("28 of them are the base's", {"dora": True}, "gpt2"),
+        "renamed": (r"(\d+) tensors are the model's, bit by bit; \1 of them are the base's plus", {}, "lfm3"),
         "experts": ("21 of them .* Not compared: the sums .* in 24 tensors", {}, "qwen3_moe"),
         "pissa": (
             "Not compared: the sums of base and adapter, because pissa changes the base",

@@ -64,9 +64,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": _sized(head_dim=16, query_pre_attn_scalar=16, **_MIXED_WINDOW),
     "gemma3_text": _sized(head_dim=16, query_pre_attn_scalar=16, **_MIXED_WINDOW),
     "glm4": _sized(head_dim=16),
+    "gemma3n_text": _sized(
+        head_dim=16,
+        intermediate_size=[96] * 2,
+        activation_sparsity_pattern=[0.0] * 2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=0,
+        laurel_rank=8,
+        **_MIXED_WINDOW,
+    ),
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128},
     "gpt_neox": _sized(num_key_value_heads=None),
     "granite": _sized(),
+    "lfm3": _sized(
+        head_dim=16, num_hidden_layers=3, sliding_window=8, layer_types=["conv", "full_attention", "sliding_attention"]
+    ),
     "llama": _sized(),
     "mistral": _sized(sliding_window=None),
     "olmo2": _sized(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.architectures import CPU, FAMILIES, built, facts_of, prepared_model, random_model
+from support.architectures import CPU, FAMILIES, built, facts_of, prepared_model, random_model, tiny_model
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
@@ -261,6 +261,12 @@ def test_dynamic_scaling_follows_the_row_length_and_is_reset():
 )
 def test_check_refuses_with_what_to_change(options, reason):
     assert reason in reasons(**options)
+
+
+def test_proportional_rope_is_not_scaled():
+    facts = facts_of(tiny_model("lfm3"), packing=False)
+    (reason,) = Rope(enabled=True, factor=4.0, original_max_position_embeddings=64).check(facts)
+    assert "proportional" in reason
 
 
 def test_a_model_without_rope_is_refused():

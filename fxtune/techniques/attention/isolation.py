@@ -8,7 +8,6 @@ tests of fxtune try it, so a run does not. Each run still proves it on the real 
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from math import nan
@@ -39,7 +38,11 @@ LOOKS_AHEAD = 1e-4
 """The most that a changed token may move the logits before it, relative to its own."""
 MOST_DOCUMENTS = 4
 """Documents that are changed, one at a time."""
-_SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64, "pad_token_id": 0}
+_SMALL = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "intermediate_size", "ffn_dim"), 64),
+    "moe_intermediate_size": 32,
+    "pad_token_id": 0,
+}
 
 
 def document_numbers(inputs: dict[str, Any]) -> torch.Tensor:
@@ -164,29 +167,10 @@ def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
     return None if why and by_bounds and not try_small_model(text, by_bounds).packed else why
 
 
-def why_not_isolated_when_recurrent(text: dict[str, Any]) -> str | None:
-    """why_not_isolated() for the config of a decoder as a dict (`Facts.text`)."""
-    from transformers import CONFIG_MAPPING
-
-    kind = str(text.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        return f"whether {kind} keeps documents in one row apart is not known"
-    config_class: Any = CONFIG_MAPPING[kind]
-    return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class).packed
-
-
 def why_not_shared(text: dict[str, Any]) -> str | None:
     """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), by a kernel that
     takes bounds of keys; None if they can."""
-    from transformers import CONFIG_MAPPING
-
-    kind = str(text.get("model_type"))
-    if kind in PROVEN:
-        return None
-    if kind not in CONFIG_MAPPING:
-        return f"whether answers can share a prompt in {kind} is not known"
-    config_class: Any = CONFIG_MAPPING[kind]
-    return _try_small_model(json.dumps(text, sort_keys=True, default=str), config_class, by_bounds=True).shared
+    return None if text.get("model_type") in PROVEN else try_small_model(text, by_bounds=True).shared
 
 
 def why_not_causal(hf_config: Any) -> str | None:
@@ -202,9 +186,24 @@ def why_not_causal(hf_config: Any) -> str | None:
 
 
 def try_small_model(text: Any, by_bounds: bool = False) -> Trial:
-    """A trial of a decoder's config by a small model of its kind; `by_bounds`: with flash4's reference."""
-    kind: Any = type(text)
-    return _try_small_model(json.dumps(text.to_dict(), sort_keys=True, default=str), kind, by_bounds)
+    """A trial of a decoder's config (one of transformers, or `Facts.text`) by a small model of its kind; `by_bounds`:
+    with flash4's reference."""
+    from transformers import CONFIG_MAPPING
+
+    values = text if isinstance(text, dict) else text.to_dict()
+    kind = str(values.get("model_type"))
+    if isinstance(text, dict) and kind not in CONFIG_MAPPING:
+        return _untried(kind, "is not known")
+    config_class: Any = CONFIG_MAPPING[kind] if isinstance(text, dict) else type(text)
+    return _try_small_model(json.dumps(values, sort_keys=True, default=str), config_class, by_bounds)
+
+
+def _untried(kind: str, why: str) -> Trial:
+    return Trial(
+        f"whether {kind} keeps documents in one row apart {why}",
+        f"whether {kind} lets answers share a prompt {why}",
+        nan,
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -229,8 +228,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
     except Exception as error:  # noqa: BLE001  keys may depend on the changed keys: anything may happen
-        unknown = f"whether {name} keeps documents in one row apart could not be tried ({type(error).__name__})"
-        return Trial(unknown, unknown.replace("keeps documents in one row apart", "lets answers share a prompt"), nan)
+        return _untried(name, f"could not be tried ({type(error).__name__})")
     apart = is_isolated(moved, leaked)
     return Trial(
         None if apart else f"in {name} of transformers, documents in one row see each other",
@@ -249,16 +247,22 @@ def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:
 
 def _small(config: Any) -> Any:
     """`config` with as many layers as show each kind of layer once, and narrow parts where the rest does not depend on
-    their width."""
-    config = copy.deepcopy(config)
-    name = next((key for key in ("layer_types", "layers_block_type") if getattr(config, key, None)), "layer_types")
-    name = getattr(config, "attribute_map", {}).get(name, name)
-    kinds = getattr(config, name, None) or []
-    layers = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
-    config.num_hidden_layers = min(max(layers, 2), config.num_hidden_layers)
-    if kinds and not isinstance(getattr(type(config), name, None), property):  # else it follows from other keys
-        setattr(config, name, kinds[: config.num_hidden_layers])
-    for name, value in _SMALL.items():
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, value)
-    return config
+    their width. As many layers again share keys and values with earlier ones, if layers of `config` do."""
+    total, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
+    kinds = next(
+        (found for key in ("layer_types", "layers_block_type") if (found := getattr(config, key, None))), ["every"]
+    )
+    layers = min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), total)
+    kept = sorted({*range(layers), *range(max(total - shared, total - layers), total)})
+    values, names = config.to_dict(), getattr(config, "attribute_map", {})
+    for key, value in values.items():  # what differs between layers: their kinds, sizes, numbers of heads
+        if isinstance(value, list) and len(value) == total:
+            values[key] = [value[layer] for layer in kept]
+        if key == "per_layer_config":
+            given = {int(layer): own for layer, own in value.items()}
+            values[key] = {new: given[layer] for new, layer in enumerate(kept) if layer in given}
+    values[names.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    if shared:
+        values["num_kv_shared_layers"] = sum(layer >= total - shared for layer in kept)
+    values |= {key: size for name, size in _SMALL.items() if isinstance(values.get(key := names.get(name, name)), int)}
+    return type(config)(**{key: value for key, value in values.items() if key != "model_type"})

@@ -76,10 +76,16 @@ class Attention(AttentionOptions, Technique):
                 f"backend: the {', '.join(sorted(unknown))} layers of {kind} carry state from one packed document "
                 "into the next with any backend. Set data.packing=false."
             )
-        elif unsure and (why := isolation.why_not_isolated_when_recurrent(facts.text)):
+        elif unsure and (why := isolation.try_small_model(facts.text).packed):
             yield (
                 f"backend: {why}, because of its {', '.join(sorted(others)) or 'recurrent'} layers, with any backend. "
                 "Set data.packing=false."
+            )
+        scaled = facts.text.get("floor_scale") if facts.text.get("attn_temperature_tuning") else None
+        if facts.packing and scaled and facts.sequence_length > scaled:
+            yield (  # Llama 4's layers without RoPE; rows of a small model are too short to show it
+                f"backend: in {kind} of transformers, queries are scaled by their place in the row, not in their "
+                f"document, in rows of more than floor_scale={scaled} tokens. Set data.packing=false."
             )
         if not attention_layers(facts.text):
             if self.backend != "auto":

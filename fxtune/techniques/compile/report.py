@@ -276,9 +276,11 @@ def _failed_guard(reason: str) -> str:
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Rows x tokens of a call's first tensor: hidden states of a layer, token ids of a decoder."""
+    """Rows x tokens of a call's first tensor: token ids of a decoder, hidden states of a layer (Gemma 3n: several for
+    each token)."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    return "x".join(str(size) for size in next(tensors).shape[:2])
+    first = next(tensors)
+    return "x".join(map(str, first.shape[:-1] if first.dim() > 2 else first.shape))
 
 
 def _short(file: str) -> str:

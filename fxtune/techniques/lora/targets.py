@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from fxtune.errors import ConfigError, nearest
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.peft_adapter import lost_on_loading
+from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
 from fxtune.models.structure import (
     backbone,
@@ -100,6 +100,8 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
             return "not in the decoder"
         if path.endswith(".out_proj") and model.config.model_type in MAMBA:
             return "peft adapts no out_proj of Mamba"
+        if path.endswith(".altup.correction_coefs"):  # Gemma 3n clamps a copy of the weight
+            return "training reads their weight past the module"
         if is_router(path, named):
             return "routers"
         return "it computes something else than a linear" if _has_own_forward(named[path]) else ""
@@ -232,6 +234,9 @@ def add_adapters(
     moved = [f"{path}.weight" for path in chosen.modules if _leaf(path) in chosen.taken]
     config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
     config.target_parameters = [*config.target_parameters, *moved] or None
+    modules = [path for path in chosen.modules if _leaf(path) not in chosen.taken]
+    config.rank_pattern = matching_modules(config.rank_pattern, config.r, modules)
+    config.alpha_pattern = matching_modules(config.alpha_pattern, config.lora_alpha, modules)
     return adapted
 
 

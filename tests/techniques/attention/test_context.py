@@ -124,7 +124,7 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
     facts = facts_of(model_config, degrees=Degrees(context=2))
     pipeline = Pipeline()
     facts = replace(facts, techniques=pipeline)
-    if kind in ("bloom", "falcon", "gpt_oss", "llama4_text", "mamba", "mamba2", "qwen3_next"):
+    if kind in ("bloom", "falcon", "gpt_oss", "lfm3", "llama4_text", "mamba", "mamba2", "qwen3_next"):
         with pytest.raises(ConfigError, match=r"parallel\.context=2: .*Set parallel\.context=1"):
             pipeline.check(facts)
         return

@@ -40,6 +40,19 @@ def test_recurrent_layers_are_tried_with_their_documents_apart(kind):
     assert isolation.why_not_isolated(decoder(kind)) is None
 
 
+@pytest.mark.parametrize("shared", [0, 10])
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_and_values_are_tried(kind, shared):
+    layers = (["sliding_attention"] * 4 + ["full_attention"]) * 4
+    lists = {"intermediate_size": [96] * 20, "activation_sparsity_pattern": [0.9] * 10 + [0.0] * 10}
+    sizes = {"head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    of_kind = lists if kind == "gemma3n_text" else {"global_head_dim": 32, "use_double_wide_mlp": True}
+    keys = {**architecture("llama"), "model_type": kind, **sizes, **of_kind, "num_hidden_layers": 20}
+    keys |= {"layer_types": layers, "num_kv_shared_layers": shared}
+    config = load_config(ModelConfig(path=None, init=Init.random, architecture=keys))
+    assert isolation.try_small_model(config).packed is None
+
+
 def test_a_kind_that_cannot_be_tried_counts_as_not_isolated(monkeypatch):
     monkeypatch.setattr(isolation, "movement", lambda *_: {}["no"])
     isolation._try_small_model.cache_clear()

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from support.architectures import CPU, FAMILIES, prepared_model, random_model, word_tokenizer
+from support.architectures import CPU, FAMILIES, facts_of, prepared_model, random_model, tiny_model, word_tokenizer
 from support.attention import unchecked, using
 from torch.nn import functional as F
 
@@ -187,6 +187,16 @@ def test_packing_is_refused_for_layers_that_carry_state_and_cannot_be_separated(
     assert "in rwkv of transformers, documents in one row see each other, because of its recurrent layers" in reason[0]
     assert "data.packing=false" in reason[0]
     assert not list(Attention(enabled=True).check(Facts(model=rwkv, packing=False)))
+
+
+def test_packing_is_refused_where_queries_are_scaled_by_their_place_in_a_row():
+    def reasons(tokens: int) -> list[str]:
+        model = tiny_model("llama4_text")
+        model.architecture["floor_scale"] = 32
+        return [why for why in Attention().check(facts_of(model, sequence_length=tokens)) if "floor_scale=32" in why]
+
+    assert reasons(32) == []
+    assert len(reasons(33)) == 1
 
 
 def test_verify_finds_another_kernel():

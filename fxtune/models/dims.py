@@ -274,11 +274,15 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
     return Attention(heads, heads // groups, width, value, _window(module, index, text))
 
 
+def layer_config(text: Any, index: int) -> Any:
+    """The config of a layer, from that of a text model: since transformers 5.24 layers may differ in it."""
+    own = getattr(text, "per_layer_config", None)
+    return text if own is None or index >= len(own) else own[index]
+
+
 def _window(module: Any, index: int, text: Any) -> int:
-    own = getattr(text, "per_layer_config", None)  # since transformers 5.24
-    config = own[index] if own is not None and index < len(own) else text
     kinds = getattr(text, "layer_types", None)
-    window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None) or 0
+    window = getattr(module, "sliding_window", None) or getattr(layer_config(text, index), "sliding_window", None) or 0
     if kinds and index < len(kinds):
         return window if "sliding" in kinds[index] else 0
     if hasattr(module, "sliding_window"):

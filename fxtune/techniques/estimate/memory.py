@@ -51,6 +51,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
@@ -480,11 +482,15 @@ def exchange_bytes(facts: Facts) -> int:
 
 def divides_experts(facts: Facts) -> bool:
     """Whether the experts of a mixture are divided by expert over the ranks, and tokens travel to them."""
-    ranks = facts.degrees.shard * facts.degrees.context
     if facts.degrees.shard == 1 or shape_of(facts).expert_count == 1:
         return False
     model = skeleton(facts.model)
-    return model is not None and bool(divisible_experts(model, ranks))
+    return model is not None and _divides(model, facts.degrees.shard * facts.degrees.context)
+
+
+@functools.lru_cache(maxsize=64)
+def _divides(model: nn.Module, ranks: int) -> bool:
+    return bool(divisible_experts(model, ranks))
 
 
 def gathered_parameters(facts: Facts, shape: Shape) -> int:

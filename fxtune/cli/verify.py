@@ -35,7 +35,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics import parity
 from fxtune.distributed.world import World
 from fxtune.errors import CheckError
-from fxtune.models.dims import EXPERTS
+from fxtune.models.dims import Shape
 from fxtune.models.proof import PROOF, changed_since
 from fxtune.models.structure import beside_text, for_images, is_adapter, parameter_counts, without_dropout
 from fxtune.objectives.causal_lm import CausalLM
@@ -254,7 +254,7 @@ def _observe_gradients(
     if has_images and (towers := of_images & nonzero.keys()):
         reached["the parts for images"] = any(nonzero[name] for name in towers)
     without = [name for name, there in reached.items() if not there]
-    experts = any(builder.facts.text.get(key) for key in EXPERTS)
+    experts = Shape.of(builder.facts.model).expert_count > 1
     seen = (
         f"{count:,} of {total:,} parameters ({count / total:.2%}), {len(wrong)} not as asked; a gradient in "
         f"{len(reached) - len(without)} of {len(reached)} {'adapted modules' if adapters else 'tensors'}"

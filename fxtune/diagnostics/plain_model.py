@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.models.dims import EXPERTS_USED
+from fxtune.models.dims import experts_used
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
@@ -201,7 +201,8 @@ class PlainModel(LanguageModel):
 
     def _count(self, of_routers: list[Tensor], counts: RouterCounts) -> None:
         text = self.model.config.get_text_config()
-        used = next(count for name in EXPERTS_USED if (count := getattr(text, name, None)))
+        used = experts_used(self.model.modules(), text)
+        assert used is not None, "there are routers"
         for logits in of_routers:
             chosen = logits.detach().float().softmax(-1).topk(used).indices
             counts.chosen += torch.bincount(chosen.flatten(), minlength=len(counts.chosen))

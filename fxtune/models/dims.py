@@ -1,111 +1,293 @@
-"""The sizes of a decoder, from its Hugging Face config."""
+"""The sizes of a decoder, read off the model that transformers builds from its config on the meta device.
+
+No config says all: names of sizes differ from family to family, and layers of one model differ in heads, in windows
+and in what they are (attention, Mamba, a dense MLP, experts). The built modules have every size. To build the largest
+models takes 0.3 s.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-ALIASES = {
-    "hidden_size": ("n_embd", "d_model", "dim_model"),
-    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
-}
-"""Names of sizes in the configs of older families (GPT-2, BART, MPT)."""
+from torch import nn
 
+from fxtune.models.structure import beside_text, decoder_layers, skeleton
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-"""Names of the number of experts in a layer, and of the number of experts that a token uses."""
+"""Names in configs of the number of experts that a token uses, for routers that do not keep it as `top_k`."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention in a layer."""
+
+    heads: int
+    key_heads: int
+    width: int
+    """Width of a query's and a key's head."""
+    value_width: int
+    window: int = 0
+    """How many keys a query sees; 0: all before it."""
+
+    @property
+    def products(self) -> float:
+        """Width of all heads in the products with keys and with values, the mean of both."""
+        return self.heads * (self.width + self.value_width) / 2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: a mixer of tokens (attention, Mamba, a convolution) and an MLP, or one of both. Widths and
+    weights are a token's: of experts, those that a token uses."""
+
+    attentions: tuple[Attention, ...]
+    q: int
+    """What the mixer's last linear reads: the width of all query heads."""
+    k: int
+    """Half of what the mixer's other linears make beyond q: the width of all key heads, and of all value heads."""
+    inner: int
+    """Width of the MLP. An MLP without a gate counts as two thirds of it."""
+    narrow: int
+    """Weights of the mixer's linears."""
+    wide: int
+    """Weights of the MLP's linears that read the hidden states: gate and up."""
+    down: int
+    """Weights of the MLP's linears that write hidden states."""
+    linears: tuple[tuple[str, ...], ...]
+    """Names of the linears in the layer: the mixer's first and last ones, the MLP's first and last ones."""
+    parameters: int
+    """Of all its modules."""
+    experts: int
+    """Experts, shared ones not counted; 1: a dense MLP."""
+    used: int
+    """Experts that a token uses."""
+    expert_inner: int
+    """Width of one expert's MLP."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's sizes. `linears` has Llama's names for every family."""
+    """A decoder's sizes."""
 
     hidden: int
-    inner: int
-    """Width of the MLP: the sum over the experts that a token uses."""
-    experts: float
-    """Experts per layer, divided by the experts that a token uses."""
-    heads: int
-    q: int
-    """Width of all query heads."""
-    k: int
-    """Width of all key heads, and of all value heads."""
-    key_heads: int
-    layers: int
     vocabulary: int
     tied: bool
-    expert_count: int = 1
-    """Experts of a layer, shared ones not counted; 1: a dense MLP."""
-    expert_inner: int = 0
-    """Width of one expert's MLP; the MLP's width without experts."""
+    """Whether the head, if there is one, and the embedding of tokens are one tensor."""
+    kinds: tuple[Layer, ...]
+    """The different layers."""
+    order: tuple[int, ...]
+    """For each layer, first to last, its index in `kinds`."""
+    linear_parameters: int
+    """Parameters of the linears of all layers, experts included."""
+    expert_parameters: int
+    """Parameters of the experts in all layers; 0 without experts."""
+    other_parameters: int
+    """The other parameters that text reaches: of embeddings, the head, norms, convolutions, biases."""
+    largest_linear: int
+    """Weights of the largest linear of a layer, without experts."""
+    largest_table: int
+    """Weights of the largest embedding or head."""
 
     @staticmethod
-    def of(text: dict[str, Any]) -> Shape:
-        """`text`: the text model's config as a dict. Missing sizes are as in a Llama of the same width."""
-        for name, others in ALIASES.items():
-            if not text.get(name) and (size := next((text[other] for other in others if text.get(other)), None)):
-                text = {**text, name: size}
-        hidden = text.get("hidden_size") or 0
-        heads = text.get("num_attention_heads") or 1
-        head = text.get("head_dim") or hidden // heads
-        experts = next((text[name] for name in EXPERTS if text.get(name)), 1)
-        used = next((text[name] for name in EXPERTS_USED if text.get(name)), 1)
-        key_heads = text.get("num_key_value_heads") or heads
-        inner = (experts > 1 and text.get("moe_intermediate_size")) or text.get("intermediate_size") or 4 * hidden
-        if isinstance(inner, (list, tuple)):  # a width for each layer (Gemma 3n)
-            inner = sum(inner) // len(inner)
-        return Shape(
-            hidden,
-            inner * (used if experts > 1 else 1),
-            experts / used if experts > 1 else 1.0,
-            heads,
-            heads * head,
-            key_heads * head,
-            key_heads,
-            text.get("num_hidden_layers") or 1,
-            text.get("vocab_size") or 0,
-            bool(text.get("tie_word_embeddings")),
-            experts,
-            inner,
-        )
+    def of(config: dict[str, Any]) -> Shape:
+        """The shape of the model of this config (`Facts.model`). Raises as built()."""
+        return _shape(built(config))
 
     @property
-    def used(self) -> int:
-        """Experts that a token uses; 1: a dense MLP."""
-        return round(self.expert_count / self.experts)
+    def layers(self) -> int:
+        return len(self.order)
 
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Input and output width of each linear of a layer."""
-        h, i = self.hidden, self.inner
-        return {
-            "q_proj": (h, self.q),
-            "k_proj": (h, self.k),
-            "v_proj": (h, self.k),
-            "o_proj": (self.q, h),
-            "gate_proj": (h, i),
-            "up_proj": (h, i),
-            "down_proj": (i, h),
-        }
+    @functools.cached_property
+    def counts(self) -> list[tuple[Layer, int]]:
+        """The different layers, and how many there are of each."""
+        found = Counter(self.order)
+        return [(kind, found[index]) for index, kind in enumerate(self.kinds)]
 
-    @property
-    def linear_parameters(self) -> int:
-        """Parameters of the linears of all layers."""
-        attention, mlp = 2 * self.hidden * (self.q + self.k), 3 * self.hidden * self.inner
-        return int(self.layers * (attention + mlp * self.experts))
+    @functools.cached_property
+    def attentions(self) -> Counter[Attention]:
+        """All attentions, and how many there are of each."""
+        found = Counter[Attention]()
+        for layer, count in self.counts:
+            for attention in layer.attentions:
+                found[attention] += count
+        return found
 
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of the experts' linears in all layers; 0 without experts."""
-        return int(self.layers * 3 * self.hidden * self.inner * self.experts) if self.experts > 1 else 0
+    @functools.cached_property
+    def head_widths(self) -> set[int]:
+        """The widths of all heads, of queries and of values."""
+        return {width for each in self.attentions for width in (each.width, each.value_width)}
 
-    @property
-    def other_parameters(self) -> int:
-        """Parameters of the embedding, the head and the norms."""
-        return (1 if self.tied else 2) * self.vocabulary * self.hidden + (2 * self.layers + 1) * self.hidden
+    @functools.cached_property
+    def expert_count(self) -> int:
+        """Experts of a layer; 1: all MLPs are dense."""
+        return max(layer.experts for layer in self.kinds)
+
+
+LLAMA = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+LLAMA += ["num_key_value_heads", "head_dim", "tie_word_embeddings"]
+
+
+def built(config: dict[str, Any]) -> nn.Module:
+    """The model of this config on the meta device. A type that transformers has no code for, whose author ships code,
+    counts as a Llama of the sizes that its config names. Raises ConfigError if transformers cannot build it."""
+    text = config.get("text_config") or config
+    model = skeleton(config)
+    if model is None:
+        model = skeleton({"model_type": "llama", **{name: text[name] for name in LLAMA if text.get(name)}})
+        assert model is not None
+    return model
+
+
+def matmul_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a module that multiplies by its own matrix; None for others.
+
+    The module is recognized by its attributes, so quantized and fused linears count with their logical size. Of a
+    wrapper with the same attributes, such as PEFT's, only the inner linear counts.
+    """
+
+    def sizes(candidate: nn.Module) -> tuple[int, int] | None:
+        names = ("nx", "nf") if type(candidate).__name__ == "Conv1D" else ("in_features", "out_features")  # GPT-2
+        rows, columns = (getattr(candidate, name, None) for name in names)
+        if isinstance(getattr(candidate, "base_layer", None), nn.Embedding):  # PEFT's embedding
+            return None
+        return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
+
+    inner = any(sizes(child) for child in module.modules() if child is not module)
+    return None if inner else sizes(module)
+
+
+def experts_used(modules: Iterable[Any], config: Any) -> int | None:
+    """How many experts a token uses, from a layer's or a model's router or the text model's config; None: neither
+    says."""
+    own = (module.top_k for module in modules if isinstance(getattr(module, "top_k", None), int))
+    named = (used for name in EXPERTS_USED if isinstance(used := getattr(config, name, None), int))
+    return next(own, None) or next(named, None)
+
+
+@functools.lru_cache(maxsize=16)
+def _shape(model: Any) -> Shape:
+    text, layers, table = model.config.get_text_config(), decoder_layers(model), model.get_input_embeddings().weight
+    hidden = getattr(text, "hidden_size", 0) or table.shape[1]
+    each = [_layer(layer, index, text, hidden) for index, layer in enumerate(layers)]
+    if not any(layer.attentions for layer in each) and (heads := getattr(text, "num_attention_heads", 0)):
+        # Attention of an older family, which does not say its sizes.
+        width = getattr(text, "head_dim", None) or hidden // heads
+        plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
+        each = [replace(layer, attentions=(plain,)) for layer in each]
+    kinds = tuple(dict.fromkeys(each))
+    weights = {id(weight): weight.numel() for layer in layers for weight in _matrices(layer)}
+    experts = {id(weight): weight.numel() for layer in layers for weight in _experts(layer)}
+    beside = {id(weight) for weight in beside_text(model)}
+    around = {id(weight): weight.numel() for weight in model.parameters() if id(weight) not in beside}
+    in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
+    head = model.get_output_embeddings()
+    return Shape(
+        hidden,
+        len(table),
+        head is None or head.weight is table,
+        kinds,
+        tuple(map(kinds.index, each)),
+        sum(weights.values()) + sum(experts.values()),
+        sum(experts.values()),
+        sum(around.values()) - sum(weights.values()) - sum(experts.values()),
+        max(weights.values(), default=0),
+        max(size for weight, size in around.items() if weight not in in_layers),
+    )
+
+
+def _matrices(layer: nn.Module) -> list[nn.Parameter]:
+    """The weights of the linears of a layer."""
+    return [module.weight for module in layer.modules() if matmul_sizes(module) and hasattr(module, "weight")]  # type: ignore[misc]
+
+
+def _experts(layer: nn.Module) -> list[nn.Parameter]:
+    """The tensors with the matrices of a layer's experts, [experts, ., .]."""
+    parts = [module for module in layer.modules() if isinstance(getattr(module, "num_experts", None), int)]
+    inside = {id(weight): weight for part in parts for weight in part.parameters() if weight.dim() == 3}
+    return list(inside.values())
+
+
+def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
+    named = dict(layer.named_modules())
+    found = {path: _attention(module, index, text, hidden) for path, module in named.items()}
+    attentions = tuple(attention for attention in found.values() if attention)
+    mixers = {path.split(".")[0] for path, module in named.items() if found[path] or _mixes(path, module)}
+    # Of the mixer and the MLP: what they make of hidden states and keep, weights, names; reading and writing.
+    kept, weights, names = [0, 0], [[0, 0], [0, 0]], [[[], []], [[], []]]  # type: ignore[var-annotated]
+    q = 0
+    for path, module in named.items():
+        if sizes := matmul_sizes(module):
+            inward, outward = sizes
+            is_mlp = path.split(".")[0] not in mixers
+            writes = outward == hidden and not (inward == hidden and path.rpartition(".")[2][0] in "qkv")
+            kept[is_mlp] += inward if writes else outward
+            weights[is_mlp][writes] += inward * outward
+            names[is_mlp][writes].append(path)
+            q = max(q, inward if writes and not is_mlp else 0)
+    q = sum(each.heads * each.value_width for each in attentions) or q
+    experts, expert_inner, used = _experts(layer), 0, 1
+    if experts:
+        used = experts_used(named.values(), text) or 1
+        of_one = [weight[0].numel() for weight in experts]
+        expert_inner = of_one[-1] // hidden
+        kept[1] += used * sum(of_one) // hidden
+        weights[1][0] += used * sum(of_one[:-1])
+        weights[1][1] += used * of_one[-1]
+    return Layer(
+        attentions,
+        q,
+        max(kept[0] // 2 - q, 0),
+        kept[1] // 3,
+        sum(weights[0]),
+        weights[1][0],
+        weights[1][1],
+        tuple(tuple(paths) for part in names for paths in part),
+        sum(weight.numel() for weight in layer.parameters()),
+        len(experts[0]) if experts else 1,
+        used,
+        expert_inner,
+    )
+
+
+def _mixes(path: str, module: nn.Module) -> bool:
+    """Whether a module of a layer mixes tokens: attention by its name, or a convolution."""
+    return isinstance(module, nn.Conv1d) or "attn" in path or "attention" in path
+
+
+def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | None:
+    """The attention that `module` of layer `index` computes; None: another module. transformers' attentions have a
+    scale or say that they are causal, and the width of their heads; linear attention has the width alone."""
+    width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    if not isinstance(width, int) or not (hasattr(module, "scaling") or hasattr(module, "is_causal")):
+        return None
+    value = getattr(module, "v_head_dim", None) or width
+    heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+    if heads is None:
+        sizes = [found for child in module.children() if (found := matmul_sizes(child))]
+        writing = [inward for inward, outward in sizes if outward == hidden]
+        heads = next((inward for inward in writing if inward != hidden), hidden) // value
+    groups = getattr(module, "num_key_value_groups", 1)
+    return Attention(heads, heads // groups, width, value, _window(module, index, text))
+
+
+def layer_config(text: Any, index: int) -> Any:
+    """The config of a layer, from that of a text model: since transformers 5.24 layers may differ in it."""
+    own = getattr(text, "per_layer_config", None)
+    return text if own is None or index >= len(own) else own[index]
+
+
+def _window(module: Any, index: int, text: Any) -> int:
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(module, "sliding_window", None) or getattr(layer_config(text, index), "sliding_window", None) or 0
+    if kinds and index < len(kinds):
+        return window if "sliding" in kinds[index] else 0
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window or 0
+    return window if getattr(text, "use_sliding_window", True) else 0
 
 
 def position_limit(text: dict[str, Any]) -> int | None:

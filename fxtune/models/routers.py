@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fxtune.errors import UnavailableError
-from fxtune.models.dims import EXPERTS
 from fxtune.models.structure import backbone
 from fxtune.system.console import say
 from fxtune.upstream.transformers import recorded_outputs
@@ -71,11 +70,11 @@ class Routers:
 
 def observe_routers(model: Any, device: torch.device) -> Routers | None:
     """Let the routers of `model` leave their sums; None, and no change, unless transformers says what they return."""
-    text = model.config.get_text_config()
-    experts = next((count for name in EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
+    text, decoder = model.config.get_text_config(), backbone(model)
+    counts = [getattr(module, "num_experts", 0) for module in decoder.modules()]
+    experts = max(count for count in counts if isinstance(count, int))
     if experts < 2:
         return None
-    decoder = backbone(model)
     try:
         recorder = recorded_outputs(decoder).get("router_logits")
     except UnavailableError as error:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,15 +80,25 @@ def is_named(path: str, name: str) -> bool:
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
     """The model of this config (`Facts.model`) on the meta device; None if transformers has no code for it.
 
-    Do not change it: every caller with the same config gets the same model.
+    Do not change it: every caller with the same config gets the same model. Raises ConfigError if transformers cannot
+    build it.
     """
+    if (model := next((model for known, model in _LATEST if known is config), None)) is not None:
+        return model
     from transformers import CONFIG_MAPPING
 
-    known = config.get("model_type") in CONFIG_MAPPING
-    return _skeleton(json.dumps(config, sort_keys=True, default=str)) if known else None
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    model = _skeleton(json.dumps(config, sort_keys=True, default=str))
+    _LATEST.appendleft((config, model))
+    return model
 
 
-@functools.lru_cache(maxsize=4)
+_LATEST = deque[tuple[dict[str, Any], nn.Module]](maxlen=4)
+"""Configs and their skeletons: a forecast asks thousands of times."""
+
+
+@functools.lru_cache(maxsize=16)
 def _skeleton(architecture: str) -> nn.Module:
     from transformers import CONFIG_MAPPING
 
@@ -99,6 +110,9 @@ def _skeleton(architecture: str) -> nn.Module:
             model: nn.Module = kind_of(config).auto.from_config(config)
     except ImportError as error:
         raise ConfigError(f"model.path: {family} in transformers needs a package: {first_line(error)}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{family} of transformers builds no model from this config ({first_line(error)})"
+        raise ConfigError(f"model.path, model.architecture: {what}. Name the sizes that it needs.") from error
     return model
 
 

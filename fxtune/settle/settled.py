@@ -166,8 +166,8 @@ def _with_working_packages(
         data, notes, facts = decide_rows(config, machine, hf_config, present)
         if tries is None:
             break
-        shape = Shape.of(facts.text)
-        heads = Heads(shape.heads, shape.key_heads, shape.q // shape.heads)
+        widest = max(Shape.of(facts.model).attentions, key=lambda each: each.width, default=None)
+        heads = Heads(widest.heads, widest.key_heads, widest.width) if widest else Heads()
         needed = [*config.techniques.packages(facts), *optimizer_config.packages(config.optimizer, facts)]
         broken = tries(machine, needed, heads)
         if not broken:

@@ -28,6 +28,7 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.facts.options import RopeOptions, RopeType
 from fxtune.facts.run import Facts
+from fxtune.models.dims import layer_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.base import Evidence, Technique
 
@@ -134,7 +135,9 @@ class Rope(RopeOptions, Technique):
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         config = model.module.config.get_text_config()
         parameters = _flat(config.rope_parameters) or {}
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = getattr(config, "layer_types", None) or []
+        layer = layer_config(config, kinds.index(FULL) if FULL in kinds else 0)
+        head = getattr(layer, "head_dim", None) or config.hidden_size // layer.num_attention_heads
         dim = int(head * parameters.get("partial_rotary_factor", 1.0))
         original = self.original_max_position_embeddings or round(
             config.max_position_embeddings / (1 if self.type is RopeType.dynamic else self.factor)

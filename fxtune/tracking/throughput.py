@@ -33,9 +33,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxtune.models.dims import Shape, matmul_sizes
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cards import peak_flops
-from fxtune.techniques.estimate.matmuls import matmul_sizes, weight_flops
+from fxtune.techniques.estimate.matmuls import weight_flops
 from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost
 from fxtune.techniques.lora.experts import follows_interface, used_experts
 
@@ -76,7 +77,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
-    attention = _attention(config.get_text_config(), ATTENTION_PASSES + forward_passes)
+    attention = _attention(config, ATTENTION_PASSES + forward_passes)
     if attention is None:
         return None
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -117,21 +118,17 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
 
 
 def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
-    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
-    if not isinstance(heads, int) or not isinstance(layers, int) or getattr(config, "kv_lora_rank", None):
+    """None: a layer has no attention, or one that reads other keys than those before it or in a window."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_pair = passes * 4.0 * heads * size  # two matmuls of 2 FLOPs a pair and channel
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-        near, far = kinds.count("sliding_attention"), kinds.count("full_attention")
-        if near + far != layers:
-            return None
-        return tuple((reach, per_pair * count) for reach, count in ((window, near), (None, far)) if count)
-    if any(kind not in ("full_attention", "sliding_attention") for kind in getattr(config, "layer_types", None) or ()):
+    shape = Shape.of(config.to_dict())
+    if not all(kind.attentions for kind in shape.kinds):
         return None
-    return ((None, per_pair * layers),)
+    found: dict[int | None, float] = {}
+    for each, count in shape.attentions.items():  # two matmuls of 2 FLOPs a pair and channel
+        found[each.window or None] = found.get(each.window or None, 0.0) + passes * 4.0 * each.products * count
+    return tuple(found.items())
 
 
 def memory_gib(device: torch.device) -> float:

@@ -114,7 +114,7 @@ class Point:
 
 
 def exchange(facts: Facts, links: Links) -> Exchange:
-    degrees, layers = facts.degrees, Shape.of(facts.text).layers
+    degrees, layers = facts.degrees, Shape.of(facts.model).layers
     if degrees.ranks == 1:
         return Exchange(0, 0, 0, layers)
     sent, hosts = step_traffic(facts), math.ceil(degrees.ranks / links.host)

@@ -26,7 +26,7 @@ ALLOWED = {
     "techniques": "errors upstream system plugins distributed kernels models facts",
     "objectives": "errors upstream system plugins distributed kernels data models facts techniques",
     "optim": "errors upstream system distributed facts techniques",
-    "tracking": "errors system checkpoint facts techniques",
+    "tracking": "errors system models checkpoint facts techniques",
     "reports": "errors system checkpoint",
     "config": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking",
     "settle": "errors system plugins distributed data models facts techniques objectives optim config",

@@ -33,7 +33,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.kernels.all_to_all import all_to_all
 from fxtune.kernels.autocast import compute_dtype
-from fxtune.models.dims import position_limit
+from fxtune.models.dims import Shape, position_limit
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import OperatorCounter
@@ -146,14 +146,14 @@ def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why rows cannot be cut under `facts`, with what to change."""
     ranks, text = facts.degrees.context, facts.text
     kind, whole = text.get("model_type", "this model"), "Set parallel.context=1"
-    heads = text.get("num_attention_heads") or text.get("n_head") or 0
+    heads = [each.heads for each in Shape.of(facts.model).attentions]
     if not facts.techniques.attention.enabled:
         yield "techniques.attention.enabled=false leaves nothing that exchanges the pieces. Set it to true."
     if not offers(kind, "_supports_attention_backend"):
         yield f"{kind} of transformers calls its attention directly, so rows cannot be cut. {whole}."
-    elif heads % ranks:
-        fits = max(count for count in range(1, ranks) if heads % count == 0)
-        yield f"{ranks} ranks do not divide {kind}'s {heads} query heads. Set it to {fits}, or change the ranks."
+    elif uneven := [count for count in heads if count % ranks]:
+        fits = max(count for count in range(1, ranks) if not any(each % count for each in heads))
+        yield f"{ranks} ranks do not divide {kind}'s {uneven[0]} query heads. Set it to {fits}, or change the ranks."
     if layers := set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
         yield f"the {', '.join(sorted(layers))} layers of {kind} need a whole row. {whole}."
     if kind in SINKS:

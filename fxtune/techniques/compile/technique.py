@@ -339,7 +339,8 @@ def _of_any_size(values: Any) -> Any:
 
 def _layer_seconds(facts: Facts) -> float:
     """Estimated seconds of the device for forward and backward of a decoder layer, from its matmuls alone."""
-    weights = sum(inward * outward for inward, outward in Shape.of(facts.text).linears.values())
+    shape = Shape.of(facts.model)
+    weights = sum(count * (kind.narrow + kind.wide + kind.down) for kind, count in shape.counts) / shape.layers
     passes = 4 if facts.techniques.lora.enabled else 6
     return float(passes * weights * facts.tokens / FLOPS)
 

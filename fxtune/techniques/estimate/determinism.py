@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from fxtune.facts.run import Facts
-from fxtune.techniques.attention.backends.backend import head_dims
+from fxtune.techniques.attention.backends.backend import head_widths
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.estimate.step_time import attention_backward_share
 
@@ -43,7 +43,7 @@ def cost(facts: Facts) -> float | None:
         return 0.0
     kernel = f"{backend} float32" if facts.compute_dtype == "float32" else backend
     measured = [key for key in SLOWER if re.search(rf"\b{key[0]}\b", facts.device_name) and key[1] == kernel]
-    width = max(head_dims(facts.text), default=0)
+    width = max(head_widths(facts), default=0)
     key = min((key for key in measured if key[2] >= width), key=lambda key: key[2], default=None)
     if key is None or facts.row_length > SLOWER[key][-1][0]:
         return None

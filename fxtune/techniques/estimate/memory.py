@@ -45,22 +45,25 @@ high.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
 
 from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
-from fxtune.models.dims import Shape
+from fxtune.models.dims import Layer, Shape, built
 from fxtune.models.structure import normalizes_queries, skeleton
 from fxtune.techniques.attention.backends.registry import backend_of
 from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
-from fxtune.techniques.estimate.tower import has_gradients, image_adapters, image_memory, image_numbers
+from fxtune.techniques.estimate.tower import ImageParts, has_gradients, image_memory, image_numbers
 from fxtune.techniques.lora.experts import divisible_experts
-from fxtune.techniques.lora.targets import gate_up_parts
+from fxtune.techniques.lora.targets import gate_up_parts, select
 from fxtune.techniques.quantize.quantized_experts import leaves_linears
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
@@ -76,15 +79,6 @@ UNEVEN = 1.1
 assumption."""
 WORKSPACES = 3 << 28
 """Bytes for libraries' workspaces."""
-MLP = ("gate_proj", "up_proj", "down_proj")
-GROUPS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""Groups of linears that read the same input, by their names in a layer of Llama."""
-
 PEAKS = {
     # The gradients of the product, gate and up; peft adds each adapter's part and a scaled copy of each.
     "everything": ((5, 2, 0), (3, 2, 0)),
@@ -163,10 +157,15 @@ class Trained:
     moments: int
     gradients: int
     """Gradients of all trained weights."""
-    layer: int
-    """Gradients of one layer."""
+    layers: tuple[int, ...]
+    """Gradients of a layer of each of `Shape.kinds`."""
     end: int
     """The gradient of the embedding or of the head."""
+
+    @property
+    def layer(self) -> int:
+        """Gradients of the largest layer."""
+        return max(self.layers)
 
     def copies(self, gradients: int) -> int:
         """Bytes of copies of the weights whose gradients have `gradients` bytes, these gradients and the moments."""
@@ -175,12 +174,14 @@ class Trained:
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     """The bytes that a step needs under `facts` with the recomputation of `plan`; see the module's docstring."""
-    layer, tokens = LayerBytes(facts, plan), facts.tokens
-    shape, number = layer.shape, layer.number
+    shape, number, tokens = shape_of(facts), number_bytes(facts), facts.tokens
     levels = plan.levels(shape.layers)
-    sizes, working, sent = (
-        {level: count(level) * tokens for level in set(levels)} for count in (layer.kept, layer.working, layer.sent)
-    )
+    layers = [LayerBytes(facts, plan, kind) for kind in shape.kinds]
+    bytes_of = {
+        (index, level): tuple(count(level) * tokens for count in (layer.kept, layer.working, layer.sent))
+        for index, layer in enumerate(layers)
+        for level in set(levels)
+    }
     weights, trained = _bytes_of_rank(facts, shape)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are float32, and whole on each rank
@@ -188,22 +189,24 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
     host = 0
-    for index, (level, sends) in enumerate(zip(levels, plan.sending(shape.layers), strict=True)):
-        away = sent[level] if sends else 0.0
-        staying += sizes[level] - away
+    behind = 0 if held_on or freed else trained.end + sum(trained.layers[kind] for kind in shape.order)
+    for kind, level, sends in zip(shape.order, levels, plan.sending(shape.layers), strict=True):
+        kept, working, sent = bytes_of[kind, level]
+        away = sent if sends else 0.0
+        staying += kept - away
         held = staying + away + below  # this layer's tensors are on the device, the layer below's are in transfer
-        behind = 0 if held_on or freed else trained.end + trained.layer * (shape.layers - index - 1)
-        most, below = max(most, held + working[level] + trained.layer + behind), away
+        behind -= 0 if held_on or freed else trained.layers[kind]
+        most, below = max(most, held + working + trained.layers[kind] + behind), away
         host += pinned_bytes(int(away))
     if freed:  # the head's weight is updated before the layers' backward pass
         most = max(most, held + trained.end + undone)
-    if layer.fused and quantized_type(facts) in ("nf4", "int8"):
-        most += number * 2 * shape.hidden * shape.inner  # gate and up in 16 bits
+    if is_fused(facts) and quantized_type(facts) in ("nf4", "int8"):
+        most += number * max(kind.wide for kind in shape.kinds)  # gate and up in 16 bits
     most += unpacked_bytes(facts, shape)
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
     # A tied weight has two gradients, which are added up.
     update = max(undone, trained.end if shape.tied and not freed else 0)
-    images = image_memory(facts, plan, layer.number, shape.hidden)
+    images = image_memory(facts, plan, number, shape.hidden)
     # A tower without gradients runs before the decoder; the backward pass of another one comes last.
     before = gradients if has_gradients(facts) and not held_on else 0
     return Need(
@@ -233,31 +236,35 @@ def _undone_bytes(facts: Facts, trained: Trained) -> int:
 class LayerBytes:
     """Bytes per token of one layer, by level. The module's docstring derives them."""
 
-    def __init__(self, facts: Facts, plan: RecomputePlan) -> None:
-        attention = facts.techniques.attention
-        self.facts, self.plan, self.shape = facts, plan, shape_of(facts)
+    def __init__(self, facts: Facts, plan: RecomputePlan, layer: Layer) -> None:
+        attention, self.hidden = facts.techniques.attention, shape_of(facts).hidden
+        self.facts, self.plan, self.shape = facts, plan, layer
+        self.stream = self.hidden * ((layer.q > 0) + (layer.inner > 0)) // 2
+        """The hidden size; half of it in a layer that is a mixer alone, or an MLP."""
+        self.lse = 4 * sum(each.heads for each in layer.attentions)
         self.number, self.fused, self.compiled = number_bytes(facts), is_fused(facts), facts.techniques.compile.enabled
         backend = backend_of(attention.backend) if attention.enabled else None
         self.grouped = facts.device == "cuda" and (backend is None or backend.fused)
         """Whether attention takes keys and values without repeating them for each query head."""
         self.keys = self.shape.k * (1 + facts.shares_prompts)
         """Width of a token's keys: a shared prompt has a copy of them (attention/packed.py), at most one a token."""
-        self.normalizes = normalizes_queries(facts.model)
-        self.everyone = facts.degrees.shard * facts.degrees.context if divides_experts(facts) else 0
+        self.normalizes = bool(layer.attentions) and normalizes_queries(facts.model)
+        divides = layer.experts > 1 and divides_experts(facts)
+        self.everyone = facts.degrees.shard * facts.degrees.context if divides else 0
         """How many ranks' tokens reach the experts of this rank; 0: experts are not divided."""
         self.inner = int(self.shape.inner * (UNEVEN if self.everyone else 1))
         float8 = facts.techniques.float8
-        self.float8 = float8.enabled and float8.weight_gradient == "float8" and self.shape.expert_count == 1
+        self.float8 = float8.enabled and float8.weight_gradient == "float8" and layer.experts == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
 
     def kept(self, level: str) -> float:
         """Bytes that a layer keeps, on the device or the host."""
         s, number = self.shape, self.number
-        everything, h, lse = self._everything(), number * s.hidden, 4 * s.heads
-        narrow = number * (2 * s.hidden + 2 * s.q + 2 * self.keys) + lse + self._adapters("qkv", "o")
+        everything, h, lse = self._everything(), number * self.hidden, self.lse
+        narrow = number * (2 * self.stream + 2 * s.q + 2 * self.keys) + lse + self._adapters(*s.linears[:2])
         narrow += 0 if self.compiled else h
         narrow += self._routing() + self.normalizes * number * (s.q + s.k)
-        mlp_adapters = self._adapters("gate_up", "down")
+        mlp_adapters = self._adapters(*s.linears[2:])
         sizes = {
             "everything": everything,
             "wide": narrow + number * 2 * self.inner + mlp_adapters,
@@ -271,17 +278,17 @@ class LayerBytes:
     def sent(self, level: str) -> float:
         """Bytes that a layer sends to the host, if it sends."""
         if self.plan.sent != "kept" or level == "input":
-            return float(self.number * self.shape.hidden)
+            return float(self.number * self.hidden)
         return self.kept("narrow" if level in ("wide", "everything") else level)
 
     def working(self, level: str) -> float:
         """Bytes that a layer holds in its backward pass beyond what it kept."""
         # All ranks' tokens: as sent, as received, and what this rank's experts add to their gradients.
-        return self._working(level) + 3 * self.number * self.everyone * self.shape.hidden
+        return self._working(level) + 3 * self.number * self.everyone * self.hidden
 
     def _working(self, level: str) -> float:
         """working() but for tokens of other ranks."""
-        h, q, k, i, tiles = self.shape.hidden, self.shape.q, self.keys, self.inner, self.plan.tiles
+        h, q, k, i, tiles = self.hidden, self.shape.q, self.keys, self.inner, self.plan.tiles
         kept_before = self._everything() if level != "everything" else 0
         # Ranks that share rows hold queries, keys and values as sent and as received.
         exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
@@ -290,7 +297,7 @@ class LayerBytes:
             fp8 = quantized_type(self.facts) == "fp8"
             inside = (3 + 2 * recomputes + fp8) * i + (2 + 4 * recomputes) * self.facts.techniques.lora.r
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
-            if self.shape.expert_count > 1:
+            if self.shape.experts > 1:
                 # The gradient of each row, and what adapters add to it; or before them w h.
                 mlp += max(2 * self.shape.used * h, i)
             if not self.compiled:
@@ -308,10 +315,10 @@ class LayerBytes:
 
     def _everything(self) -> float:
         """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""
-        h, q, i = self.shape.hidden, self.shape.q, self.inner if self.plan.tiles == 1 else 0
-        k = self.keys if self.grouped else q
-        small = 4 * self.shape.heads + self._adapters(*GROUPS) + self._routing()
-        small += self.number * self.everyone * h
+        h, q, i = self.stream, self.shape.q, self.inner if self.plan.tiles == 1 else 0
+        k = self.keys if self.grouped else max(q, self.keys)
+        small = self.lse + self._adapters(*self.shape.linears) + self._routing()
+        small += self.number * self.everyone * self.hidden
         if self.normalizes:  # queries and keys before their norms and after
             small += self.number * (q + self.shape.k)
         if self.float8:  # inputs of linears take a byte in place of two; attention keeps its output, too
@@ -328,17 +335,17 @@ class LayerBytes:
         """Bytes that a mixture's router keeps: logits and their softmax in float32, and the order of rows; and the
         products of each row with adapters' A."""
         s, lora = self.shape, self.facts.techniques.lora
-        if s.expert_count == 1:
+        if s.experts == 1:
             return 0
         adapters = 2 * lora.r * s.used * self.number if lora.enabled else 0
-        return 4 * 2 * s.expert_count + 8 * (2 + self.everyone) * s.used + adapters
+        return 4 * 2 * s.experts + 8 * (2 + self.everyone) * s.used + adapters
 
-    def _adapters(self, *groups: str) -> int:
-        """Bytes of x A^T for the adapters of these groups."""
+    def _adapters(self, *groups: tuple[str, ...]) -> int:
+        """Bytes of x A^T for the adapters of these groups of linears."""
         lora = self.facts.techniques.lora
         if not lora.enabled:
             return 0
-        ranks = [sum(rank_of(lora, name) for name in GROUPS[group]) for group in groups]
+        ranks = [sum(rank_of(lora, f"model.layers.0.{name}") for name in group) for group in groups]
         return self.number * sum(padded_rank([rank]) if self.fused else rank for rank in ranks)
 
 
@@ -365,14 +372,16 @@ def quantizes_experts(facts: Facts) -> bool:
 
 def unpacked_bytes(facts: Facts, shape: Shape) -> int:
     """Bytes in 16 bits of one layer's experts, gate and up, which are dequantized for each use."""
-    is_packed = quantizes_experts(facts) and shape.expert_count > 1 and quantized_type(facts) != "fp8"
-    return number_bytes(facts) * shape.expert_count * 2 * shape.hidden * shape.expert_inner if is_packed else 0
+    if not quantizes_experts(facts) or quantized_type(facts) == "fp8":
+        return 0
+    widths = (kind.experts * kind.expert_inner for kind in shape.kinds)
+    return number_bytes(facts) * 2 * shape.hidden * max(widths)
 
 
 def linears_stay(facts: Facts) -> bool:
     """Whether the linears of attention and of a dense MLP stay in 16 bits beside quantized experts."""
-    others = (inward * out for name, (inward, out) in Shape.of(facts.text).linears.items() if name not in MLP)
-    return leaves_linears(facts.techniques.quantize, quantizes_experts(facts), max(others))
+    largest = Shape.of(facts.model).largest_linear
+    return leaves_linears(facts.techniques.quantize, quantizes_experts(facts), largest)
 
 
 def linears_in_fp8(facts: Facts) -> bool:
@@ -400,8 +409,8 @@ def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     images = parameters.images if parameters and facts.trains_images else 0
     share = 1 / parts + (1 - 1 / parts) * images / trained_parameters(facts)
     moments, gradients = (math.ceil(size * share) for size in (trained.moments, trained.gradients))
-    layer, end = (-(-size // parts) for size in (trained.layer, trained.end))
-    return -(-(weights - whole) // parts) + whole, Trained(moments, gradients, layer, end)
+    layers = tuple(-(-size // parts) for size in trained.layers)
+    return -(-(weights - whole) // parts) + whole, Trained(moments, gradients, layers, -(-trained.end // parts))
 
 
 def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
@@ -423,10 +432,11 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
         # linears.
         rest = shape.other_parameters + shape.expert_parameters if facts.optimizer == "muon" else 0
         extra = rest * (MOMENTS["adamw"] - moments) * moment
-        layer = shape.linear_parameters // shape.layers
-        trained = Trained(int(total * moments * moment + extra), number * total, number * layer, number * end)
+        layers = tuple(number * kind.parameters for kind in shape.kinds)
+        end = number * shape.largest_table
+        trained = Trained(int(total * moments * moment + extra), number * total, layers, end)
         return number * (total + frozen) + copies, trained
-    adapters = trained_parameters(facts)
+    adapted = adapter_numbers(facts)
     linear, around = float(number), shape.other_parameters * number
     if quantize.enabled:
         linear = _quantized_bytes(quantize)
@@ -439,19 +449,18 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
             around -= end * (number - 1) * (quantize.head + quantize.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
-    of_experts = _expert_parameters(facts, shape)
     around += beside * number
-    copied = (
-        adapters - image_adapters(facts) if not quantize.enabled else of_experts
-    )  # beside the frozen weights; experts keep theirs
+    # Beside the frozen weights; quantized experts keep theirs.
+    copied = adapted.experts if quantize.enabled else adapted.all - adapted.images
     packed = number * copied if is_fused(facts) else 0
-    trained = Trained(int(4 * adapters * moments), 4 * adapters, 4 * adapters // shape.layers, 0)
-    return int(shape.linear_parameters * linear + around + packed) + 4 * adapters, trained
+    size = 4 * adapted.all
+    trained = Trained(int(size * moments), size, (size // shape.layers,) * len(shape.kinds), 0)
+    return int(shape.linear_parameters * linear + around + packed) + size, trained
 
 
 def shape_of(facts: Facts) -> Shape:
     """The decoder's sizes. A head that scores documents is one row, so the embedding is the only table."""
-    shape = Shape.of(facts.text)
+    shape = Shape.of(facts.model)
     return shape if facts.head == "lm" else replace(shape, tied=True)
 
 
@@ -473,11 +482,15 @@ def exchange_bytes(facts: Facts) -> int:
 
 def divides_experts(facts: Facts) -> bool:
     """Whether the experts of a mixture are divided by expert over the ranks, and tokens travel to them."""
-    ranks = facts.degrees.shard * facts.degrees.context
     if facts.degrees.shard == 1 or shape_of(facts).expert_count == 1:
         return False
     model = skeleton(facts.model)
-    return model is not None and bool(divisible_experts(model, ranks))
+    return model is not None and _divides(model, facts.degrees.shard * facts.degrees.context)
+
+
+@functools.lru_cache(maxsize=64)
+def _divides(model: nn.Module, ranks: int) -> bool:
+    return bool(divisible_experts(model, ranks))
 
 
 def gathered_parameters(facts: Facts, shape: Shape) -> int:
@@ -498,48 +511,51 @@ def trained_parameters(facts: Facts) -> int:
     if not lora.enabled:
         whole = image_numbers(facts) if facts.trains_images else None
         return shape.linear_parameters + shape.other_parameters + (whole.images if whole else 0)
-    widths, layers = shape.linears, lora.layers_to_transform or range(shape.layers)
-    adapted = [
-        _ranks(lora, path, layers) * sum(widths[name])
-        for path in (path for group in GROUPS.values() for path in group)
-        if (name := path.partition(".")[2]) in lora.target_modules or "all-linear" in lora.target_modules
-        if not (shape.expert_count > 1 and name in MLP)
-    ]
-    return sum(adapted) + _expert_parameters(facts, shape) + image_adapters(facts)
+    return adapter_numbers(facts).all
 
 
-def _ranks(lora: LoraOptions, path: str, layers: Sequence[int], rank: int | None = None) -> int:
-    """The sum of rank_of() over `layers`. Choosing a plan calls this thousands of times."""
-    if not lora.rank_pattern:
-        return len(layers) * (lora.r if rank is None else rank)
-    return sum(rank_of(lora, path, layer, rank) for layer in layers)
+@dataclass(frozen=True)
+class AdapterNumbers:
+    """Parameters of adapters."""
+
+    all: int
+    experts: int
+    images: int
+    """Of the tower and its projector."""
 
 
-def rank_of(lora: LoraOptions, path: str, layer: int = 0, rank: int | None = None) -> int:
-    """The rank of the adapter of `path` in a layer: the entry of rank_pattern, whose patterns peft compares with the
-    end of the full name, or else `rank` (None: techniques.lora.r)."""
-    full = f"model.layers.{layer}.{path}"
-    ranks = (value for pattern, value in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", full))
-    return next(ranks, lora.r if rank is None else rank)
-
-
-def _expert_parameters(facts: Facts, shape: Shape) -> int:
-    """Parameters of the adapters of all layers' experts: two adapters for each expert, since gate and up are one
-    product. peft may give the adapter of gate and up a multiple of the rank."""
+def adapter_numbers(facts: Facts) -> AdapterNumbers:
+    """The adapters of techniques.lora, on what it selects of the model."""
     lora = facts.techniques.lora
-    if (
-        shape.expert_count == 1
-        or "experts" in lora.exclude_modules
-        or not {"all-linear", *MLP} & {*lora.target_modules}
-    ):
-        return 0
-    hidden, inner = shape.hidden, shape.expert_inner
-    joined = lora.r * gate_up_parts(str(facts.model.get("model_type")))
-    layers = lora.layers_to_transform or range(shape.layers)
-    return shape.expert_count * (
-        _ranks(lora, "mlp.experts.gate_up_proj", layers, joined) * (hidden + 2 * inner)
-        + _ranks(lora, "mlp.experts.down_proj", layers) * (inner + hidden)
+    names = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform")
+    options: dict[str, Any] = {name: tuple(getattr(lora, name)) for name in names}
+    options |= {name: getattr(lora, name) for name in ("r", "vision", "projector")}
+    return _adapter_numbers(built(facts.model), tuple(options.items()), tuple(lora.rank_pattern.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _adapter_numbers(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int], ...]) -> AdapterNumbers:
+    values: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in options}
+    lora = LoraOptions(rank_pattern=dict(ranks), **values)
+    chosen, beside = select(model, lora), {id(module) for module in ImageParts.of(model) or ()}
+    modules = [(path, model.get_submodule(path)) for path in chosen.modules]
+    counts = [(rank_of(lora, path) * sum(module.weight.shape), id(module) in beside) for path, module in modules]
+    # peft may give the adapter of gate and up, which are one product, a multiple of the rank.
+    joined = lora.r * gate_up_parts(str(getattr(model.config, "model_type", "")))
+    tensors = [(path, model.get_parameter(path).shape) for path in chosen.experts]
+    experts = sum(
+        rank_of(lora, path, joined if path.endswith("gate_up_proj") else lora.r) * count * (inward + outward)
+        for path, (count, inward, outward) in tensors
     )
+    images = sum(count for count, is_beside in counts if is_beside)
+    return AdapterNumbers(sum(count for count, _ in counts) + experts, experts, images)
+
+
+def rank_of(lora: LoraOptions, path: str, rank: int | None = None) -> int:
+    """The rank of the adapter of the module `path`: the entry of rank_pattern, whose patterns peft compares with the
+    end of the full name, or else `rank` (None: techniques.lora.r)."""
+    ranks = (value for pattern, value in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", path))
+    return next(ranks, lora.r if rank is None else rank)
 
 
 def linear_bytes(facts: Facts) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
 from fxtune.facts.run import Facts
-from fxtune.models.dims import Shape
+from fxtune.models.dims import Layer, Shape
 from fxtune.models.kinds.tower_shape import TowerWork
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
@@ -117,19 +117,37 @@ class Choice:
     """Seconds of the layers for a micro-batch if they keep everything."""
 
 
-def layer_time(facts: Facts) -> LayerTime:
-    shape, card, tokens = Shape.of(facts.text), rates(facts), facts.tokens
-    h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
+def layer_time(facts: Facts, length: float | None = None, starts: float = 0.0) -> LayerTime:
+    """The mean over the layers. `length`: of documents; None: full rows. `starts`: see _attention_seconds()."""
+    shape = Shape.of(facts.model)
+    length = facts.row_length if length is None else min(length, facts.row_length)
+    times = [(_time_of(facts, kind, shape.hidden, length, starts), count) for kind, count in shape.counts]
+    names = ("attention", "narrow", "wide", "down", "rest")
+    return LayerTime(*(sum(getattr(time, name) * count for time, count in times) / shape.layers for name in names))
+
+
+def _time_of(facts: Facts, layer: Layer, h: int, length: float, starts: float) -> LayerTime:
+    card, tokens, q, k, i = rates(facts), facts.tokens, layer.q, layer.k, layer.inner
     product = mlp_product = tokens * 2 / (card.fp8 if linears_in_fp8(facts) else card.matmul)
-    if shape.expert_count > 1:
+    if layer.experts > 1:
         experts_in_fp8 = quantized_type(facts) == "fp8" and quantizes_experts(facts)
         mlp_product = tokens * 2 / (card.fp8 if experts_in_fp8 else card.matmul)
-    elif facts.techniques.float8.enabled and shape.expert_count == 1:
+    elif facts.techniques.float8.enabled:
         slow = 1 / 3 if facts.techniques.float8.weight_gradient == "bfloat16" else 0.0
         product = mlp_product = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
-    attended = tokens * 2 * sum(_spans(facts, facts.row_length)) / shape.layers * q / card.attention
     moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if is_fused(facts) else 3 * i)) / card.memory
-    return LayerTime(attended, product * h * (2 * q + 2 * k), mlp_product * 2 * h * i, mlp_product * h * i, moved)
+    attention = _attention_seconds(facts, layer, length, starts)
+    return LayerTime(attention, product * layer.narrow, mlp_product * layer.wide, mlp_product * layer.down, moved)
+
+
+def _attention_seconds(facts: Facts, layer: Layer, length: float, starts: float) -> float:
+    """Seconds of attention to documents of `length` tokens, which count as `starts` tokens longer where the rate of
+    short ones matters. A window computes at most its tokens for each token, rows on average half of the row."""
+    total = 0.0
+    for each in layer.attentions:
+        span = min(length, 2.0 * (each.window or length)) + starts
+        total += span * each.products / (NARROW_HEADS if starts and each.width <= 64 else 1)
+    return facts.tokens * 2 * total / rates(facts).attention
 
 
 def micro_batch_seconds(
@@ -149,8 +167,8 @@ def micro_batch_seconds(
     """
     trained = _trained(facts)
     layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
-    layers = Shape.of(facts.text).layers
-    both = layers * (layer.forward + layer.backward(trained) + _elementwise(facts)) + (2 + trained) * head
+    layers = Shape.of(facts.model).layers
+    both = layers * (layer.forward + layer.backward(trained)) + _elementwise(facts) + (2 + trained) * head
     unexplained = layers * UNEXPLAINED if facts.device == "cuda" and divides_experts(facts) else 0.0
     training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + unexplained + tower_seconds(facts, images)
     if has_gradients(facts) and tower_level(plan) in ("input", "attention"):
@@ -163,15 +181,15 @@ def forward_seconds(
     facts: Facts, supervised: float = 1.0, attended: float | None = None, images: TowerWork | None = None
 ) -> float:
     """Seconds of a pass without gradient over one micro-batch of full rows; arguments as in micro_batch_seconds()."""
-    layer, layers = _seen(facts, attended), Shape.of(facts.text).layers
-    pass_ = layers * (layer.forward + FORWARD_MOVED * _elementwise(facts)) + _head_seconds(facts, supervised)
+    layer, layers = _seen(facts, attended), Shape.of(facts.model).layers
+    pass_ = layers * layer.forward + FORWARD_MOVED * _elementwise(facts) + _head_seconds(facts, supervised)
     return max(pass_, layers * LAUNCH * FORWARD_MOVED) + tower_seconds(facts, images, trains=False)
 
 
 def attention_backward_share(facts: Facts) -> float:
     """The share of attention's backward pass in the time of a step of full rows of one document."""
     plan = recompute_plan(facts.techniques)
-    return Shape.of(facts.text).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
+    return Shape.of(facts.model).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
 
 
 def tower_seconds(facts: Facts, images: TowerWork | None, trains: bool = True) -> float:
@@ -193,18 +211,14 @@ def _head_seconds(facts: Facts, supervised: float) -> float:
     """Seconds of the output head's forward pass. A head that scores documents is one row."""
     if facts.head != "lm":
         return 0.0
-    shape, card = Shape.of(facts.text), rates(facts)
+    shape, card = Shape.of(facts.model), rates(facts)
     in_fp8 = quantized_type(facts) == "fp8" and facts.techniques.quantize.head
     return 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / (card.fp8 if in_fp8 else card.matmul)
 
 
 def _seen(facts: Facts, attended: float | None) -> LayerTime:
     """The time of a layer with documents of this length in place of full rows."""
-    shape, layer = Shape.of(facts.text), layer_time(facts)
-    length = facts.row_length if attended is None else min(attended, facts.row_length)
-    seconds = sum(span + HALF_RATE for span in _spans(facts, length)) / sum(_spans(facts, facts.row_length))
-    attention = layer.attention * seconds / (NARROW_HEADS if shape.q <= 64 * shape.heads else 1)
-    return replace(layer, attention=attention)
+    return layer_time(facts, attended, HALF_RATE)
 
 
 def update_seconds(facts: Facts) -> float:
@@ -220,57 +234,55 @@ def update_seconds(facts: Facts) -> float:
 
 
 def _elementwise(facts: Facts) -> float:
-    """Seconds of one layer for reading and writing, forward and backward, without matmuls, attention and
+    """Seconds of all layers for reading and writing, forward and backward, without matmuls, attention and
     `LayerTime.rest`: gated activations, adapters' own products, which read each linear's input and add to its output,
     and for a mixture the router, the rows of tokens, and packed experts. Trained experts gather the rows of two
     products once more, for the gradients of their weights. With divided experts, ranks copy the states of all ranks'
     tokens before they are sent, and add up the received sums, in both passes."""
-    shape, lora = Shape.of(facts.text), facts.techniques.lora.enabled
-    h, q, k, i = shape.hidden, shape.q, shape.k, shape.inner
+    shape, lora = Shape.of(facts.model), facts.techniques.lora.enabled
+    passes = sum(count * _numbers_moved(facts, kind, shape.hidden, lora) for kind, count in shape.counts)
+    mixtures = sum(count for kind, count in shape.counts if kind.experts > 1)
+    moved = number_bytes(facts) * facts.tokens * passes
+    return (moved + UNPACKING * mixtures * unpacked_bytes(facts, shape)) / rates(facts).memory
+
+
+def _numbers_moved(facts: Facts, layer: Layer, h: int, lora: bool) -> float:
+    """Of a layer, for a token."""
+    q, k, i = layer.q, layer.k, layer.inner
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
-    if shape.expert_count > 1:
-        rows = shape.used * h
+    if layer.experts > 1:
+        rows = layer.used * h
         passes += EXPERT_GATED_PASSES * i + EXPERT_ADAPTER_PASSES * lora * (8 * rows + 3 * i)
-        passes += ROW_PASSES * rows + ROUTER_PASSES * shape.expert_count
+        passes += ROW_PASSES * rows + ROUTER_PASSES * layer.experts
         divided, ranks = divides_experts(facts), facts.degrees.shard * facts.degrees.context
         passes += 4 * (ranks + 1) * h * divided
         if not lora:
             passes += 2 * (rows + h)
     else:
         passes += GATED_PASSES * i + ADAPTER_PASSES * lora * ((h + i) + (h + 2 * i))
-    moved = number_bytes(facts) * facts.tokens * passes
-    return (moved + UNPACKING * unpacked_bytes(facts, shape)) / rates(facts).memory
-
-
-def _spans(facts: Facts, length: float) -> list[float]:
-    """For each layer, the row length with the same attention cost as a document of `length` tokens. Layers with a
-    sliding window compute at most the window's tokens for each token, rows on average half of the row."""
-    layers, kinds = Shape.of(facts.text).layers, facts.text.get("layer_types") or []
-    window = 2.0 * (facts.text.get("sliding_window") or length)
-    narrow = min(kinds[:layers].count("sliding_attention"), layers)
-    return [min(length, window)] * narrow + [length] * (layers - narrow)
+    return passes
 
 
 def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:
     """Seconds that `plan` adds to a micro-batch whose layers would keep everything on the device. `layer`: the time of
     a layer; None: for rows of one document."""
-    shape, card, layer, tokens = Shape.of(facts.text), rates(facts), layer or layer_time(facts), facts.tokens
-    backward, bytes_of = layer.backward(_trained(facts)), LayerBytes(facts, plan)
+    shape, card, layer, tokens = Shape.of(facts.model), rates(facts), layer or layer_time(facts), facts.tokens
+    backward, layers = layer.backward(_trained(facts)), [LayerBytes(facts, plan, kind) for kind in shape.kinds]
 
     @functools.cache
-    def seconds(level: str, sends: bool) -> float:
+    def seconds(kind: int, level: str, sends: bool) -> float:
         again = layer.recompute("wide" if level == "budget" else level)
         if plan.tiles > 1:
             again = max(again, layer.recompute("narrow"))
             again += SLOWER * ROWS * plan.tiles / tokens * (layer.wide + layer.down)
         if not sends:
             return again
-        size = bytes_of.sent(level) * tokens
+        size = layers[kind].sent(level) * tokens
         travel = size / card.link
         # Copies also take the device's memory bandwidth, so they are never free.
         return again + max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory
 
-    return sum(map(seconds, plan.levels(shape.layers), plan.sending(shape.layers)), 0.0)
+    return sum(map(seconds, shape.order, plan.levels(shape.layers), plan.sending(shape.layers)), 0.0)
 
 
 def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]], host: float) -> Choice | None:
@@ -279,7 +291,7 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
 
     `plans`: combinations of `sent` and `tiles` to try, each with its possible levels.
     """
-    shape, layer = Shape.of(facts.text), layer_time(facts)
+    shape, layer = Shape.of(facts.model), layer_time(facts)
     step = shape.layers * (layer.forward + layer.backward(_trained(facts)))
     choices: list[tuple[float, int, Choice]] = []
     for plan, levels in plans:
@@ -295,7 +307,7 @@ def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[Recom
     """`plan` with at most as many sending layers as `host` bytes of pinned memory allow, and the memory it needs."""
     need = forecast(facts, plan)
     if need.host > host:
-        sending = plan.sending(Shape.of(facts.text).layers)
+        sending = plan.sending(Shape.of(facts.model).layers)
         plan = replace(plan, senders=int(host * sum(sending) // need.host))
         need = forecast(facts, plan)
     return plan, need

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.facts.options import LoraOptions
 from fxtune.facts.run import Facts
+from fxtune.models.dims import matmul_sizes
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
 from fxtune.models.structure import beside_text, for_images, projectors, skeleton, towers
-from fxtune.techniques.estimate.matmuls import matmul_sizes, weight_flops
+from fxtune.techniques.estimate.matmuls import weight_flops
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
-from fxtune.techniques.lora.targets import select
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 BATCHES = 2
@@ -208,39 +207,6 @@ def tower_shape(facts: Facts) -> TowerShape | None:
     """None for a model that reads no images."""
     numbers = image_numbers(facts)
     return None if numbers is None or numbers.parts is None else numbers.parts.shape
-
-
-def image_adapters(facts: Facts) -> int:
-    """Parameters of the adapters of the tower and its projector."""
-    lora = facts.techniques.lora
-    if not lora.enabled or not (lora.vision or lora.projector) or image_numbers(facts) is None:
-        return 0
-    model = skeleton(facts.model)
-    assert model is not None
-    options = (tuple(values) for values in (lora.target_modules, lora.exclude_modules, lora.layers_to_transform))
-    return lora.r * _adapted_widths(model, lora.vision, lora.projector, *options)
-
-
-@functools.lru_cache(maxsize=4)
-def _adapted_widths(
-    model: nn.Module,
-    vision: bool,
-    projector: bool,
-    targets: tuple[str, ...],
-    excluded: tuple[str, ...],
-    layers: tuple[int, ...],
-) -> int:
-    """Sum of the input and output widths of all linears for images that get adapters."""
-    lora = LoraOptions(
-        vision=vision,
-        projector=projector,
-        target_modules=[*targets],
-        exclude_modules=[*excluded],
-        layers_to_transform=[*layers],
-    )
-    beside = {id(module) for module in ImageParts.of(model) or ()}
-    adapted = (model.get_submodule(path) for path in select(model, lora).modules)
-    return sum(sum(matmul_sizes(module) or ()) for module in adapted if id(module) in beside)
 
 
 def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:

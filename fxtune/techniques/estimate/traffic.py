@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxtune.facts.run import Facts
-from fxtune.models.dims import Shape
+from fxtune.models.dims import Attention, Shape
 from fxtune.techniques.attention.context import key_copies
 from fxtune.techniques.estimate.memory import (
     divides_experts,
@@ -42,7 +42,7 @@ class Traffic:
 
 def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
     """What a rank sends in a step in which it computes `micro_batches` micro-batches."""
-    shape, degrees = Shape.of(facts.text), facts.degrees
+    shape, degrees = Shape.of(facts.model), facts.degrees
     number = number_bytes(facts)
     all_weights = gathered_parameters(facts, shape) * linear_bytes(facts) + shape.other_parameters * number
     # Gradients are scattered over the ranks that divide the weights. Then the ranks with the same part add it up.
@@ -52,15 +52,22 @@ def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
     all_gradients = facts.sum_bytes * trained_parameters(facts)
     scattered = facts.sum_bytes * scattered_parameters(facts)
     gradients = _sent_share(parts) * scattered + 2 * _sent_share(copies) * all_gradients / parts
-    keys = shape.k * key_copies(shape.heads, shape.key_heads, degrees.context)
-    activations = 2 * shape.layers * facts.tokens * number * (2 * shape.q + 2 * keys)
-    states = 4 * shape.layers * facts.tokens * number * shape.hidden
+    widths = sum(count * _exchanged(attention, degrees.context) for attention, count in shape.attentions.items())
+    activations = 2 * facts.tokens * number * widths
+    mixtures = sum(count for kind, count in shape.counts if kind.experts > 1)
+    states = 4 * mixtures * facts.tokens * number * shape.hidden
     return Traffic(
         int(gradients),
         int(2 * _sent_share(degrees.shard) * all_weights * micro_batches),
         int(_sent_share(degrees.context) * activations * micro_batches),
         int((degrees.shard * degrees.context - 1) * states * micro_batches) if divides_experts(facts) else 0,
     )
+
+
+def _exchanged(attention: Attention, ranks: int) -> int:
+    """Width of a token's queries, keys, values and output, as ranks that divide rows send them."""
+    keys = attention.key_heads * key_copies(attention.heads, attention.key_heads, ranks)
+    return (attention.heads + keys) * (attention.width + attention.value_width)
 
 
 def _sent_share(ranks: int) -> float:

@@ -32,7 +32,7 @@ from fxtune.kernels.grouped_matmul import ALIGNMENT, Routing, grouped_mm
 from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import ACTS, Activation
 from fxtune.kernels.token_exchange import Exchange
-from fxtune.models.dims import EXPERTS, EXPERTS_USED
+from fxtune.models.dims import experts_used
 from fxtune.models.replacement import InPlaceOf
 from fxtune.models.structure import outputs, without_dropout
 from fxtune.system.profiler import OperatorCounter
@@ -61,9 +61,9 @@ def divisible_experts(model: nn.Module, ranks: int) -> list[Any]:
 
 def used_experts(model: nn.Module, config: Any) -> int | None:
     """How many experts a token uses; 0 without experts, None if the number or the storage of experts is not known."""
-    if not any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):
+    if not any(isinstance(getattr(module, "num_experts", None), int) for module in model.modules()):
         return 0
-    used = next((count for name in EXPERTS_USED if isinstance(count := getattr(config, name, None), int)), None)
+    used = experts_used(model.modules(), config)
     return used if used and any(map(follows_interface, model.modules())) else None
 
 

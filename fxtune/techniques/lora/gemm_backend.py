@@ -33,7 +33,8 @@ ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
 def refusal(facts: Facts) -> str | None:
     """Why quack's kernel cannot multiply for fused adapters under `facts`, and what to change; None if it can."""
     installed, tokens = facts.packages.get(PACKAGE), facts.tokens
-    sizes = [int(facts.text[name]) for name in ("hidden_size", "intermediate_size") if facts.text.get(name)]
+    shape = Shape.of(facts.model)
+    sizes = [shape.hidden, *(kind.inner for kind in shape.kinds if kind.experts == 1 and kind.inner)]
     if facts.device != "cuda" or facts.capability != CAPABILITY:
         card = (
             f"{facts.device_name}, {facts.capability[0]}.{facts.capability[1]}" if facts.capability else facts.device
@@ -53,14 +54,14 @@ def refusal(facts: Facts) -> str | None:
         )
     quantize = facts.techniques.quantize
     # Beside experts in fp8 small linears keep 16 bits. While `experts` is `auto`, experts may be quantized.
-    if quantize.enabled and (quantize.experts is Switch.off or Shape.of(facts.text).expert_count < 2):
+    if quantize.enabled and (quantize.experts is Switch.off or shape.expert_count < 2):
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
     if tokens and tokens < MIN_ROWS:
         return (
             f"it is for micro-batches of {MIN_ROWS:,} tokens or more, and this one has {tokens:,}: raise "
             "train.micro_batch_size or data.sequence_length"
         )
-    if sizes and min(sizes) < MIN_SIZE:
+    if min(sizes) < MIN_SIZE:
         return f"it is for linears whose sizes are {MIN_SIZE:,} or more, and this model has a size of {min(sizes):,}"
     return None
 

@@ -74,16 +74,17 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
         ]
         adaptable += [path for path in selected if path not in adaptable and is_described(named, path)]
     head, places = output_head(model), _Places(model)
-    layers = {f"{_path(model, layer)}.": index for index, layer in enumerate(decoder_layers(model))}
+    index_of = {layer: index for index, layer in enumerate(decoder_layers(model))}
+    layers = {f"{path}.": index_of[module] for path, module in named.items() if module in index_of}
 
     def reason(path: str) -> str:
         """Why a target gets no adapter; empty: it gets one."""
         if _inside(path, lora.exclude_modules):
             return "exclude_modules"
+        if not lora.layers_to_transform:
+            return ""
         layer = next((index for prefix, index in layers.items() if path.startswith(prefix)), None)
-        if lora.layers_to_transform and layer not in lora.layers_to_transform:
-            return "layers_to_transform"
-        return ""
+        return "" if layer in lora.layers_to_transform else "layers_to_transform"
 
     def untargeted(path: str) -> str:
         if _inside(path, lora.modules_to_save):

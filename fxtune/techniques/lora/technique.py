@@ -25,7 +25,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Matmul, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
-from fxtune.models.dims import EXPERTS
+from fxtune.models.dims import Shape
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
@@ -112,7 +112,7 @@ class Lora(LoraOptions, Technique):
     def _resolve_experts(self, facts: Facts) -> str | None:
         if self.grouped_experts is not Switch.auto:
             return None
-        mixture = any((facts.text.get(name) or 1) > 1 for name in EXPERTS)
+        mixture = Shape.of(facts.model).expert_count > 1
         model = skeleton(facts.model) if mixture else None
         described = model is not None and any(map(follows_interface, model.modules()))
         self.grouped_experts, self._grouped_by_auto = (Switch.on if described else Switch.off), True

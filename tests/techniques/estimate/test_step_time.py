@@ -72,10 +72,11 @@ def test_a_micro_batch_takes_about_as_long_as_measured():
 
 
 def test_layers_with_a_sliding_window_attend_to_less():
+    model = {**LLAMA, "model_type": "ministral", "head_dim": 128, "sliding_window": 1024}
     kinds = ["full_attention", "sliding_attention"] * 16
-    facts = card(139, 65536, model={**LLAMA, "sliding_window": 1024})
-    mixed, narrow = (
-        replace(facts, model={**facts.model, "layer_types": types}) for types in (kinds, ["sliding_attention"] * 32)
+    facts, mixed, narrow = (
+        card(139, 65536, model={**model, "layer_types": types})
+        for types in (["full_attention"] * 32, kinds, ["sliding_attention"] * 32)
     )
     times = [step_time.layer_time(case).attention for case in (facts, mixed, narrow)]
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
@@ -84,7 +85,8 @@ def test_layers_with_a_sliding_window_attend_to_less():
 
 def test_a_mixture_takes_longer_than_a_dense_mlp_of_the_width_that_a_token_uses():
     """Rows are gathered and added up for each expert, and adapters of experts read them."""
-    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 14336 // 8}
+    experts = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 8}
+    experts |= {"moe_intermediate_size": 14336 // 8, "head_dim": 128}
     for techniques in (TECHNIQUES, {}):
         dense, mixture = (
             step_time.micro_batch_seconds(card(900, 16384, model=model, techniques=techniques), RecomputePlan())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.system.packages import Package
 from fxtune.techniques.attention import packed
 from fxtune.techniques.attention.packed import Core
@@ -121,7 +122,7 @@ class Backend:
             yield f"is not available for {kind} in transformers", "Use auto"
 
     def refused_heads(self, facts: Facts) -> Iterator[Reason]:
-        wrong = [width for width in head_dims(facts.text) if width > self.head_dim or width % 8]
+        wrong = [width for width in head_widths(facts) if width > self.head_dim or width % 8]
         if self.head_dim and wrong:
             heads = f"takes heads of up to {self.head_dim} in steps of 8, and {kind_of(facts)}'s have {wrong[0]}"
             yield heads, "Use eager, or auto"
@@ -204,13 +205,9 @@ def kind_of(facts: Facts) -> str:
     return str(facts.text.get("model_type", "this model"))
 
 
-def head_dims(text: dict[str, Any]) -> set[int]:
-    """All head dimensions: of queries and keys, of values, and of each layer type."""
-    if text.get("kv_lora_rank"):  # multi-head latent attention
-        return {text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0), text.get("v_head_dim", 0)} - {0}
-    heads = text.get("num_attention_heads")
-    width = text.get("head_dim") or (text["hidden_size"] // heads if heads and text.get("hidden_size") else 0)
-    return {width, text.get("global_head_dim") or width} - {0}
+def head_widths(facts: Facts) -> set[int]:
+    """The widths of all heads: of queries and of values, in each layer."""
+    return Shape.of(facts.model).head_widths
 
 
 def _dropout(text: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.system.units import GIB
 from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
 from fxtune.techniques.attention.packed import document_mask
@@ -16,7 +17,8 @@ from fxtune.techniques.attention.packed import document_mask
 class _Eager(Backend):
     def more_refusals(self, facts: Facts) -> Iterator[Reason]:
         # Scores in bfloat16 without the mask and with it, and a float32 softmax: 8 bytes each.
-        scores = 8 * facts.text.get("num_attention_heads", 0) * mask_bytes(facts)
+        heads = max((each.heads for each in Shape.of(facts.model).attentions), default=0)
+        scores = 8 * heads * mask_bytes(facts)
         if facts.device == "cuda" and facts.memory and scores > facts.memory:
             yield (
                 f"stores the scores of each layer and their softmax, {scores / GIB:,.0f} GiB in rows of "

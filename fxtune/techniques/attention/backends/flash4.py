@@ -11,7 +11,7 @@ from torch import Tensor
 from fxtune.facts.run import Facts
 from fxtune.kernels import flash4 as kernel
 from fxtune.system.packages import PACKAGES, SOME_HEADS, THESE_HEADS, Heads
-from fxtune.techniques.attention.backends.backend import SINKS, Backend, Reason, head_dims, kind_of
+from fxtune.techniques.attention.backends.backend import SINKS, Backend, Reason, head_widths, kind_of
 from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.techniques.smoke_tests import require_attention
 
@@ -23,7 +23,7 @@ class _Flash4(Backend):
     def refused_heads(self, facts: Facts) -> Iterator[Reason]:
         """Hopper supports 8 to 256. Blackwell supports 8 to 128, DeepSeek's 192 with 128, and 256
         (flash_attn/cute/interface.py)."""
-        widths, generation = head_dims(facts.text), (facts.capability or (9, 0))[0]
+        widths, generation = head_widths(facts), (facts.capability or (9, 0))[0]
         if generation == 9 and widths & WRONG_ON_HOPPER:
             yield f"has wrong gradients for heads of {min(widths & WRONG_ON_HOPPER)} on Hopper", "Use sdpa, or auto"
         most = 256 if generation == 9 else 128

@@ -30,7 +30,6 @@ from torch.overrides import TorchFunctionMode
 
 from fxtune.distributed.chunks import LinearWeights, divided_like, is_divided, local
 from fxtune.distributed.world import World
-from fxtune.upstream import torch as upstream
 
 OWN = "own_experts"
 """The attribute of a module whose parameters are divided by expert: their names -> the experts that this rank holds.
@@ -141,8 +140,9 @@ def shard(
         divide(embedding).set_unshard_in_backward(False)  # its backward pass does not read it
     divide(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            upstream.sum_gradients(module)
+        if isinstance(module, FSDPModule):  # sums of gradients: losses are divided by the tokens of all ranks
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     materialize(model, world.device)
     # torch gathers for methods of the module, which it finds by their names.
     model.run_with_head = MethodType(lambda _, work: work(), model)

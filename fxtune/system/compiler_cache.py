@@ -48,7 +48,7 @@ def use_cache_folder() -> Path | None:
     """
     own = cache_home() / "inductor"
     # torch writes its default, below /tmp, into the variable when it first needs the folder.
-    default = default_compiler_cache() or own
+    default = default_compiler_cache()
     given = Path(os.environ.get(VARIABLE) or default)
     root = given.parent if FOLDER_NAME.fullmatch(given.name) else given
     for parent in (own, default) if root == default else (root,):

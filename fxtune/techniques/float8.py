@@ -31,7 +31,6 @@ from fxtune.models.structure import decoder_layers, is_named, skeleton, without_
 from fxtune.system.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
-from fxtune.upstream.torch import without_scaled_mm
 
 OLDEST = (8, 9)
 """The oldest compute capability with tensor cores for fp8."""
@@ -44,7 +43,6 @@ ROWS = 256
 @dataclass
 class Float8(Float8Options, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
-        yield from (f"enabled: {missing}. Set it to false." for missing in without_scaled_mm("_scaled_mm"))
         if facts.techniques.lora.enabled:
             yield (
                 "enabled: this is for trained weights, and techniques.lora freezes them. Set it to false, and "

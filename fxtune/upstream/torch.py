@@ -1,19 +1,17 @@
 """Private parts of torch.
 
-A private part is looked up when it is used, so fxtune still runs with a torch that lacks the part, and trains
-everything that does not need it. A feature that needs the part runs slower, steps aside with a line, or is refused
-with gone().
+The tested versions of torch (pyproject.toml) have all parts, and a newer torch is refused before any part is used
+(system/tested_versions.py). So an entry says only what it is, and why no public way serves.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,43 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.errors import ConfigError
-
-TESTED = "2.11 to 2.14"
-"""Versions of torch that have all parts below."""
-
-
-def gone(part: str, change: str) -> ConfigError:
-    """The error where torch has no `part` any more. `change`: the key to set, such as `Set parallel.shard=1`."""
-    return ConfigError(f"torch {torch.__version__} has no {part}. {change}, or install torch {TESTED}.")
-
-
-class Unobservable(ConfigError):
-    """The installed version of a library does not let fxtune observe what runs. This is no sign that something did not
-    act."""
-
-
-def _lookup(path: str) -> Any:
-    """The attribute of torch with this path, such as `_dynamo.utils.counters`; None in a version without it."""
-    part: Any = torch
-    for name in path.split("."):
-        part = getattr(part, name, None)
-    return part
-
+# What: the mode that sees each operator below autograd.
+# Why: the public modes (torch.overrides) see calls of functions, not the operators of a backward pass.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Operators and tensors
-
-
-try:
-    # What: the mode that sees each operator below autograd.
-    # Why: the public modes (torch.overrides) see calls of functions, not the operators of a backward pass.
-    # Gone: what counts operators cannot be built and says so; nothing else changes.
-    from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError:
-
-    class TorchDispatchMode:  # type: ignore[no-redef]
-        def __init__(self) -> None:
-            raise Unobservable(f"torch {torch.__version__} has no TorchDispatchMode, which sees operators as they run")
 
 
 def foreach(name: str, tensors: Sequence[torch.Tensor], *operands: Any) -> None:
@@ -66,14 +32,8 @@ def foreach(name: str, tensors: Sequence[torch.Tensor], *operands: Any) -> None:
 
     What: torch._foreach_NAME, a few kernels for all tensors.
     Why: torch has no public function for several tensors at once.
-    Gone: a kernel for each tensor, with the same bits.
     """
-    if (together := getattr(torch, f"_foreach_{name}", None)) is not None:
-        together(tensors, *operands)
-        return
-    for index, tensor in enumerate(tensors):
-        own = (operand[index] if isinstance(operand, (list, tuple)) else operand for operand in operands)
-        getattr(tensor, name)(*own)
+    getattr(torch, f"_foreach_{name}")(tensors, *operands)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -81,10 +41,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
     What: UntypedStorage._cdata.
     Why: storages on the meta device, and storages whose memory was freed, have no address.
-    Gone: the identity of Python's object, which torch keeps while the storage lives.
     """
-    storage = tensor.untyped_storage()
-    return int(getattr(storage, "_cdata", id(storage)))
+    return int(tensor.untyped_storage()._cdata)
 
 
 def changes_arguments(operator: Any) -> bool:
@@ -92,10 +50,8 @@ def changes_arguments(operator: Any) -> bool:
 
     What: OpOverload._schema.
     Why: an operator has no public schema.
-    Gone: torch's rule for names, an underscore at the end.
     """
-    schema = getattr(operator, "_schema", None)
-    return bool(schema.is_mutable) if schema is not None else operator.overloadpacket.__name__.endswith("_")
+    return bool(operator._schema.is_mutable)
 
 
 def operator_names() -> set[str]:
@@ -103,10 +59,8 @@ def operator_names() -> set[str]:
 
     What: torch._C._dispatch_get_all_op_names.
     Why: torch has no public list of its operators.
-    Gone: an empty set, so that only the operators that fxtune knows are suggested.
     """
-    names = _lookup("_C._dispatch_get_all_op_names")
-    return set(names()) if names is not None else set()
+    return set(torch._C._dispatch_get_all_op_names())
 
 
 def without_class(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,10 +68,8 @@ def without_class(tensor: torch.Tensor) -> torch.Tensor:
 
     What: torch._C.DisableTorchFunctionSubclass.
     Why: a subclass may override detach().
-    Gone: a subclass's own detach() runs.
     """
-    disabled = _lookup("_C.DisableTorchFunctionSubclass")
-    with nullcontext() if disabled is None else disabled():
+    with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
 
 
@@ -126,7 +78,6 @@ def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
 
     What: torch._scaled_mm.
     Why: torch.nn.functional.scaled_mm takes no `out`.
-    Gone: refused; check() of quantize and float8 ask without_scaled_mm() first.
     """
     product: Callable[..., torch.Tensor] = torch._scaled_mm
     return product(*operands, **options)
@@ -137,17 +88,9 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
 
     What: torch._scaled_grouped_mm.
     Why: fxtune's products of linears and experts take scales in the same form.
-    Gone: refused; check() of quantize asks without_scaled_mm() first.
     """
     product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
     return product(*operands, **options)
-
-
-def without_scaled_mm(*names: str) -> Iterator[str]:
-    """A reason for each of torch's products `names` in fp8 that is gone."""
-    for name in names:
-        if not hasattr(torch, name):
-            yield f"torch {torch.__version__} has no torch.{name}, which multiplies in fp8"
 
 
 # Modules
@@ -158,10 +101,9 @@ def has_hooks(module: nn.Module) -> bool:
 
     What: nn.Module's dictionaries of hooks.
     Why: hooks can be added in public, and not listed.
-    Gone: True, so that fused adapters run module by module: slower, with the same numbers.
     """
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(module, name, True) for name in names)
+    return any(getattr(module, name) for name in names)
 
 
 def remove_forward_hooks(module: nn.Module) -> None:
@@ -169,7 +111,6 @@ def remove_forward_hooks(module: nn.Module) -> None:
 
     What: _forward_hooks of nn.Module.
     Why: a hook can be removed in public only by who added it.
-    Gone: AttributeError in `fxtune verify --loss`, the only caller.
     """
     module._forward_hooks.clear()
 
@@ -180,7 +121,6 @@ def remove_recorders(module: nn.Module) -> None:
     What: _forward_hooks of nn.Module.
     Why: transformers installs them all as soon as one result is asked for (LLaVA asks for the tower's hidden states,
     which a hook of a whole layer records), and torch.compile cannot trace them.
-    Gone: AttributeError in the proof before the first step, for towers of such families with techniques.compile.
     """
     for part in module.modules():
         hooks = part._forward_hooks
@@ -194,7 +134,6 @@ def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
     What: torch._dynamo.maybe_mark_dynamic, _is_view of tensors.
     Why: torch.compile(dynamic=True) takes sizes for one that are equal by chance in the first call, and compiles again
     when they differ. It also compiles for the size of the tensor that a view is part of, so a view is copied.
-    Gone: AttributeError in the proof before the first step, for models that read images with techniques.compile.
     """
     tensor = tensor.clone() if tensor._is_view() else tensor
     for dimension in range(max(tensor.dim() - 1, 1)):
@@ -207,7 +146,6 @@ def end_workers(batches: Any) -> Callable[[], None] | None:
 
     What: _shutdown_workers of torch's iterator.
     Why: torch ends workers when nothing refers to the iterator, and a traceback may refer to it until the end.
-    Gone: None, so a stopped run may take 5 s longer to end, for each worker.
     """
     return getattr(batches, "_shutdown_workers", None)
 
@@ -222,38 +160,13 @@ def muon_parts() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
 
     What: _zeropower_via_newtonschulz and _adjust_lr of torch.optim._muon.
     Why: torch.optim.Muon updates whole matrices, and a rank has rows; with these the bits are the same.
-    Gone: refused where matrices are divided.
     """
-    try:
-        from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-    except ImportError as error:
-        raise gone(
-            "torch.optim._muon with _zeropower_via_newtonschulz and _adjust_lr, which optimizer.name=muon with "
-            "parallel.shard needs",
-            "Set optimizer.name=adamw or parallel.shard=1",
-        ) from error
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
     return _zeropower_via_newtonschulz, _adjust_lr
 
 
 # Ranks
-
-
-def sum_gradients(module: Any) -> None:
-    """Have a module that fully_shard() returned sum gradients over ranks; torch's default is their mean.
-
-    What: two public methods, which torch 2.8 brought; a version without them would learn from means.
-    Why: losses are divided by the tokens of all ranks already.
-    Gone: refused.
-    """
-    try:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    except AttributeError as error:
-        raise gone(
-            "FSDPModule.set_gradient_divide_factor and set_force_sum_reduction_for_comms, without which divided "
-            "weights would learn from means of gradients",
-            "Set parallel.shard=1",
-        ) from error
 
 
 def process_group(name: str) -> Any:
@@ -261,12 +174,8 @@ def process_group(name: str) -> Any:
 
     What: _resolve_process_group of torch.distributed.
     Why: an operator of torch takes a name, and no group.
-    Gone: refused; rows cannot be cut over ranks.
     """
-    find = _lookup("distributed.distributed_c10d._resolve_process_group")
-    if find is None:
-        raise gone("_resolve_process_group, which parallel.context needs", "Set parallel.context=1")
-    return find(name)
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 DTENSOR_TABLES = (
@@ -283,7 +192,6 @@ def forget_meshes() -> None:
 
     What: functions of torch.distributed.tensor that clear its caches.
     Why: the tables hold the meshes of all tensors, with them the process groups, and so the threads of gloo.
-    Gone: these threads run until the process ends.
     """
     if "torch.distributed.tensor" in sys.modules:
         for table in DTENSOR_TABLES:
@@ -296,7 +204,6 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
 
     What: _set_default_timeout of the group's backend for CPU tensors.
     Why: init_process_group takes one time for both.
-    Gone: hosts wait as long as GPUs do, and then end with torch's error.
     """
     backend = getattr(group, "_get_backend", lambda device: None)(torch.device("cpu"))
     if (change := getattr(backend, "_set_default_timeout", None)) is not None:
@@ -305,54 +212,27 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
 
 # The compiler
 
-FIGURES = {
-    "compile_id": "which compilation it was",
-    "start_time": "when it began",
-    "duration_us": "how long it took",
-    "inductor_fx_local_cache_hit_count": "what the cache on disk had",
-    "inductor_fx_local_cache_miss_count": "what was compiled anew",
-    "cudagraph_skip_reason": "why CUDA graphs were not recorded",
-}
-"""Fields of torch's metrics of a compilation that the report reads."""
-
-
-def without_compile_report() -> str:
-    """Why torch does not say what its compiler did; empty if it does.
-
-    What: counters, graph breaks, failed guards, metrics and errors of torch._dynamo.
-    Why: a graph break changes no number, and torch has no public report of it (torch._dynamo.explain compiles anew).
-    Gone: techniques.compile steps aside if it is `auto`, and is refused if it is asked for.
-    """
-    from torch._dynamo import exc, utils  # importing it takes a second
-
-    names = ("counters", "graph_break_reasons", "guard_failures", "get_compilation_metrics", "CompilationMetrics")
-    missing = [f"torch._dynamo.utils.{name}" for name in names if not hasattr(utils, name)]
-    names = ("Unsupported", "UserError", "FailOnRecompileLimitHit", "ShortenTraceback", "TorchDynamoException")
-    missing += [f"torch._dynamo.exc.{name}" for name in names if not hasattr(exc, name)]
-    if not missing:
-        fields = {field.name for field in dataclasses.fields(utils.CompilationMetrics)}
-        missing = [f"CompilationMetrics.{name} ({figure})" for name, figure in FIGURES.items() if name not in fields]
-    if not missing:
-        return ""
-    return f"torch {torch.__version__} does not say what its compiler did: it has no {', '.join(missing)}"
+# What: counters, graph breaks, failed guards, metrics and errors of torch._dynamo.
+# Why: a graph break changes no number, and torch has no public report of it (torch._dynamo.explain compiles anew).
+# Importing torch._dynamo takes a second.
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch raises where code cannot be compiled as asked; see without_compile_report()."""
+    """What torch raises where code cannot be compiled as asked."""
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
 
 
 def recompile_limit_error() -> type[Exception]:
-    """What torch raises after too many compilations of one function; see without_compile_report()."""
+    """What torch raises after too many compilations of one function."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return FailOnRecompileLimitHit
 
 
 def compiler_error() -> type[Exception]:
-    """The class of all of Dynamo's errors; see without_compile_report()."""
+    """The class of all of Dynamo's errors."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
@@ -360,8 +240,7 @@ def compiler_error() -> type[Exception]:
 
 @functools.cache
 def unwrapped_error(kind: type[Exception]) -> type[Exception]:
-    """A subclass of `kind` that torch's compilers pass on as it is; they wrap all errors but their own. See
-    without_compile_report()."""
+    """A subclass of `kind` that torch's compilers pass on as it is; they wrap all errors but their own."""
     from torch._dynamo.exc import ShortenTraceback
 
     def begin(self: Any, text: str) -> None:
@@ -371,28 +250,28 @@ def unwrapped_error(kind: type[Exception]) -> type[Exception]:
 
 
 def counters() -> Any:
-    """Dynamo's counts by group and name, such as `["stats"]["unique_graphs"]`; see without_compile_report()."""
+    """Dynamo's counts by group and name, such as `["stats"]["unique_graphs"]`."""
     from torch._dynamo import utils
 
     return utils.counters
 
 
 def graph_breaks() -> list[Any]:
-    """All graph breaks of this process: `.reason` and `.user_stack`; see without_compile_report()."""
+    """All graph breaks of this process: `.reason` and `.user_stack`."""
     from torch._dynamo import utils
 
     return utils.graph_break_reasons
 
 
 def guard_failures() -> dict[Any, list[Any]]:
-    """By code object, why its compiled code was not reused; see without_compile_report()."""
+    """By code object, why its compiled code was not reused."""
     from torch._dynamo import utils
 
     return utils.guard_failures
 
 
 def compilations() -> list[Any]:
-    """torch's metrics of the compilations of this process, with FIGURES; see without_compile_report()."""
+    """torch's metrics of the compilations of this process."""
     from torch._dynamo import utils
 
     return utils.get_compilation_metrics()
@@ -403,12 +282,10 @@ def keep_compilations(count: int) -> None:
 
     What: set_compilation_metrics_limit.
     Why: its default is 64.
-    Gone: a report of more compilations counts the last ones only.
     """
     from torch._dynamo import utils
 
-    if (change := getattr(utils, "set_compilation_metrics_limit", None)) is not None:
-        change(count)
+    utils.set_compilation_metrics_limit(count)
 
 
 COMPILER_LOG = "torch._dynamo"
@@ -420,7 +297,6 @@ def is_unknown_writes(record: logging.LogRecord) -> bool:
     What: a warning with an exception from the file that analyses Triton kernels, or with this text.
     Why: torch then assumes that all are written, and may compile wrong code, as torch 2.11 does for Liger's RMSNorm;
         only the log says so.
-    Gone: a test that makes torch say it fails (tests/techniques/compile/test_report.py).
     """
     analysed = Path(record.pathname).stem == "triton_kernel_wrap" and record.levelno >= logging.WARNING
     return (analysed and bool(record.exc_info)) or "assuming every input is mutated" in record.getMessage()
@@ -431,11 +307,9 @@ def raise_recompile_limit(limit: int) -> None:
 
     What: recompile_limit and accumulated_recompile_limit of torch._dynamo.config.
     Why: torch.compile has no option for them.
-    Gone: torch's own limits hold, and reaching one is reported as any recompilation.
     """
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        if (present := getattr(torch._dynamo.config, name, None)) is not None:
-            setattr(torch._dynamo.config, name, max(present, limit))
+        setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), limit))
 
 
 def compiling_with(**options: Any) -> AbstractContextManager[Any]:
@@ -443,44 +317,35 @@ def compiling_with(**options: Any) -> AbstractContextManager[Any]:
 
     What: torch._dynamo.config.patch.
     Why: torch.compile's `options` are Inductor's.
-    Gone: an option that is gone keeps torch's default, which compiles more often.
     """
-    supported = {name: value for name, value in options.items() if hasattr(torch._dynamo.config, name)}
-    context: AbstractContextManager[Any] = torch._dynamo.config.patch(supported)
+    context: AbstractContextManager[Any] = torch._dynamo.config.patch(options)
     return context
 
 
-def default_compiler_cache() -> Path | None:
+def default_compiler_cache() -> Path:
     """The folder in which Inductor keeps compiled code unless a variable names another one.
 
     What: torch._inductor's default_cache_dir.
     Why: torch writes its default into the variable that users set, and only this tells the two apart.
-    Gone: None, so fxtune's own folder is used.
     """
-    try:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-    except ImportError:
-        return None
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     return Path(default_cache_dir())
 
 
-def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
+def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
     """Have Inductor call `change` with each graph just before it generates code, after any pass that is installed.
-    Returns whether torch has a place for it. `name`: part of the key under which compiled code is cached.
+    `name`: part of the key under which compiled code is cached.
 
     What: post_grad_custom_post_pass of Inductor, and the class of such a pass.
     Why: torch.compile takes no `options` beside a `mode`.
-    Gone: False, and compiled layers add residuals in a separate kernel.
     """
-    try:
-        from torch._inductor import config
-        from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-        installed: Any = config.post_grad_custom_post_pass
-    except (ImportError, AttributeError):
-        return False
+    installed: Any = config.post_grad_custom_post_pass
     if getattr(installed, "fxtune_name", None) == name:
-        return True
+        return
     before = installed if isinstance(installed, (list, tuple)) else [installed] if installed is not None else []
 
     class Pass(CustomGraphPass):
@@ -498,7 +363,6 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> bool:
             return (name, *names) if all(names) else None
 
     config.post_grad_custom_post_pass = Pass()
-    return True
 
 
 def keep_operator_order() -> None:
@@ -507,18 +371,10 @@ def keep_operator_order() -> None:
 
     What: reorder_for_peak_memory of Inductor, which sorts operators by the sizes of the first call.
     Why: torch.compile takes no `options` beside a `mode`.
-    Gone: there is nothing to switch off.
     """
     from torch._inductor import config
 
-    if hasattr(config, "reorder_for_peak_memory"):
-        config.reorder_for_peak_memory = False
-
-
-def has_activation_budget() -> bool:
-    """Whether the compiler takes a budget for the tensors that it keeps for the backward pass; see
-    activation_budget()."""
-    return hasattr(_lookup("_functorch.config"), "activation_memory_budget")
+    config.reorder_for_peak_memory = False
 
 
 def activation_budget() -> float:
@@ -526,7 +382,6 @@ def activation_budget() -> float:
 
     What: torch._functorch.config.activation_memory_budget.
     Why: torch documents this setting, but under a private name.
-    Gone: techniques.checkpointing.policy=budget is refused.
     """
     return float(torch._functorch.config.activation_memory_budget)
 
@@ -540,14 +395,8 @@ def with_activation_budget(share: float) -> AbstractContextManager[Any]:
 # Attention
 
 
-def unsafe_view() -> Any:
-    """The operator by which Inductor's graphs view the result of a product; None in a torch without it.
-
-    What: torch.ops.aten._unsafe_view.
-    Why: a graph has it where code says reshape().
-    Gone: None, and a graph without it needs no look at it.
-    """
-    return getattr(getattr(torch.ops.aten, "_unsafe_view", None), "default", None)
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""The operator by which Inductor's graphs view the result of a product, where code says reshape()."""
 
 
 def attention_operator(name: str) -> Callable[..., Any]:
@@ -555,7 +404,6 @@ def attention_operator(name: str) -> Callable[..., Any]:
 
     What: torch.ops.aten._flash_attention_forward and _scaled_dot_product_cudnn_attention.
     Why: scaled_dot_product_attention takes no packed documents, and chooses its kernel itself.
-    Gone: AttributeError of the first call, in the proof before the first step; attention/backends does not choose it.
     """
     operator: Callable[..., Any] = getattr(torch.ops.aten, name)
     return operator

@@ -77,8 +77,6 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield from self._check_mix(layers)
         if self.policy is Policy.budget and not facts.techniques.compile.enabled:
             yield "policy: budget is the compiler's. Set techniques.compile.enabled=true, or use selective."
-        if self.policy is Policy.budget and not upstream.has_activation_budget():
-            yield f"policy: the compiler of torch {torch.__version__} takes no budget. Use selective."
         if self.offload:
             yield from self._check_offload(facts)
         elif self.offload_what is not Offloaded.inputs or self.offload_layers is not None:

@@ -20,17 +20,16 @@ from torch import fx
 
 from fxtune.kernels import fused_lora  # noqa: F401  (registers the operators below)
 from fxtune.kernels.frozen_base import DENSE
-from fxtune.upstream.torch import install_graph_pass, unsafe_view
+from fxtune.upstream.torch import UNSAFE_VIEW, install_graph_pass
 
 _KIND_ARGUMENT: dict[Any, int] = {torch.ops.fxtune.lora_linear.default: 6, torch.ops.fxtune.lora_mlp.default: 7}
 """By operator: the argument that says how the weights of its last product are stored, and which kernel multiplies by
 them."""
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, unsafe_view())
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, UNSAFE_VIEW)
 
 
 def install() -> None:
-    """Make torch.compile run the pass, after any pass that is already installed. A torch without a place for
-    the pass adds the stream in a separate kernel."""
+    """Make torch.compile run the pass, after any pass that is already installed."""
     install_graph_pass("fxtune.residual", fold)
 
 

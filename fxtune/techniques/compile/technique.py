@@ -109,8 +109,6 @@ class Compile(CompileOptions, Technique):
                 f"cuda_graphs: {reason}, or set this to off." for reason in self._reasons_against_recording(facts)
             )
         yield from (f"enabled: {missing}, or set it to false." for missing in _missing_compiler(facts))
-        if silent := upstream.without_compile_report():
-            yield f"enabled: {silent}. Set it to false, or install torch {upstream.TESTED}."
 
     def resolve(self, facts: Facts) -> str | None:
         if self.cuda_graphs is not Switch.auto:
@@ -242,8 +240,6 @@ class Compile(CompileOptions, Technique):
         """
         try:
             yield from self._observe(model.module, probe)
-        except upstream.Unobservable:
-            raise
         except (ConfigError, upstream.compiler_error()) as error:
             raise UnavailableError(str(error)) from error
 

@@ -22,7 +22,6 @@ from fxtune.techniques.quantize.selection import (
     takes_rows,
 )
 from fxtune.techniques.quantized_modules import bytes_per_weight
-from fxtune.upstream.torch import without_scaled_mm
 
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
 """The oldest compute capability that the kernels support."""
@@ -104,7 +103,6 @@ def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
             f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. "
             f"{_instead(options.type, facts)}."
         )
-    yield from (f"type: {missing}. Use nf4." for missing in without_scaled_mm("_scaled_mm", "_scaled_grouped_mm"))
     if options.library is not Library.auto:
         yield f"library: torch computes fp8 products, without {options.library.value}. Set it to auto."
     is_auto = options.compute_dtype is ComputeDtype.auto

@@ -172,7 +172,7 @@ class _Comparison:
         self.hf_config = copy.deepcopy(builder.settled.hf_config)
         for config in (self.hf_config, self.hf_config.get_text_config()):
             for name, value in vars(config).items():
-                if name.endswith(("dropout", "pdrop", "jitter_noise")) and isinstance(value, float):
+                if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
                     setattr(config, name, 0.0)
         self.order = 1 if precision_of(builder.facts) == "float32" else 2
         """Of the norm that adds up the errors of log-probabilities."""

@@ -87,6 +87,7 @@ def launch(ranks: int, argv: list[str]) -> int:
         folder = Path(name)
         os.environ.update({HEARTBEATS: name, LAUNCHER: str(os.getpid()), PROCESSES: str(ranks)})
         # torch 2.11 ignores this and waits 30 seconds.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL warns of groups that a failed rank leaves open
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
         config = LaunchConfig(
             min_nodes=1,

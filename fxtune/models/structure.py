@@ -100,6 +100,7 @@ _LATEST = deque[tuple[dict[str, Any], nn.Module]](maxlen=4)
 
 @functools.lru_cache(maxsize=16)
 def _skeleton(architecture: str) -> nn.Module:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     values = json.loads(architecture)
@@ -110,7 +111,7 @@ def _skeleton(architecture: str) -> nn.Module:
             model: nn.Module = kind_of(config).auto.from_config(config)
     except ImportError as error:
         raise ConfigError(f"model.path: {family} in transformers needs a package: {first_line(error)}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
         what = f"{family} of transformers builds no model from this config ({first_line(error)})"
         raise ConfigError(f"model.path, model.architecture: {what}. Name the sizes that it needs.") from error
     return model

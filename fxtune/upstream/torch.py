@@ -175,7 +175,7 @@ def process_group(name: str) -> Any:
     What: _resolve_process_group of torch.distributed.
     Why: an operator of torch takes a name, and no group.
     """
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 DTENSOR_TABLES = (

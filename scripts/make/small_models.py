@@ -20,10 +20,11 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, first_line
-from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.models.structure import decoder_layers, skeleton
+from fxtune.models.weights import draw
 
 VOCABULARY = 1091
 """Tokens: more than the 1,024 of the built-in tokenizer."""
@@ -267,8 +268,8 @@ def _runs(architecture: dict[str, Any]) -> bool:
 def random_model(architecture: dict[str, Any]) -> Any:
     """The model of this config with random float32 weights, none of them a constant."""
     config = load_config(ModelConfig(path=None, init=Init.random, architecture=architecture))
+    model: Any = draw(config, torch.float32, World(torch.device("cpu")), seed=0, code=False)
     torch.manual_seed(0)
-    model: Any = kind_of(config).auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if not tensor.is_floating_point() or tensor.numel() < 2:
@@ -286,3 +287,5 @@ def random_model(architecture: dict[str, Any]) -> Any:
 def write(architecture: dict[str, Any], folder: Path) -> None:
     """Save a random model of this config to `folder`."""
     random_model(architecture).save_pretrained(folder)
+    # A model whose text alone is trained keeps its own type.
+    load_config(ModelConfig(path=None, init=Init.random, architecture=architecture)).save_pretrained(folder)

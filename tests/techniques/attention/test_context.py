@@ -149,11 +149,23 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
 @pytest.mark.parametrize(
     ("model", "techniques", "reason"),
     [
-        ({"num_attention_heads": 30}, {}, "4 ranks do not divide llama's 30 query heads. Set it to 3, or"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, {}, "RoPE of type dynamic depends on the longest row"),
+        (
+            dict(num_attention_heads=30, num_key_value_heads=30, hidden_size=1920),
+            {},
+            "4 ranks do not divide llama's 30 query heads. Set it to 3, or",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            {},
+            "RoPE of type dynamic depends on the longest row",
+        ),
         ({}, {"rope": {"type": "dynamic"}}, "Use techniques.rope.type=yarn"),
         ({"max_position_embeddings": 4098}, {}, "rows are padded to 4100 tokens, beyond the 4098 positions of llama"),
-        ({"layer_types": ["conv", "full_attention"]}, {}, "the conv layers of llama need a whole row"),
+        (
+            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+            {},
+            "the conv layers of llama need a whole row",
+        ),
     ],
 )
 def test_rows_that_cannot_be_cut_are_refused_with_a_change(model, techniques, reason):

@@ -181,6 +181,7 @@ def test_flash4_refuses_chunked_attention():
         "layer_types": ["chunked_attention"],
         "attention_chunk_size": 8192,
         **SHAPE,
+        "num_hidden_layers": 1,
     }
     assert "no chunked attention" in reasons("flash4", replace(H200, model=chunked))
     assert "chunked" not in reasons("flash4", replace(H200, model=chunked, sequence_length=4096))

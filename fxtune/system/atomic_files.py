@@ -224,3 +224,24 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_cached(path: Path) -> dict[str, Any]:
+    """All results of a cache in one JSON file; none if the file does not exist or is damaged."""
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return results if isinstance(results, dict) else {}
+
+
+def add_cached(path: Path, results: dict[str, Any]) -> None:
+    """Add results to the file of read_cached(). A lock keeps results that another process adds at the same time. An
+    error of the disk is ignored: the file is only a cache.
+    """
+    from filelock import FileLock
+
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            replace_text(path, json.dumps({**read_cached(path), **results}, indent=1), shared=True)

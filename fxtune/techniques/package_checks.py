@@ -200,7 +200,7 @@ def record(
     `heads`: the heads that were tried. A package that works with other heads alone is recorded for these heads only; a
     package that works with none, for all heads, so that `fxtune doctor` can replace the result.
     """
-    from fxtune.system.json_cache import add_cached  # which imports torch
+    from fxtune.system.atomic_files import add_cached  # which imports torch
 
     lasting = {name: answer for name, answer in answers.items() if not PASSING.search(answer["seen"])}
     now = time.time()
@@ -218,7 +218,7 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     """The recorded results that still hold for these heads. A package that did not work is checked again as soon as
     any package was installed, repaired or removed, even if no version has changed.
     """
-    from fxtune.system.json_cache import read_cached
+    from fxtune.system.atomic_files import read_cached
 
     cached = read_cached(cache_home() / RESULTS)
     found = {name: cached[key] for name, key in _keys(names, device_name, heads).items() if key in cached}

@@ -28,7 +28,6 @@ from fxtune.system.atomic_files import replace_text
 from fxtune.system.progress import phase
 from fxtune.system.redact import redact, redact_arguments
 from fxtune.system.signals import SIGNALS
-from fxtune.tracking.cost import CostConfig
 from fxtune.tracking.jsonl import MetricsFile
 from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand
 from fxtune.tracking.wandb_worker import GOES_ON, STEP
@@ -69,6 +68,25 @@ class WandbConfig:
     """Tags of the run."""
     init_timeout: float = field(default=5.0, metadata={"above": 0})
     """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for it."""
+
+
+@dataclass
+class CostConfig:
+    """Prices, in any one currency. Without prices no cost is shown."""
+
+    card_hour: Optional[float] = field(default=None, metadata={"above": 0})
+    """The price of one GPU for an hour (on the CPU: of one process), as clouds have it."""
+    kwh: Optional[float] = field(default=None, metadata={"above": 0})
+    """The price of a kilowatt-hour, for machines of your own. Only energy that can be read is counted."""
+
+    def of(self, card_seconds: float, joules: float | None) -> float | None:
+        """The cost of this time of cards and this energy; None without a price, or if the priced amount is unknown."""
+        parts = []
+        if self.card_hour is not None:
+            parts.append(self.card_hour * card_seconds / 3600)
+        if self.kwh is not None and joules is not None:
+            parts.append(self.kwh * joules / 3.6e6)
+        return sum(parts) if parts else None
 
 
 @dataclass

@@ -19,7 +19,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import StorageError
 from fxtune.system.atomic_files import read_json
 from fxtune.system.energy import EnergyMeter, Reading
-from fxtune.tracking.cost import CostConfig
+from fxtune.tracking.tracker import CostConfig
 
 FILE = "energy.json"
 LOGGED = ("energy/kwh", "energy/gpu_watts", "energy/gpu_utilization", "cost/total")

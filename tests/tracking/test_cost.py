@@ -6,7 +6,7 @@ import pytest
 
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError
-from fxtune.tracking.cost import CostConfig
+from fxtune.tracking.tracker import CostConfig
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.runs import history
 from fxtune.checkpoint.run_folder import claim
 from fxtune.distributed.world import World
 from fxtune.system import energy
-from fxtune.tracking.cost import CostConfig
+from fxtune.tracking.tracker import CostConfig
 from fxtune.training import trainer as train
 from fxtune.training.rank_report import RankReport
 from fxtune.training.run_energy import RunEnergy, Used, sentence

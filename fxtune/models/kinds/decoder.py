@@ -64,13 +64,11 @@ class Decoder:
             return f"which fxtune has not compared with plain transformers. Of models with images it trains {known}"
         return "which is no causal language model"
 
-    def is_in_own_code(self, config: Any) -> bool:
-        """Whether the author of the model of this config ships code for it that is of this kind."""
-        return self.auto_class in (getattr(config, "auto_map", None) or {})
-
     def takes(self, config: Any, own_code: bool = True) -> bool:
-        """Whether a model of this config is of this kind. `own_code`: whether the author's code counts."""
-        return config.model_type in self.families or (own_code and self.is_in_own_code(config))
+        """Whether a model of this config is of this kind. `own_code`: whether code that the model's author
+        ships counts."""
+        in_own_code = self.auto_class in (getattr(config, "auto_map", None) or {})
+        return config.model_type in self.families or (own_code and in_own_code)
 
     @property
     def auto(self) -> Any:

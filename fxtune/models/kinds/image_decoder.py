@@ -78,9 +78,6 @@ class ImageDecoder(Decoder):
     def takes(self, config: Any, own_code: bool = True) -> bool:
         return config.model_type in self.families and getattr(config, "vision_config", None) is not None
 
-    def is_in_own_code(self, config: Any) -> bool:
-        return False
-
     def model_class(self, config_class: type) -> Any:
         from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 

@@ -51,9 +51,6 @@ class Scorer(Decoder):
         known = _classes().get(config.model_type)
         return config.model_type in self.families and known in (config.architectures or ())
 
-    def is_in_own_code(self, config: Any) -> bool:
-        return False
-
     def why_not(self, family: str) -> str:
         return f"for which transformers has no head that scores documents ({self.auto_class})"
 

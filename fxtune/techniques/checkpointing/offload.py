@@ -18,6 +18,7 @@ the device. The last layer's tensors stay, because they are needed first.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,12 +26,22 @@ import torch
 from torch import nn
 
 from fxtune.errors import MemoryShortError
-from fxtune.system.nested import leaves
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.recomputation import pinned_piece
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device."""
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Every value inside of `value` that is neither a tuple, a list nor a mapping."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        yield value
+        return
+    for inner in value:
+        yield from leaves(inner)
 
 
 class Offload:

@@ -20,9 +20,9 @@ from fxtune.distributed.chunks import is_divided
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, beside_text, decoder_layers, outputs, without_dropout
-from fxtune.system.nested import leaves
 from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
+from fxtune.techniques.checkpointing.offload import leaves
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, fused_modules

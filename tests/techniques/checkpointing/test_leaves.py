@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from fxtune.system.nested import leaves
+from fxtune.techniques.checkpointing.offload import leaves
 
 
 def test_all_values_are_found_in_order():

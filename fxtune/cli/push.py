@@ -107,15 +107,12 @@ def _require_same_kind(api: Any, name: str, as_adapter: bool) -> bool:
             if api.repo_exists(name, repo_type=kind):
                 raise ConfigError(f"{name} is a {kind} on the hub. Choose another name for the model.") from None
         return False
-    held = "an adapter" if ADAPTER_FILE in found else "a whole model" if _has_model(found) else None
+    has_model = any(fnmatch(name, "model*.safetensors") for name in found)
+    held = "an adapter" if ADAPTER_FILE in found else "a whole model" if has_model else None
     if held is not None and (held == "an adapter") != as_adapter:
         other = "leave --merged out" if held == "an adapter" else "add --merged"
         raise ConfigError(f"{name} holds {held} on the hub, and the two would mix. Choose another name, or {other}.")
     return True
-
-
-def _has_model(names: set[str]) -> bool:
-    return any(fnmatch(name, "model*.safetensors") for name in names)
 
 
 def _operations(folder: Path, name: str) -> list[Any]:

@@ -11,13 +11,12 @@ from fxtune.export import vllm
 from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
-from fxtune.models.kinds.base import Kind
-from fxtune.models.kinds.decoder import PROCESSORS
+from fxtune.models.kinds.decoder import PROCESSORS, Decoder
 from fxtune.system.atomic_files import read_json
 from fxtune.system.redact import redact
 
 
-def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
+def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`, in place of the empty template that peft writes.
 
     `card`, all optional: title, base, revision, grown_from (see PreparedModel), adapter (the name of the merged
@@ -83,7 +82,9 @@ def write_card(folder: Path, kind: Kind, card: dict[str, Any]) -> None:
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _loading_code(folder: Path, kind: Kind, base: str, adapter: bool, hf_config: Any, grown_from: int | None) -> str:
+def _loading_code(
+    folder: Path, kind: Decoder, base: str, adapter: bool, hf_config: Any, grown_from: int | None
+) -> str:
     """The Python lines that load the model or adapter. `hf_config`: the config.json in an adapter's folder.
     `grown_from`: how many tokens the base embeds, if the run added rows."""
     classes = f"{kind.auto_class}, {kind.tokenizer_class}"
@@ -198,7 +199,7 @@ def image_bounds(card: dict[str, Any]) -> dict[str, int | None]:
     return ((card.get("config") or {}).get("data") or {}).get("image_tokens") or {}
 
 
-def _image_note(folder: Path, kind: Kind, base: str, adapter: bool, bounds: dict[str, Any]) -> list[str]:
+def _image_note(folder: Path, kind: Decoder, base: str, adapter: bool, bounds: dict[str, Any]) -> list[str]:
     """How to ask a model about an image. `bounds`: see image_bounds()."""
     if not kind.reads_images or not (adapter or any(folder.glob(PROCESSORS))):
         return []

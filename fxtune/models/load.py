@@ -25,8 +25,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
 from fxtune.models import drawn_shards, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
-from fxtune.models.kinds.base import Kind
-from fxtune.models.kinds.decoder import PROCESSORS
+from fxtune.models.kinds.decoder import PROCESSORS, Decoder
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
@@ -268,7 +267,7 @@ def load_processor(model: ModelConfig, hf_config: Any, tokenizer: Any) -> Any:
         ) from error
 
 
-def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Kind, rows: int) -> Any:
+def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Decoder, rows: int) -> Any:
     """The tokenizer in the files of `origin`, with model.add_tokens. `rows`: tokens that the model embeds."""
     key, name, _, code, _ = _tokenizer(model)
     inspect_folder(origin.folder, f"{key}={name}")

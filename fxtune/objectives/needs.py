@@ -28,7 +28,7 @@ class Needs:
     step_sums: int = 0
     """How many sums over the whole optimizer step the loss of a micro-batch depends on (Objective.step_sums())."""
     head: str = "lm"
-    """The head of the model (Kind.head): `lm` gives log-probabilities of tokens, `score` a number for a document."""
+    """The head of the model (Decoder.head): `lm` gives log-probabilities of tokens, `score` a number a document."""
 
     @property
     def reads_groups(self) -> bool:

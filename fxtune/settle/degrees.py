@@ -18,15 +18,9 @@ def with_degrees(facts: Facts, degrees: Degrees) -> Facts:
     return replace(facts, degrees=degrees, host_memory=host)
 
 
-def decided_with(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Facts:
-    """The facts of a rank with `degrees` and with each `auto` of `techniques` decided. Nothing is checked or measured,
-    and no weight is read."""
-    facts = with_degrees(facts, degrees)
-    return replace(facts, techniques=techniques.decided(facts)[0])
-
-
 def memory_need(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Need:
-    """The bytes that each rank needs for a training step with `degrees`; see decided_with()."""
+    """The bytes that each rank needs for a training step with `degrees` and with each `auto` of `techniques` decided.
+    Nothing is checked or measured, and no weight is read."""
     facts = with_degrees(facts, degrees)
     return techniques.decided(facts)[0].memory_need(facts)
 

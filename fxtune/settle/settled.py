@@ -7,12 +7,14 @@ machine, which need not be this one. Every rank computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fxtune.config.root import Config
-from fxtune.data.config import AUTO
+from fxtune.data.config import AUTO, DataConfig, SourceConfig
+from fxtune.data.read.sources import missing_reason
+from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError
@@ -23,7 +25,6 @@ from fxtune.models.load import load_config
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import determinism, in_backward
 from fxtune.settle.degrees import with_degrees
-from fxtune.settle.missing import missing_data
 from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
@@ -113,7 +114,7 @@ def settle(
         try:
             hf_config = load_config(config.model, config.objective.needs.head)
         except HubError as error:
-            raise HubError(*error.reasons, *missing_data(config.data)) from error
+            raise HubError(*error.reasons, *_missing_data(config.data)) from error
     if why := isolation.why_not_causal(hf_config):
         raise ConfigError(f"model.path: {why}. Use a decoder.")
     config, facts, notes = _with_working_packages(config, machine, present, hf_config, tries)
@@ -140,6 +141,18 @@ def settle(
         )
     remarks = _remarks(config, techniques, facts, hf_config, decided)
     return Settled(config, hf_config, techniques, facts, (*notes, *remarks, *decided))
+
+
+def _missing_data(data: DataConfig) -> Iterator[str]:
+    """Yield a reason for each data set of the recipe that is neither on this disk nor within reach: one error names
+    all missing files of a recipe."""
+    sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
+    if data.questions.path is not None:
+        sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
+    cache = cache_root(data) / "datasets" if data.cache_dir else None
+    for source in sources.values():
+        if why := missing_reason(source, cache):
+            yield f"data.sources: {why}"
 
 
 def settle_here(config: Config, world: World, ranks: int | None = None, deterministic: bool | None = None) -> Settled:

@@ -18,7 +18,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 
 NO_IMAGE = "no image was tried: the tower does not run on a small one"
-"""What is observed of a tower that Kind.image_probe() has no image for."""
+"""What is observed of a tower that Decoder.image_probe() has no image for."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from torch import nn
 from fxtune.models.dims import Shape, matmul_sizes
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.cards import peak_flops
-from fxtune.techniques.estimate.matmuls import weight_flops
-from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost
+from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost, weight_flops
 from fxtune.techniques.lora.experts import follows_interface, used_experts
 
 

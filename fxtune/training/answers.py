@@ -27,10 +27,10 @@ from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
 from fxtune.data.formats.image_parts import IMAGE, MARK, read_content
 from fxtune.data.formats.values import RowError
+from fxtune.data.images.decode import thumbnail
 from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import ImageReference
-from fxtune.data.images.thumbnail import thumbnail
 from fxtune.data.read.row import file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
@@ -248,7 +248,7 @@ class AnswerEvaluation:
                     continue
                 file.parent.mkdir(exist_ok=True)
                 with suppress(RowError), replacing(file) as out:  # the image may have changed
-                    out.write(thumbnail(image))
+                    out.write(thumbnail(image.read()))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
         """The first `config.show` questions for a terminal: (question, right answer, answer before, answer after)."""

@@ -27,7 +27,6 @@ ELSEWHERE = {
     "kernels/swiglu_reduce_triton.py": "test_fused_lora.py, in Triton's interpreter",
     "kernels/triton_matrix.py": "runs inside Triton kernels only",
     "objectives/base.py": "a protocol",
-    "models/kinds/base.py": "a contract; its implementations are tested",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
     "system/packages.py": "a table; test_package_checks.py runs its tests",

@@ -222,10 +222,6 @@ class Plan:
         so is each piece of a document that is split."""
         return len(self._rows(step)[0])
 
-    def documents_of(self, step: int) -> int:
-        """Documents of the step, in all its micro-batches, on all ranks; pieces of split documents count."""
-        return len(self.lengths(step))
-
     def supervised(self, step: int) -> int:
         """Targets of the step, in all its micro-batches."""
         return int(self.row_sequence.segments.supervised[self._rows(step)[0]].sum())

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 1 << 27
 """134 million: more than a phone's camera has (108 million); 400 MB as RGB."""
+SIDE = 256
+"""Pixels of the longer side of a thumbnail, at most."""
 _ORIENTATION = 0x0112
 """The EXIF tag of the rotation. The values 5 to 8 exchange height and width."""
 
@@ -53,6 +55,14 @@ def decode(data: bytes) -> Image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # a copy costs as much as the processor
         return _as_rgb(image)
+
+
+def thumbnail(data: bytes) -> bytes:
+    """A JPEG of the whole upright image, for pages that people read: about 15 KB, at most 100 KB. Raises RowError."""
+    image, out = decode(data), BytesIO()
+    image.thumbnail((SIDE, SIDE))
+    image.save(out, "JPEG", quality=85, subsampling=0)
+    return out.getvalue()
 
 
 @contextmanager

@@ -6,17 +6,16 @@ import copy
 from typing import Any
 
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.base import Kind
 from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.image_decoder import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
 SCORER = Scorer()
-KINDS: tuple[Kind, ...] = (SCORER, ImageDecoder(), Decoder())
+KINDS: tuple[Decoder, ...] = (SCORER, ImageDecoder(), Decoder())
 """The first kind that takes a config has it."""
 
 
-def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Kind:
+def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Decoder:
     """The kind of the model of this config. `own_code`: whether the author's code counts. Raises ConfigError, which
     begins with `name`, if fxtune trains no such model."""
     for kind in KINDS:
@@ -26,8 +25,8 @@ def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Kin
 
 
 def with_head(config: Any, head: str, name: str = "model.path") -> Any:
-    """`config`, or a copy of it for a model with this `head` (Kind.head) over the same body. Raises ConfigError, which
-    begins with `name`, if fxtune cannot make that head."""
+    """`config`, or a copy of it for a model with this `head` (Decoder.head) over the same body. Raises ConfigError,
+    which begins with `name`, if fxtune cannot make that head."""
     kind = kind_of(config, name)
     if kind is SCORER:
         SCORER.require_one_score(config, name)

@@ -132,9 +132,9 @@ def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend_at_once(model: nn.Module, device: torch.device) -> None:
-    """Let the towers of a model that will be on `device` attend to all images in one call, if torch has the kernel.
+    """Let the towers of a model that will be on `device` attend to all images in one call.
     Call this function under the autocast context of training."""
-    if device.type != "cuda" or not hasattr(torch.ops.aten, BY_DOCUMENTS.aten):
+    if device.type != "cuda":
         return
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     for tower in towers(model):

@@ -27,12 +27,17 @@ from fxtune.models.dims import matmul_sizes
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
 from fxtune.models.structure import beside_text, for_images, projectors, skeleton, towers
-from fxtune.techniques.estimate.matmuls import weight_flops
 from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 BATCHES = 2
 """Micro-batches with pixels on a GPU: the current one, and the next one, which is copied ahead."""
+
+
+def weight_flops(trained: bool, forward_passes: int, backward: bool = True) -> float:
+    """FLOPs of a weight for each row of its input: forward, gradient of the input, gradient of the weight.
+    `forward_passes`: additional passes without gradients. `backward`: whether the input has a gradient."""
+    return 2.0 * (1 + forward_passes + trained + backward)
 
 
 @dataclass(frozen=True)

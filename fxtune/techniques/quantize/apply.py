@@ -20,6 +20,7 @@ from fxtune.system.units import GIB
 from fxtune.techniques.quantize.quantized_experts import (
     TENSORS,
     QuantizedExperts,
+    Storage,
     experts_of,
     hold_mxfp4,
     in_place_of,
@@ -39,8 +40,6 @@ from fxtune.techniques.quantized_modules import (
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a weight by its name; must not keep it."""
-Storage = tuple[str, bool, torch.dtype, torch.device, bool]
-"""The options of quantized_modules.quantized() after its kind."""
 
 
 def quantize_model(
@@ -79,12 +78,12 @@ def quantize_model(
                 replacement = hold_mxfp4(layer, compute)
             elif each_weight is None:
                 place = torch.device("meta") if divided else world.device
-                replacement, off = quantize_experts(layer, kind.value, *storage[:3], place, storage[4])
+                replacement, off = quantize_experts(layer, kind.value, (*storage[:3], place, storage[4]))
                 worst = max(worst, off)
             else:
                 replacement = in_place_of(layer, kind.value, compute)
                 for name in TENSORS:
-                    unread[f"{paths[layer]}.{name}"] = partial(_quantize, replacement, name, kind.value, storage)
+                    unread[f"{paths[layer]}.{name}"] = partial(quantize_tensor, replacement, name, kind.value, storage)
             put(where, layer, replacement)
             packed.append(replacement)
     error, off = _replace_linears(options.type, storage, targets, each_weight, unread)
@@ -148,10 +147,6 @@ def _replace_linears(
         for path in work.over(list(waiting)):
             replace(path, waiting[path][2].weight)
     return error, worst
-
-
-def _quantize(made: QuantizedExperts, name: str, kind: str, storage: Storage, weight: torch.Tensor) -> float:
-    return quantize_tensor(made, name, weight, kind, *storage)
 
 
 def _quantize_ends(options: QuantizeOptions, model: Any, compute: torch.dtype, world: World) -> list[str]:

@@ -47,6 +47,8 @@ from fxtune.techniques.lora.experts import (
 )
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
+Storage = tuple[str, bool, torch.dtype, torch.device, bool]
+"""library, double, compute, device, transpose: the options of quantized_modules.quantized() after its kind."""
 TENSORS = (FIRST[0], LAST)
 FP8 = "fp8"
 MULTIPLE = 16
@@ -99,30 +101,20 @@ def _matrix_shape(experts: Any, weight: Tensor) -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def quantize_experts(
-    experts: Any,
-    kind: str,
-    library: str,
-    double: bool,
-    compute: torch.dtype,
-    device: torch.device,
-    transpose: bool,
-) -> tuple[QuantizedExperts, float]:
-    """The weights of `experts` as `kind` on `device`, in a module for their place; `experts` loses its own. And
+def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[QuantizedExperts, float]:
+    """The weights of `experts` as `kind` on a device, in a module for their place; `experts` loses its own. And
     |dequantized - weight| / |weight| of the first expert's down_proj, 0 for weights without memory, which can only
     become fp8: the result then stores the experts that models/shards.py reads.
 
-    `library`, `double`: see quantized_modules.quantized(). `compute`: the dtype of everything else that they compute;
-    fp8 on a GPU takes bfloat16. `transpose`: see fp8_experts.Weights.
+    `storage`: fp8 on a GPU takes bfloat16 for `compute`; `transpose`: see fp8_experts.Weights.
     """
+    _, _, compute, device, transpose = storage
     made, error = in_place_of(experts, kind, compute), 0.0
     for name in TENSORS:
         if getattr(experts, name).is_meta:
             _hold_nothing(made, name, device, transpose)
         else:
-            error = quantize_tensor(
-                made, name, getattr(experts, name), kind, library, double, compute, device, transpose
-            )
+            error = quantize_tensor(made, name, kind, storage, getattr(experts, name))
     return made, error
 
 
@@ -134,19 +126,10 @@ def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExper
 
 
 @torch.no_grad()
-def quantize_tensor(
-    made: QuantizedExperts,
-    name: str,
-    weight: Tensor,
-    kind: str,
-    library: str,
-    double: bool,
-    compute: torch.dtype,
-    device: torch.device,
-    transpose: bool,
-) -> float:
+def quantize_tensor(made: QuantizedExperts, name: str, kind: str, storage: Storage, weight: Tensor) -> float:
     """Put `weight`, in transformers' layout, into `made` as `kind`, in place of the weight `name`. Returns the first
     expert's error; this and the other arguments are as in quantize_experts()."""
+    library, double, compute, device, transpose = storage
     weight = weight.detach()
     weight = (weight.mT if made.is_transposed else weight).to(device).contiguous()
     if kind == FP8:

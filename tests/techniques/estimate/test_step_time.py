@@ -9,7 +9,6 @@ from support.architectures import built, facts_of, random_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.settle.degrees import decided_with
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.estimate import cards, step_time
 from fxtune.techniques.estimate.memory import forecast
@@ -63,7 +62,7 @@ def test_recomputed_flops_equal_torch_s_counter():
 def test_a_micro_batch_takes_about_as_long_as_measured():
     """6,570 tokens/s, one H200, rows of one 65,536-token document (docs/performance.md)."""
     facts = card(139, 65536, techniques={**TECHNIQUES, "checkpointing": {"policy": "auto"}})
-    facts = decided_with(facts.techniques, facts, facts.degrees)
+    facts = replace(facts, techniques=facts.techniques.decided(facts)[0])
     speed = 65536 / step_time.micro_batch_seconds(facts, recompute_plan(facts.techniques))
     assert speed == pytest.approx(6570, rel=0.1)
     half = replace(facts, degrees=Degrees(context=2))

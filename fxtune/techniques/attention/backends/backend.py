@@ -65,8 +65,6 @@ class Backend:
     """Whether a CUDA graph can record it: the host never reads where documents begin."""
     fused: bool = True
     """Whether it stores no scores, and repeats no keys and values for each query head."""
-    aten: str = ""
-    """The operator of aten that it calls by its private name."""
     flag: str = "_supports_flash_attn"
     """The attribute of transformers' model classes that says whether a model can call this backend."""
     part_of: str = ""
@@ -86,8 +84,6 @@ class Backend:
                 f"{_dotted(first)} to below {_dotted(end)})",
                 "Use sdpa, or auto",
             )
-        if self.aten and not hasattr(torch.ops.aten, self.aten):
-            yield f"needs torch.ops.aten.{self.aten}, which torch {torch.__version__} lacks", "Use auto"
         if self.package is not None:
             yield from _without_package(self.package, facts)
         if self.half and facts.compute_dtype not in ("float16", "bfloat16"):

@@ -90,6 +90,5 @@ CUDNN = _Cudnn(
     head_dim=128,
     window=False,
     deterministic=False,
-    aten="_scaled_dot_product_cudnn_attention",
     part_of="sdpa",
 )

@@ -55,7 +55,6 @@ BY_DOCUMENTS = Backend(
     "FlashAttention-2, built into torch",
     r"^aten::_flash_attention_forward$",
     core=attend,
-    aten="_flash_attention_forward",
     shares=True,
     recordable=True,
     part_of="sdpa",

@@ -59,6 +59,8 @@ class Layer:
     """Weights of the MLP's linears that write hidden states."""
     linears: tuple[tuple[str, ...], ...]
     """Names of the linears in the layer: the mixer's first and last ones, the MLP's first and last ones."""
+    normalizes: bool
+    """Whether attention normalizes queries and keys."""
     parameters: int
     """Of all its modules."""
     experts: int
@@ -246,6 +248,7 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
         weights[1][0],
         weights[1][1],
         tuple(tuple(paths) for part in names for paths in part),
+        bool(attentions) and any(path.endswith((".q_norm", ".q_layernorm")) for path in named),
         sum(weight.numel() for weight in layer.parameters()),
         len(experts[0]) if experts else 1,
         used,

@@ -117,17 +117,6 @@ def _skeleton(architecture: str) -> nn.Module:
     return model
 
 
-def normalizes_queries(config: dict[str, Any]) -> bool:
-    """Whether attention in the model of this config normalizes queries and keys."""
-    model = skeleton(config)
-    return model is not None and _normalizes_queries(model)
-
-
-@functools.lru_cache(maxsize=4)
-def _normalizes_queries(model: nn.Module) -> bool:
-    return any(path.endswith((".q_norm", ".q_layernorm")) for path, _ in model.named_modules())
-
-
 def cache_keyword(model: nn.Module) -> str:
     """The name of the KV cache among a model's arguments and results: `past_key_values` up to transformers 5.23."""
     return "cache" if "cache" in inspect.signature(_base(model).forward).parameters else "past_key_values"

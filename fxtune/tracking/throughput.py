@@ -70,7 +70,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     `forward_passes`: passes without gradient over the same tokens, in each step.
 
     In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts stored
-    otherwise than in transformers' interface, latent attention, models without attention heads. Norms, activations,
+    otherwise than in transformers' interface, layers without softmax attention. Norms, activations,
     RoPE, routers and softmax are negligible and left out.
     """
     config: Any = getattr(model, "config", None)

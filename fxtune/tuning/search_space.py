@@ -24,6 +24,7 @@ from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CheckpointingOptions, Policy, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.settle.settled import settle
 from fxtune.system.units import GIB
@@ -196,7 +197,7 @@ def compiling(config: Config, context: SearchContext) -> Iterator[Deltas]:
     key = "techniques.compile."
     yield {key + "enabled": False}
     options = [("layers", "default"), ("layers", "max_autotune")]
-    if (context.facts.text.get("num_hidden_layers") or 0) <= MAX_GRAPH_LAYERS:
+    if Shape.of(context.facts.model).layers <= MAX_GRAPH_LAYERS:
         options += [("model", "default"), ("model", "reduce_overhead")]
     for scope, mode in options:
         if context.facts.device == "cuda" or mode == "default":

@@ -220,3 +220,13 @@ def test_of_a_mixture_the_experts_that_a_token_uses_count():
     plain = training_cost(get_peft_model(llama(tie_word_embeddings=False), LoraConfig(**rest))).per_token
     h, i, layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
     assert training_cost(adapted).per_token == plain + layers * (4 * 3 * h * i + 2 * 6 * 4 * (2 * h + 3 * i))
+
+
+def test_layers_with_heads_of_their_own_are_counted_each():
+    """Gemma 4: five layers with a window and heads of 24, one without and with heads of 48; four heads each."""
+    from support.published import PUBLISHED
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PUBLISHED["gemma4_31b"]))
+    assert dict(training_cost(model).attention) == {32: 3.5 * 4 * 4 * 24 * 5, None: 3.5 * 4 * 4 * 48}

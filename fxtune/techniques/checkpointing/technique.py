@@ -26,6 +26,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import nearest
 from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers
 from fxtune.system.units import GIB
@@ -54,8 +55,8 @@ MEMORY_SHARE = 0.95
 @dataclass
 class Checkpointing(CheckpointingOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
-        layers = facts.text.get("num_hidden_layers")
-        if layers and self.every > layers:
+        layers = Shape.of(facts.model).layers
+        if self.every > layers:
             yield f"every: {self.every} must be at most the model's {layers} layers."
         if self.policy not in (Policy.selective, Policy.full) and self.every != 1:
             yield f"every: {self.every} is not read by policy={self.policy.value}. Set it to 1."
@@ -138,8 +139,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield "offload_what: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
         if self.policy is Policy.auto:
             return
-        layers, plan = facts.text.get("num_hidden_layers"), RecomputePlan.of(self)
-        if layers and not any(plan.sending(layers)):
+        layers, plan = Shape.of(facts.model).layers, RecomputePlan.of(self)
+        if not any(plan.sending(layers)):
             yield (
                 f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
                 f"offload_layers={self.offload_layers} no other layer sends. Set it to false."
@@ -150,7 +151,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             what = "inputs" if self.offload_what is Offloaded.inputs else "kept tensors"
             change = f"Set offload_layers={fit}" if fit else "Set it to false"
             yield (
-                f"offload: the {what} of {sum(plan.sending(layers or 1))} layers take {need / GIB:.1f} GiB of host "
+                f"offload: the {what} of {sum(plan.sending(layers))} layers take {need / GIB:.1f} GiB of host "
                 f"memory, and {HOST_SHARE:.0%} of this machine's is {limit / GIB:.1f}. {change}, or shorten "
                 "data.sequence_length."
             )
@@ -162,7 +163,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield "mlp_tiles: policy=budget leaves the choice to the compiler. Set it to 1, or use selective or full."
         if self.every > 1:
             yield f"mlp_tiles: with every={self.every} the layers between would have no tiles. Set one of them to 1."
-        if facts.text.get("num_local_experts") or facts.text.get("num_experts"):
+        if Shape.of(facts.model).expert_count > 1:
             yield "mlp_tiles: the experts of this model do not process each token alone. Set it to 1."
         elif layer is not None and mlp is None:
             yield "mlp_tiles: the layers of this model have no part named mlp. Set it to 1."
@@ -219,8 +220,7 @@ class Checkpointing(CheckpointingOptions, Technique):
     def _candidates(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:
         """The plans that `auto` tries, with and without sending and tiles, each with its possible levels.
         Options that the recipe sets stay."""
-        several = (facts.text.get("num_hidden_layers") or 2) > 1
-        can_send = facts.device == "cuda" and scope_of(facts) != "model" and several
+        can_send = facts.device == "cuda" and scope_of(facts) != "model" and Shape.of(facts.model).layers > 1
         all_kept = ["kept"] if facts.techniques.compile.enabled else []
         sent = [self.offload_what.value] if self.offload_what is Offloaded.kept else ["inputs", *all_kept]
         sent = sent if self.offload else ["", *sent] if can_send else [""]
@@ -244,7 +244,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         uniform = self._uniform(levels[0], _wide_linears(layer) if layer is not None else {})
         self.policy = Policy.mix if self.mix else uniform.policy
         self.save, self.recompute = ([], []) if self.mix else (uniform.save, uniform.recompute)
-        self.offload = any(plan.sending(facts.text.get("num_hidden_layers") or 1))
+        self.offload = any(plan.sending(Shape.of(facts.model).layers))
         self.offload_layers = plan.senders if self.offload else None
         sends_more = self.offload and plan.sent == "kept" and levels != ["input"]
         self.offload_what = Offloaded.kept if sends_more else Offloaded.inputs

@@ -58,7 +58,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Layer, Shape, built
-from fxtune.models.structure import normalizes_queries, skeleton
+from fxtune.models.structure import skeleton
 from fxtune.techniques.attention.backends.registry import backend_of
 from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
 from fxtune.techniques.estimate.tower import ImageParts, has_gradients, image_memory, image_numbers
@@ -248,7 +248,6 @@ class LayerBytes:
         """Whether attention takes keys and values without repeating them for each query head."""
         self.keys = self.shape.k * (1 + facts.shares_prompts)
         """Width of a token's keys: a shared prompt has a copy of them (attention/packed.py), at most one a token."""
-        self.normalizes = bool(layer.attentions) and normalizes_queries(facts.model)
         divides = layer.experts > 1 and divides_experts(facts)
         self.everyone = facts.degrees.shard * facts.degrees.context if divides else 0
         """How many ranks' tokens reach the experts of this rank; 0: experts are not divided."""
@@ -263,7 +262,7 @@ class LayerBytes:
         everything, h, lse = self._everything(), number * self.hidden, self.lse
         narrow = number * (2 * self.stream + 2 * s.q + 2 * self.keys) + lse + self._adapters(*s.linears[:2])
         narrow += 0 if self.compiled else h
-        narrow += self._routing() + self.normalizes * number * (s.q + s.k)
+        narrow += self._routing() + s.normalizes * number * (s.q + s.k)
         mlp_adapters = self._adapters(*s.linears[2:])
         sizes = {
             "everything": everything,
@@ -319,7 +318,7 @@ class LayerBytes:
         k = self.keys if self.grouped else max(q, self.keys)
         small = self.lse + self._adapters(*self.shape.linears) + self._routing()
         small += self.number * self.everyone * self.hidden
-        if self.normalizes:  # queries and keys before their norms and after
+        if self.shape.normalizes:  # queries and keys before their norms and after
             small += self.number * (q + self.shape.k)
         if self.float8:  # inputs of linears take a byte in place of two; attention keeps its output, too
             small += q - 2 * h - i

@@ -212,9 +212,8 @@ def _dropout(text: dict[str, Any]) -> float:
 
 def _window(facts: Facts) -> int:
     """The sliding window; 0 if no row is longer or no layer has one."""
-    window, layers = facts.text.get("sliding_window") or 0, facts.text.get("layer_types")
-    used = window and (layers is None or "sliding_attention" in layers)
-    return window if used and facts.sequence_length > window else 0
+    window = max((each.window for each in Shape.of(facts.model).attentions), default=0)
+    return window if facts.sequence_length > window else 0
 
 
 def mask_bytes(facts: Facts) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.techniques.attention.backends.backend import Backend, Reason
 from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.upstream.torch import attention_operator
@@ -27,7 +28,7 @@ class _Cudnn(Backend):
                 "runs packed rows document by document, which cannot be one compiled graph",
                 "Set techniques.compile.fullgraph=false, or use flash4 or sdpa",
             )
-        if facts.text.get("kv_lora_rank"):
+        if any(each.width != each.value_width for each in Shape.of(facts.model).attentions):
             yield "needs values as wide as keys", "Use flash4, or auto"
 
     def why_passed_over(self, facts: Facts) -> str | None:

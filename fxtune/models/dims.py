@@ -181,29 +181,33 @@ def _shape(model: Any) -> Shape:
         plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
         each = [replace(layer, attentions=(plain,)) for layer in each]
     kinds = tuple(dict.fromkeys(each))
-    weights = {id(weight): weight.numel() for layer in layers for weight in _matrices(layer)}
-    experts = {id(weight): weight.numel() for layer in layers for weight in _experts(layer)}
-    beside = {id(weight) for weight in beside_text(model)}
-    around = {id(weight): weight.numel() for weight in model.parameters() if id(weight) not in beside}
-    in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
-    head = model.get_output_embeddings()
+    linears: set[Any] = {module.weight for layer in layers for module in layer.modules() if _has_matrix(module)}
+    experts = {weight for layer in layers for weight in _experts(layer)}
+    around = {*model.parameters()} - {*beside_text(model)}
+    tables, head = (
+        around - {weight for layer in layers for weight in layer.parameters()},
+        model.get_output_embeddings(),
+    )
     return Shape(
         hidden,
         len(table),
         head is None or head.weight is table,
         kinds,
         tuple(map(kinds.index, each)),
-        sum(weights.values()) + sum(experts.values()),
-        sum(experts.values()),
-        sum(around.values()) - sum(weights.values()) - sum(experts.values()),
-        max(weights.values(), default=0),
-        max(size for weight, size in around.items() if weight not in in_layers),
+        _count(linears) + _count(experts),
+        _count(experts),
+        _count(around) - _count(linears) - _count(experts),
+        max((weight.numel() for weight in linears), default=0),
+        max(weight.numel() for weight in tables),
     )
 
 
-def _matrices(layer: nn.Module) -> list[nn.Parameter]:
-    """The weights of the linears of a layer."""
-    return [module.weight for module in layer.modules() if matmul_sizes(module) and hasattr(module, "weight")]  # type: ignore[misc]
+def _count(weights: Iterable[nn.Parameter]) -> int:
+    return sum(weight.numel() for weight in weights)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return matmul_sizes(module) is not None and hasattr(module, "weight")
 
 
 def _experts(layer: nn.Module) -> list[nn.Parameter]:
@@ -249,7 +253,7 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
         weights[1][1],
         tuple(tuple(paths) for part in names for paths in part),
         bool(attentions) and any(path.endswith((".q_norm", ".q_layernorm")) for path in named),
-        sum(weight.numel() for weight in layer.parameters()),
+        _count(layer.parameters()),
         len(experts[0]) if experts else 1,
         used,
         expert_inner,

@@ -293,7 +293,7 @@ def _adapters(observed: str, experts: bool) -> str:
 
 
 def _refusal(text: str) -> str:
-    text = re.sub(rf"={tempfile.gettempdir()}/\S+", "", text)
+    text = re.sub(rf"( in |=){tempfile.gettempdir()}/\S+/base", "", text)  # differs with each call
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return _short(lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0])
 

@@ -283,8 +283,8 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
 
 def layer_config(text: Any, index: int) -> Any:
     """The config of a layer, from that of a text model: since transformers 5.24 layers may differ in it."""
-    own = getattr(text, "per_layer_config", None)
-    return text if own is None or index >= len(own) else own[index]
+    own, layers = getattr(text, "per_layer_config", None), getattr(text, "num_hidden_layers", None) or 0
+    return text if own is None or index >= layers else own[index]  # BLT has no count of all its layers
 
 
 def _window(module: Any, index: int, text: Any) -> int:

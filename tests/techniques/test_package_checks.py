@@ -178,7 +178,7 @@ def test_a_broken_package_is_passed_over_by_auto_and_refused_if_named():
         device_name="H100",
         capability=(9, 0),
         memory=80 * 10**9,
-        model={"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "vocab_size": 64},
+        model={"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 4},
         dtype="bfloat16",
         packing=True,
         sequence_length=64,

@@ -178,7 +178,7 @@ def test_a_broken_package_is_passed_over_by_auto_and_refused_if_named():
         device_name="H100",
         capability=(9, 0),
         memory=80 * 10**9,
-        model={"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 4},
+        model={"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 1},
         dtype="bfloat16",
         packing=True,
         sequence_length=64,
@@ -330,3 +330,10 @@ def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(mon
 def test_each_package_names_functions_that_exist(name):
     functions = [CHECKS[name].smoke_test, *filter(None, [CHECKS[name].before_import])]
     assert all(callable(pkgutil.resolve_name(function)) for function in functions)
+
+
+def test_a_mere_folder_on_the_path_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "folder_named_so").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(CHECKS, "kernels", replace(CHECKS["kernels"], module="folder_named_so"))
+    assert package_checks.main("kernels", gpu=False) == {"state": "missing", "seen": ""}

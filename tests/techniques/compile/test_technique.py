@@ -241,6 +241,8 @@ CARD = Facts(
 )
 
 
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 HEAD = {
     "attention": {"backend": "flash4"},
     "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
@@ -278,9 +280,9 @@ def test_auto_records_small_models_only():
         (dict(techniques=enable(attention={"backend": "cudnn"})), {}, "attention by cudnn"),
         (dict(techniques=enable(checkpointing={"policy": "full"})), {}, "recomputation"),
         (dict(techniques=enable(rope={"type": RopeType.dynamic})), {}, "RoPE of type dynamic"),
-        (dict(model={**CARD.model, "rope_parameters": {"rope_type": "longrope"}}), {}, "RoPE of type longrope"),
+        (dict(model={**CARD.model, "rope_parameters": LONG_ROPE}), {}, "RoPE of type longrope"),
         (
-            dict(model={**CARD.model, "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}),
+            dict(model={**CARD.model, "model_type": "gemma3_text", "rope_parameters": {"full_attention": DYNAMIC}}),
             {},
             "RoPE of type dynamic",
         ),

@@ -99,7 +99,8 @@ def launch(ranks: int, argv: list[str]) -> int:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            # Ranks have sessions of their own, so a terminal signals the launcher alone. What nohup ignores stays so.
+            # Ranks have sessions of their own, so a terminal signals the launcher alone. Signals that nohup ignores
+            # stay ignored.
             signals_to_handle=",".join(
                 number.name for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN
             ),

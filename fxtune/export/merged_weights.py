@@ -153,14 +153,14 @@ def _scaling(lora: Any, module: str, r: int) -> float:
 
 
 def _names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """{name in the model: name in its files} of each of its tensors that is one of `keys`, tensors in files."""
+    """By name in the model, the name in its files of each tensor. `keys`: the names in the files."""
     names = renamed(model, keys)[0]
     found = {name: key_of(name, names, model.base_model_prefix) for name in model.state_dict()}
     return {name: names[key] for name, key in found.items() if key is not None}
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """The name of the embedding's weight by the head's: a base that ties the two stores one of them."""
+    """By the name of the head's weight, the embedding's name. A base that ties both weights stores one tensor."""
     paths = {id(module): f"{path}.weight" for path, module in model.named_modules()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return {} if head is None else {paths[id(head)]: paths[id(embedding)]}

@@ -42,7 +42,7 @@ class Attention:
 @dataclass(frozen=True)
 class Layer:
     """A decoder layer: a mixer of tokens (attention, Mamba, a convolution) and an MLP, or one of both. Widths and
-    weights are a token's: of experts, those that a token uses."""
+    weights count for one token: of the experts, only the experts that a token uses."""
 
     attentions: tuple[Attention, ...]
     q: int

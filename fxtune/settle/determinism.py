@@ -31,10 +31,9 @@ def decide(asked: Pipeline, usual: Pipeline, facts: Facts) -> tuple[Pipeline | N
         why = f"it costs about {share:.1%} of a step here"
     if why is not None:
         return None, [line(why)]
-    most = max(share or 0.0, 0.001)
     return techniques, [
         *notes,
-        f"deterministic: on, the same bits each time on this card, for at most {most:.1%} of a step",
+        f"deterministic: on, the same bits each time on this card, for some {share:.1%} of a step by forecast",
     ]
 
 

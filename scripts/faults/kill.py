@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument(
         "--operations", action="store_true", help="kill before each file operation, not at random instants"
     )
-    parser.add_argument("--modes", help="choose from " + ", ".join(MODES) + "; with --ranks or on cards one of them")
+    parser.add_argument("--modes", help="choose from " + ", ".join(MODES) + "; with --ranks or on cards a single mode")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the instants; what a run does then depends on the machine's speed"
     )

@@ -186,8 +186,8 @@ def why_not_causal(hf_config: Any) -> str | None:
 
 
 def try_small_model(text: Any, by_bounds: bool = False) -> Trial:
-    """A trial of a decoder's config (one of transformers, or `Facts.text`) by a small model of its kind; `by_bounds`:
-    with flash4's reference."""
+    """Try a small model of this kind. `text`: a decoder's config of transformers, or `Facts.text`. `by_bounds`: with
+    flash4's reference."""
     from transformers import CONFIG_MAPPING
 
     values = text if isinstance(text, dict) else text.to_dict()

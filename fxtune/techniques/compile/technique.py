@@ -216,7 +216,7 @@ class Compile(CompileOptions, Technique):
         how: dict[str, Any] = {"mode": mode}
         if mode == "default" and torch.are_deterministic_algorithms_enabled():
             # The compiler times whether to pad matrices whose width is no multiple of 8, and in deterministic mode
-            # leaves them: the products of Qwen2.5-VL's vision encoder, 3,420 wide, take twice as long.
+            # leaves them, as in the products of Qwen2.5-VL's vision encoder, which are 3,420 wide.
             how = {"options": {"force_shape_pad": True}}
         return torch.compile(forward, fullgraph=self.fullgraph, dynamic=dynamic, **how)
 

@@ -1,8 +1,8 @@
 """What deterministic kernels cost: the measured slowdown of attention's backward pass, as a share of a step.
 
 In deterministic mode attention's backward pass adds up the gradients of queries in a fixed order, so its blocks wait
-for each other. The other kernels of a step are the same ones or cost too little to be measured: matrix products do not
-change, and the kernels of fxtune use no atomic additions. docs/faults.md has measured steps beside this forecast.
+for each other. The forecast counts this pass alone. Whole steps that were measured cost more than it says;
+docs/faults.md has them, and what was changed since then and not measured again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
 }
 """By card, attention backend and head size: (tokens of a document, time that the deterministic backward pass adds, as
 a share of the ordinary one). Measured on an H100 (torch 2.11, flash-attn-4 4.0.0b36) by
-`python scripts/bench/bench_determinism.py --kernels`. An H200 is the same chip with more memory. In place of cuDNN's
-kernel, which has no fixed order, torch's FlashAttention-2 runs: by the figures of attention/technique.py."""
+`python scripts/bench/bench_determinism.py --kernels`. Not measured on an H200, the same chip with more memory.
+The row of cuDNN is calculated: its kernel has no fixed order, so torch's FlashAttention-2 runs in its place, which is
+slower by the figures of attention/technique.py."""
 ONE_ORDER = ("eager", "flex")
 """Backends whose backward pass is the same kernel in both modes."""
 
 
 def cost(facts: Facts) -> float | None:
-    """The share of a step that deterministic kernels add, at most; None: not measured on this card for this backend,
-    head size and length. `facts`: with techniques decided."""
+    """The share of a step that deterministic kernels add, by forecast; None: SLOWER lacks this card, backend, head
+    size or length. `facts`: with techniques decided."""
     attention = facts.techniques.attention
     backend = attention.backend if attention.enabled else "sdpa"  # the choice of transformers
     if backend in ONE_ORDER or not attention_layers(facts.text):

@@ -530,7 +530,7 @@ def _make_config(base: Any, architecture: dict[str, Any]) -> Any:
             raise ConfigError(f"model.architecture.{name}: {kind.model_type} has no such key{hint}")
     try:
         return kind(**values)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture does not make a {kind.model_type}: {shortened(error, 600)}") from error
 
 

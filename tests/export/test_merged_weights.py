@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.architectures import lora, on_disk, prepared_model, tiny_model, trained, word_tokenizer
+from transformers import CONFIG_MAPPING
 
 from fxtune.cli import merge as merging
 from fxtune.errors import StorageError
@@ -66,6 +67,8 @@ def test_formula_of_each_kind_gives_what_peft_merges(tmp_path):
         ),
     }
     for name, (words, options, kind) in kinds.items():
+        if kind and kind not in CONFIG_MAPPING:
+            continue  # this transformers is older than the type
         folder = tmp_path / name
         adapter(folder, kind and tiny_model(kind), **options)
         card = (merging.merge(folder / "adapter", folder / "merged") / "README.md").read_text()

@@ -57,15 +57,19 @@ def test_fused_products_add_the_residual_stream(monkeypatch):
     """In a compiled layer the products of o_proj and of the MLP add the residual stream, with quack and not with
     cuBLAS.
     """
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)  # a cached graph is not folded again
-    monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", None)  # an earlier test's holds `fold`
     found, fold = [], residual_pass.fold
     monkeypatch.setattr(residual_pass, "fold", lambda graph: found.append(fold(graph)) or found[-1])
     for matmul in (Matmul.auto, Matmul.cublas):
         found.clear()
         made = pipeline(Switch.on, True)
         made.lora.matmul = matmul
-        *_, notes = reference.build(made, TWO_LAYERS, reference.batch(TWO_LAYERS, (1500, 1500)), lora=True)
+        # A cached graph is not folded again, and the pass of an earlier test holds its own `fold`. pytest's monkeypatch
+        # would hide these options for good: it deletes what is not in a module's __dict__.
+        with (
+            torch.compiler.config.patch(force_disable_caches=True),
+            torch._inductor.config.patch(post_grad_custom_post_pass=None),
+        ):
+            *_, notes = reference.build(made, TWO_LAYERS, reference.batch(TWO_LAYERS, (1500, 1500)), lora=True)
         assert max(found) == (2 if any("matmul cute" in note for note in notes) else 0), (notes, found)
 
 

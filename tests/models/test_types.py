@@ -29,6 +29,8 @@ def chats(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_each_check_passes(chats, tmp_path, kind):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers is older than the type")
     row = model_table.attempt(kind, chats, tmp_path / "run", whole=False)
     assert row.result == "acts"
     assert {name: why for name, why in row.checks.items() if why} == {}

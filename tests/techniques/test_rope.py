@@ -264,6 +264,7 @@ def test_check_refuses_with_what_to_change(options, reason):
 
 
 def test_proportional_rope_is_not_scaled():
+    pytest.importorskip("transformers.models.lfm3")
     facts = facts_of(tiny_model("lfm3"), packing=False)
     (reason,) = Rope(enabled=True, factor=4.0, original_max_position_embeddings=64).check(facts)
     assert "proportional" in reason

@@ -53,6 +53,10 @@ def images_of(family, model):
     return kind_of(model.config).merge(model.config)(tensors), (features, *np.array(sizes).T)
 
 
+ANGLES = 1e-3
+"""The oldest transformers computes the angles of RoPE in a matmul, which torch counts."""
+
+
 def counted(model, images, backward):
     """FLOPs of the tower and the projector, by torch, without Gemma 4's averages of patches."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -86,7 +90,7 @@ def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
     images, sizes = images_of(family, model)
     cost = tower_cost(model)
     work = cost.shape.work(*sizes)
-    assert cost.flops(work) == counted(model, images, backward=False)
+    assert cost.flops(work) == pytest.approx(counted(model, images, backward=False), rel=ANGLES)
     assert tower_cost(model, forward_passes=1).flops(work) == 2 * cost.flops(work)
 
 
@@ -111,7 +115,8 @@ def test_flops_of_a_trained_tower(family, lora):
     cost = tower_cost(model)
     # Eager attention has a backward pass of 2, not of 2.5: it does not compute the scores again.
     work = cost.shape.work(*sizes)
-    assert cost.flops(work) - 0.5 / 3.5 * cost.per_pair * work.pairs == counted(model, images, backward=True)
+    work_done = cost.flops(work) - 0.5 / 3.5 * cost.per_pair * work.pairs
+    assert work_done == pytest.approx(counted(model, images, backward=True), rel=ANGLES)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

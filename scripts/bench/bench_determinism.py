@@ -41,7 +41,7 @@ LENGTHS = (1024, 4096, 16384, 65536)
 BACKENDS = ("flash4", "sdpa", "sdpa float32")
 """As SLOWER names them. In float32 torch's memory-efficient kernel runs."""
 TOKENS = 16384
-WARM_UP, ROUNDS, BLOCK = 2, 3, 2
+WARM_UP, ROUNDS, BLOCK = 2, 8, 2
 """Steps of each mode before the measurement; how often the modes take turns, and the steps of a turn."""
 READY = "ready"
 

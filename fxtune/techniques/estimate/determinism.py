@@ -1,8 +1,7 @@
 """What deterministic kernels cost: the measured slowdown of attention's backward pass, as a share of a step.
 
 In deterministic mode attention's backward pass adds up the gradients of queries in a fixed order, so its blocks wait
-for each other. The forecast counts this pass alone. Whole steps that were measured cost more than it says;
-docs/faults.md has them, and what was changed since then and not measured again.
+for each other. The forecast counts this pass alone. docs/faults.md compares it with whole steps that were measured.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fxtune.techniques.estimate.step_time import attention_backward_share
 SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
     ("H[12]00", "flash4", 64): ((1024, 0.27), (4096, 0.10), (16384, 0.02), (65536, 0.02)),
     ("H[12]00", "flash4", 128): ((1024, 0.18), (4096, 0.18), (16384, 0.12), (65536, 0.52)),
-    ("H[12]00", "flash4", 256): ((1024, 0.24), (4096, 0.28), (16384, 0.18), (65536, 0.62)),
+    ("H[12]00", "flash4", 256): ((1024, 0.30), (4096, 0.31), (16384, 0.37), (65536, 0.77)),
     ("H[12]00", "cudnn", 128): ((4096, 1.43), (65536, 2.2)),
     ("H[12]00", "sdpa", 64): ((1024, 0.0), (4096, 0.13), (16384, 0.44), (65536, 0.44)),
     ("H[12]00", "sdpa", 128): ((1024, 0.01), (4096, 0.13), (16384, 0.74), (65536, 0.76)),
@@ -27,8 +26,8 @@ SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
     ("H[12]00", "sdpa float32", 256): ((1024, 0.0), (4096, 0.74), (16384, 5.7)),
 }
 """By card, attention backend and head size: (tokens of a document, time that the deterministic backward pass adds, as
-a share of the ordinary one). Measured on an H100 (torch 2.11, flash-attn-4 4.0.0b36) by
-`python scripts/bench/bench_determinism.py --kernels`. Not measured on an H200, the same chip with more memory.
+a share of the ordinary one). The larger of the figures of an H100 and an H200 (torch 2.11, flash-attn-4 4.0.0b36) by
+`python scripts/bench/bench_determinism.py --kernels`.
 The row of cuDNN is calculated: its kernel has no fixed order, so torch's FlashAttention-2 runs in its place, which is
 slower by the figures of attention/technique.py."""
 ONE_ORDER = ("eager", "flex")

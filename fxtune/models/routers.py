@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxtune.errors import UnavailableError
 from fxtune.models.structure import backbone
-from fxtune.system.console import say
 from fxtune.upstream.transformers import recorded_outputs
 
 COMPARISONS = 2**24
@@ -75,11 +73,7 @@ def observe_routers(model: Any, device: torch.device) -> Routers | None:
     experts = max(count for count in counts if isinstance(count, int))
     if experts < 2:
         return None
-    try:
-        recorder = recorded_outputs(decoder).get("router_logits")
-    except UnavailableError as error:
-        say(f"router metrics: off, because {error}")
-        return None
+    recorder = recorded_outputs(decoder).get("router_logits")
     kind = getattr(recorder, "target_class", recorder)
     if not isinstance(kind, type) or getattr(recorder, "index", 0) != 0:
         return None

@@ -29,7 +29,7 @@ from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
 from fxtune.system.facts import MachineFacts
-from fxtune.system.tested_versions import newer_torch
+from fxtune.system.tested_versions import too_new
 from fxtune.techniques import withdrawal
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.estimate.memory import divides_experts
@@ -108,8 +108,8 @@ def settle(
     Reads the model's config, but no weight and no row. Raises one ConfigError with all reasons why the recipe cannot
     run there, and the errors of reading the model's config.
     """
-    if checks and (newer := newer_torch(machine.packages.get("torch", "0"))):
-        raise ConfigError(newer)
+    if checks and (newer := too_new(machine.packages)):
+        raise ConfigError("\n".join(newer))
     if hf_config is None:
         try:
             hf_config = load_config(config.model, config.objective.needs.head)

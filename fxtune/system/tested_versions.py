@@ -1,16 +1,20 @@
 """Compares the installed packages with the tested range, which pyproject.toml declares.
 
-The range is read from the metadata of the installed fxtune. No package is imported for it. A torch above the range is
-refused, because fxtune relies on more of it than its public functions. Other packages get a line, and a run goes on.
+The range is read from the metadata of the installed fxtune. No package is imported for it. A version of WITHIN above
+its range is refused, because fxtune uses private parts of these packages (upstream/). Other packages get a line, and a
+run goes on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+WITHIN = ("torch", "transformers", "peft")
 
 
 @cache
@@ -24,16 +28,18 @@ def _requirements() -> list[Requirement]:
     return [one for one in requirements if one.marker is None or "dev" not in str(one.marker)]
 
 
-def newer_torch(version: str) -> str:
-    """Why this version of torch is refused: it is above the tested range. Empty if it is not."""
+def too_new(packages: Mapping[str, str]) -> list[str]:
+    """Why packages ({name: version}) are refused: one line for each of WITHIN above its tested range."""
+    lines = []
     for requirement in _requirements():
+        name, version = requirement.name, packages.get(requirement.name, "0")
         upper = SpecifierSet(",".join(str(end) for end in requirement.specifier if end.operator.startswith("<")))
-        if requirement.name == "torch" and not upper.contains(version, prereleases=True):
-            return (
-                f"torch {version} is newer than the versions that fxtune is tested with. Install a tested one: "
-                f"pip install 'torch{_range(requirement)}'"
+        if name in WITHIN and not upper.contains(version, prereleases=True):
+            lines.append(
+                f"{name} {version} is newer than the versions that fxtune is tested with. Install a tested one: "
+                f"pip install '{name}{_range(requirement)}'"
             )
-    return ""
+    return lines
 
 
 @cache

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fxtune.distributed.world import World
-from fxtune.errors import UnavailableError
 from fxtune.facts.options import RouterOptions
 from fxtune.facts.run import Facts
 from fxtune.models.dims import experts_used
@@ -92,11 +91,7 @@ def _without_loss(facts: Facts) -> str | None:
         return f"fxtune knows no routers of {kind}"
     if router_loss(model) is None:
         return f"{kind} has no auxiliary loss in transformers"
-    try:
-        recorders = recorded_outputs(backbone(model))
-    except UnavailableError as error:
-        return str(error)
-    if isinstance(recorders.get("router_logits"), (list, type(None))):
+    if isinstance(recorded_outputs(backbone(model)).get("router_logits"), (list, type(None))):
         return f"{kind} has routers of several kinds, which fxtune does not observe"
     return None
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fxtune.errors import UnavailableError
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -26,7 +24,6 @@ def alone() -> Iterator[Any]:
     three seconds, because it builds compiled functions at its import and so loads torch's compiler. A model with
     quantized linears has imported their library already. peft has no option for this: the entry None in sys.modules,
     by which Python says that there is no such module, is public, and so are the functions whose answers peft keeps.
-    In a version of peft without these functions its answers do not change, and only time is lost.
     """
     hidden = [name for name in LIBRARIES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is allowed there
@@ -42,14 +39,10 @@ def alone() -> Iterator[Any]:
 
 def _forget() -> None:
     """Let peft ask again which libraries are installed."""
-    asked = sys.modules.get("peft.import_utils")
+    asked = sys.modules["peft.import_utils"]
     for name in AVAILABLE:
-        if clear := getattr(getattr(asked, name, None), "cache_clear", None):
-            clear()
+        getattr(asked, name).cache_clear()
 
-
-VERSIONS = "0.21"
-"""The versions of peft that have every part below."""
 
 READ = "convert_peft_config_for_transformers"
 
@@ -60,8 +53,6 @@ READ = "convert_peft_config_for_transformers"
 #   of tensors that hold all experts.
 # Why: peft calls it for each model whose files transformers converts. fxtune needs its answer before there are
 #   adapters, and none of it while adapters are added: then each name is already what it is.
-# Gone: read_as_experts() raises UnavailableError, for mixtures. If peft asks another function while it adds adapters,
-#   techniques.lora's proof compares what has an adapter with what was chosen.
 
 
 def read_as_experts(config: Any, model: nn.Module) -> None:
@@ -69,22 +60,14 @@ def read_as_experts(config: Any, model: nn.Module) -> None:
 
     Raises ValueError as peft does.
     """
-    import peft
-
-    module = _conversion()
-    if not hasattr(module, READ):
-        raise UnavailableError(f"peft {peft.__version__} has no {READ} (versions {VERSIONS} do)")
-    getattr(module, READ)(config, model, None)
+    getattr(_conversion(), READ)(config, model, None)
 
 
 @contextlib.contextmanager
 def targets_as_they_are() -> Iterator[None]:
     """Keep peft from reading names of linears as names of experts."""
     module = _conversion()
-    own = getattr(module, READ, None)
-    if own is None:
-        yield
-        return
+    own = getattr(module, READ)
     setattr(module, READ, lambda *_, **__: None)
     try:
         yield
@@ -93,12 +76,8 @@ def targets_as_they_are() -> Iterator[None]:
 
 
 def _conversion() -> Any:
-    """peft's module, or None."""
-    try:
-        with alone():
-            return importlib.import_module("peft.utils.transformers_weight_conversion")
-    except ImportError:
-        return None
+    with alone():
+        return importlib.import_module("peft.utils.transformers_weight_conversion")
 
 
 # A layer of peft with another forward.
@@ -106,8 +85,6 @@ def _conversion() -> Any:
 # What: `__class__` of a layer that peft has made, set to a subclass of its class.
 # Why: peft finds its layers by isinstance, and chooses a layer's class before it is known which layers run together.
 #   Its mapping from classes of linears to classes of layers has no entry for tensors of experts.
-# Gone: Python's TypeError, if a class of peft gets __slots__. techniques.lora.fused=off and grouped_experts=off then
-#   run layers as in peft.
 
 
 def specialize(layer: nn.Module, behaviour: type) -> None:

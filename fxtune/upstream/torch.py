@@ -1,8 +1,4 @@
-"""Private parts of torch.
-
-The tested versions of torch (pyproject.toml) have all parts, and a newer torch is refused before any part is used
-(system/tested_versions.py). So an entry says only what it is, and why no public way serves.
-"""
+"""Private parts of torch."""
 
 from __future__ import annotations
 

@@ -16,36 +16,21 @@ from fxtune.errors import UnavailableError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VERSIONS = "5.17 to 5.24"
-"""The versions of transformers that have every part below."""
-
-
-def gone(part: str) -> UnavailableError:
-    """The error for a private part that the installed version does not have."""
-    import transformers
-
-    return UnavailableError(f"transformers {transformers.__version__} has no {part} (versions {VERSIONS} do)")
-
 
 # The name of a config's attention.
 #
 # What: `_attn_implementation`, a property of configs and of the configs inside them.
 # Why: `attn_implementation=` of from_pretrained() is public, but a config that exists has only this property, and
 #   models are built from configs here.
-# Gone: an error where it is set. As a plain attribute it would be set and never read.
 
 
 def attention_of(config: Any) -> str:
     """The name of the attention function that a model of this config calls."""
-    if not hasattr(config, "_attn_implementation"):
-        raise gone("_attn_implementation of a config")
     return str(config._attn_implementation)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Let models of this config call the attention function `name`, in place. Raises UnavailableError."""
-    if not hasattr(type(config), "_attn_implementation"):
-        raise gone("_attn_implementation of a config")
+    """Let models of this config call the attention function `name`, in place."""
     config._attn_implementation = name
 
 
@@ -56,14 +41,8 @@ def set_attention(config: Any, name: str) -> None:
 #   transformers' registry `use_kernelized_func` does nothing without the package `kernels`. An attention
 #   forward of fxtune's own would copy what fifteen families do between projections and attention, and each release
 #   changes some of it.
-# Gone: UnavailableError. techniques.liger.rope=auto is off, and RoPE runs in torch's operations.
 
 ROPE = "apply_rotary_pos_emb"
-
-
-def no_rotation(kind: type[nn.Module]) -> UnavailableError:
-    """The error for a class of attention whose RoPE cannot be replaced."""
-    return gone(f"{kind.__name__} that calls {ROPE}")
 
 
 def rotates_by_name(kind: type[nn.Module]) -> bool:
@@ -72,14 +51,10 @@ def rotates_by_name(kind: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]], kind: type[nn.Module]) -> Any:
-    """A copy of `forward`, an attention's method, that calls `function` in place of apply_rotary_pos_emb.
-
-    Raises UnavailableError if `forward` does not call it. `kind`: the attention's class.
-    """
+def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """A copy of `forward`, a method of an attention that rotates_by_name(), that calls `function` in place of
+    apply_rotary_pos_emb."""
     forward = _renamed(forward)
-    if ROPE not in forward.__code__.co_names:
-        raise no_rotation(kind)
     # The globals belong to a registered module, because torch.compile looks up a function's globals by their
     # module's name.
     module = types.ModuleType(f"{forward.__module__}__{getattr(function, '__name__', 'other')}_{id(function):x}")
@@ -112,30 +87,28 @@ def _renamed(forward: Any) -> Any:
 #
 # What: the function `eager_attention_forward` in the Python module of an attention class.
 # Why: transformers' registry has each attention function but `eager`, which each family defines for itself.
-# Gone: UnavailableError, for parallel.context with eager attention only.
 
 
 def eager_attention(kind: type) -> Callable[..., Any]:
-    """The function that an attention of this class calls for `eager`."""
+    """The function that an attention of this class calls for `eager`. Raises UnavailableError for code that came with
+    a model and has none."""
     for parent in kind.__mro__:
         function: Callable[..., Any] | None = getattr(
             sys.modules.get(parent.__module__), "eager_attention_forward", None
         )
         if function is not None:
             return function
-    raise gone(f"eager_attention_forward beside {kind.__name__}")
+    raise UnavailableError(f"the code of {kind.__name__} has no eager_attention_forward")
 
 
 def load_hub_attention(name: str) -> None:
     """Load an attention kernel of the hub. Raises ImportError, OSError and ValueError as transformers does.
 
     What: `lazy_import_flash_attention`. Why: transformers calls it when a model runs, and only its error says early
-    that a kernel cannot be loaded. Gone: UnavailableError, for kernels of the hub only.
+    that a kernel cannot be loaded.
     """
-    try:
-        from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-    except ImportError as error:
-        raise gone("modeling_flash_attention_utils.lazy_import_flash_attention") from error
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
     lazy_import_flash_attention(name, allow_all_kernels=True)
 
 
@@ -144,15 +117,11 @@ def load_hub_attention(name: str) -> None:
 # What: `can_record_outputs` of a model, which says which modules return router logits; `load_balancing_loss_func` in
 #   the model's Python module.
 # Why: no registry says which module is a router, nor what a family's auxiliary loss is.
-# Gone: a mixture trains without router metrics and without an auxiliary loss, and a line says so. A coefficient in the
-#   recipe is refused.
 
 
 def recorded_outputs(decoder: nn.Module) -> Mapping[str, Any]:
     """The modules of a decoder that return what transformers records, by the name of the output."""
-    if not hasattr(decoder, "can_record_outputs"):
-        raise gone("can_record_outputs of a model")
-    return decoder.can_record_outputs or {}  # type: ignore[return-value]
+    return getattr(decoder, "can_record_outputs", None) or {}
 
 
 def router_loss(model: nn.Module) -> Callable[..., Any] | None:
@@ -166,15 +135,12 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
 #
 # What: `image_size_to_num_patches` of its modeling file.
 # Why: the number follows from a search over the config's `image_grid_pinpoints`, which the processor does not return.
-# Gone: one tile, the whole image. FLOPs and the forecast of memory are then too low; training does not read it.
 
 
 def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> int:
     """The tiles of an image of `size` (height, width), the whole image included. `side`: pixels of a tile's side."""
-    try:
-        from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
-    except ImportError:
-        return 1
+    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
     tiles: int = image_size_to_num_patches(size, pinpoints, side)
     return tiles
 
@@ -187,9 +153,6 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 #   `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
-# Gone: UnavailableError before files are read or written: other names would make files that nothing can load. With
-#   another name for `_weight_conversions` unpacked experts would be saved as packed ones, and the proof of an export
-#   refuses that.
 
 
 def forget_conversions(model: nn.Module) -> None:
@@ -200,25 +163,21 @@ def forget_conversions(model: nn.Module) -> None:
 
 def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a model as the files of its family have them."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError as error:
-        raise gone("core_model_loading.revert_weight_conversion") from error
+    from transformers.core_model_loading import revert_weight_conversion
+
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def find_conversions(model: Any) -> None:
     """Keep with an empty model how its family's files differ from it, for renamed() and as_stored(): transformers does
-    not know a class that torch has divided. Without the mapping of the installed version: nothing."""
+    not know a class that torch has divided."""
     if mapping := _conversions_of(model):
         model._weight_conversions = mapping
 
 
 def _conversions_of(model: Any) -> list[Any]:
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     return list(get_model_conversion_mapping(model))
 
 
@@ -293,8 +252,6 @@ def _operations(converter: Any) -> tuple[tuple[Any, ...], ...]:
 
 def not_in_files(model: Any) -> list[str]:
     """Patterns of names that files may hold and this model does not read, tied weights among them."""
-    if not hasattr(model, "all_tied_weights_keys"):
-        raise gone("all_tied_weights_keys of a model")
     tied = [
         f"^{re.escape(prefix + name)}$"
         for name in model.all_tied_weights_keys
@@ -308,10 +265,8 @@ def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
 
     transformers tells tied weights by their memory, so each tensor needs some.
     """
-    try:
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-    except ImportError as error:
-        raise gone("modeling_utils.remove_tied_weights_from_state_dict") from error
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
     left_out = set(model._keys_to_ignore_on_save or ())
     return list(remove_tied_weights_from_state_dict({n: t for n, t in state.items() if n not in left_out}, model))
 
@@ -319,8 +274,7 @@ def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
 def import_code_of_models() -> None:
     """Let this process import the code that came with models.
 
-    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs their folder on the path. Gone: an
-    ImportError in a worker, for such tokenizers only.
+    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs their folder on the path.
     """
     from transformers.dynamic_module_utils import init_hf_modules
 
@@ -332,7 +286,6 @@ def import_code_of_models() -> None:
 # What: check_argument_for_proper_class() of processors, which takes a video processor of transformers' own class only.
 # Why: transformers' video processors need torchvision, which is not in every environment (PyPI's does not load beside
 #   the CPU build of torch), and the processors of Qwen's models do not begin without one. Images need none.
-# Gone: the processor does not begin, and the error says which package it wants.
 
 
 class _NoVideo(dict[str, Any]):

@@ -1,4 +1,5 @@
-"""A version outside the tested range is named in one line, in doctor and at the start of a run. A newer torch is refused."""
+"""A version outside the tested range is named in one line, in doctor and at the start of a run. A newer torch,
+transformers or peft is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from fxtune.cli import doctor
 from fxtune.errors import ConfigError
 from fxtune.system import facts, tested_versions
-from fxtune.system.tested_versions import newer_torch, outside_tested_range
+from fxtune.system.tested_versions import WITHIN, outside_tested_range, too_new
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import trainer
 
@@ -33,14 +34,14 @@ def fresh():
 
 
 @pytest.fixture
-def newer_transformers(monkeypatch, fresh):
-    install(monkeypatch, "transformers", "6.1.0")
+def newer_datasets(monkeypatch, fresh):
+    install(monkeypatch, "datasets", "6.1.0")
 
 
-@pytest.mark.usefixtures("newer_transformers")
+@pytest.mark.usefixtures("newer_datasets")
 def test_a_newer_version_is_named_with_the_range():
     line = outside_tested_range()
-    assert "transformers 6.1.0 (tested: >=" in line
+    assert "datasets 6.1.0 (tested: >=" in line
     assert "\n" not in line
 
 
@@ -51,18 +52,18 @@ def test_tools_of_developers_and_missing_packages_do_not_count(monkeypatch):
     assert outside_tested_range() == ""
 
 
-@pytest.mark.usefixtures("newer_transformers")
+@pytest.mark.usefixtures("newer_datasets")
 def test_a_run_says_so_and_goes_on(small, capsys):
     small.train.max_steps = 1
     small.tracking.display = DisplayKind.plain
     trainer.run(small)
-    assert capsys.readouterr().out.count("transformers 6.1.0 (tested:") == 1
+    assert capsys.readouterr().out.count("datasets 6.1.0 (tested:") == 1
 
 
-@pytest.mark.usefixtures("newer_transformers")
+@pytest.mark.usefixtures("newer_datasets")
 def test_doctor_says_so():
     (finding,) = doctor.tested_range()
-    assert "transformers 6.1.0" in finding.seen
+    assert "datasets 6.1.0" in finding.seen
 
 
 @pytest.mark.parametrize(
@@ -70,17 +71,19 @@ def test_doctor_says_so():
     [("2.10.0", False), ("2.13.0+cpu", False), ("2.14.1+cu130", False), ("2.15.0.dev20261101", True), ("3.0", True)],
 )
 def test_only_a_newer_torch_is_refused(version, refused):
-    assert bool(newer_torch(version)) is refused
+    assert bool(too_new({"torch": version})) is refused
 
 
+@pytest.mark.parametrize("name", WITHIN)
 @pytest.mark.usefixtures("fresh")
-def test_the_refusal_of_a_newer_torch_has_the_command_that_installs_a_tested_one(small, monkeypatch):
-    install(monkeypatch, "torch", "2.99.0")
-    with pytest.raises(ConfigError, match=r"torch 2\.99\.0 is newer .*pip install 'torch(>=.*,<.*)'") as refusal:
+def test_the_refusal_has_the_command_that_installs_a_tested_version(small, monkeypatch, name):
+    tested = metadata.version(name).partition("+")[0]
+    install(monkeypatch, name, "99.0")
+    with pytest.raises(ConfigError, match=rf"{name} 99\.0 is newer .*pip install '{name}(>=.*,<.*)'") as refusal:
         trainer.run(small)
-    (torch, _) = doctor.tested_range()
-    assert torch.state is doctor.State.broken
-    assert str(refusal.value).endswith(torch.remedy)
-    range_ = SpecifierSet(str(refusal.value).partition("'torch")[2].rstrip("'"))
-    assert "2.14.1" in range_
-    assert "2.99.0" not in range_
+    (found, _) = doctor.tested_range()
+    assert found.state is doctor.State.broken
+    assert str(refusal.value).endswith(found.remedy)
+    range_ = SpecifierSet(str(refusal.value).partition(f"'{name}")[2].rstrip("'"))
+    assert tested in range_
+    assert "99.0" not in range_

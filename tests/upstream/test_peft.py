@@ -11,7 +11,6 @@ import peft
 import pytest
 from torch import nn
 
-from fxtune.errors import UnavailableError
 from fxtune.upstream import peft as upstream
 
 PROGRAM = """
@@ -65,11 +64,3 @@ def test_no_name_is_read_as_an_expert_while_adapters_are_added():
         adapted = peft.get_peft_model(Layer(), config)
     assert hasattr(adapted.base_model.model.w2, "lora_A")
     assert not config.target_parameters
-
-
-def test_a_version_without_that_function(monkeypatch):
-    monkeypatch.delattr(f"peft.utils.transformers_weight_conversion.{upstream.READ}")
-    with upstream.targets_as_they_are():
-        pass
-    with pytest.raises(UnavailableError, match=f"has no {upstream.READ} .versions {upstream.VERSIONS} do"):
-        upstream.read_as_experts(peft.LoraConfig(), mixtral())

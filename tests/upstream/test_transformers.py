@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from support.mixtures import mixture
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from fxtune.errors import ConfigError, UnavailableError
+from fxtune.errors import UnavailableError
 from fxtune.models.load import load_config
 from fxtune.upstream import transformers as upstream
 
@@ -33,8 +32,6 @@ def test_attention_of_a_config_is_set_and_acts(model):
         upstream.set_attention(config, name)
         assert upstream.attention_of(config) == name
         assert upstream.attention_of(LlamaForCausalLM(config).model.layers[0].self_attn.config) == name
-    with pytest.raises(UnavailableError, match=r"transformers .* has no _attn_implementation"):
-        upstream.set_attention(SimpleNamespace(), "eager")
 
 
 def rotated(attention, forward):
@@ -50,7 +47,7 @@ def test_rotation_is_replaced_in_a_copy(model):
         return q, k
 
     assert upstream.rotates_by_name(LlamaAttention)
-    copy = upstream.with_rotation(LlamaAttention.forward, rotation, LlamaAttention)
+    copy = upstream.with_rotation(LlamaAttention.forward, rotation)
     before = rotated(attention, LlamaAttention.forward)
     assert not calls
     assert not torch.equal(rotated(attention, copy), before)
@@ -68,10 +65,6 @@ def test_rotation_below_another_wrapper_is_not_touched():
 
     for kind in (Wrapped, LlamaMLP):
         assert not upstream.rotates_by_name(kind)
-        with pytest.raises(
-            ConfigError, match=f"has no {kind.__name__} that calls apply_rotary_pos_emb .versions 5.17"
-        ):
-            upstream.with_rotation(kind.forward, torch.add, kind)
 
 
 def test_eager_attention_is_the_family_s_own():
@@ -94,8 +87,7 @@ def test_routers_of_a_mixture_and_its_loss():
     dense = AutoModelForCausalLM.from_config(load_config(random_model("llama")))
     assert upstream.router_loss(dense) is None
     assert "router_logits" not in upstream.recorded_outputs(dense.model)
-    with pytest.raises(UnavailableError, match="can_record_outputs"):
-        upstream.recorded_outputs(torch.nn.Linear(1, 1))
+    assert not upstream.recorded_outputs(torch.nn.Linear(1, 1))
 
 
 def test_names_in_files(model, tmp_path):
@@ -116,23 +108,6 @@ def test_experts_are_stored_by_the_names_of_their_family():
     layer = {name: value for name, value in MixtralForCausalLM(config).state_dict().items() if ".layers.0." in name}
     stored = upstream.as_stored(MixtralForCausalLM(config), layer)
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in stored
-
-
-@pytest.mark.parametrize(
-    ("part", "use"),
-    [
-        ("core_model_loading.revert_weight_conversion", lambda model: upstream.as_stored(model, {})),
-        ("modeling_utils.remove_tied_weights_from_state_dict", lambda model: upstream.saved_names(model, {})),
-        (
-            "modeling_flash_attention_utils.lazy_import_flash_attention",
-            lambda model: upstream.load_hub_attention("org/kernel"),
-        ),
-    ],
-)
-def test_function_that_is_gone_is_named_with_the_versions_that_have_it(part, use, model, monkeypatch):
-    monkeypatch.delattr(f"transformers.{part}")
-    with pytest.raises(UnavailableError, match=f"has no {part} .versions {upstream.VERSIONS} do"):
-        use(model)
 
 
 def test_code_of_models_can_be_imported():

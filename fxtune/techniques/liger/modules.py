@@ -54,7 +54,7 @@ def replace_modules(root: nn.Module, name: str, family: Family) -> None:
     for parent in list(root.modules()):
         if name == "rope" and is_attention(parent):
             kind: Any = type(parent)
-            parent.__class__ = _with_forward(kind, with_rotation(kind.forward, apply_rotary, kind))
+            parent.__class__ = _with_forward(kind, with_rotation(kind.forward, apply_rotary))
         for child, module in list(parent.named_children()):
             if (replacement := _module_of(name, module, family)) is not None:
                 setattr(parent, child, replacement.train(module.training))

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.errors import UnavailableError
 from fxtune.facts.options import AUTO, LigerOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
@@ -173,11 +172,7 @@ class Liger(LigerOptions, Technique):
         if enabled := self._enabled():
             family = FAMILIES[model.module.config.get_text_config().model_type]
             for name in enabled:
-                try:
-                    modules.replace_modules(backbone(model.module), name, family)
-                except UnavailableError as error:
-                    error.key = f"liger.{name}"
-                    raise
+                modules.replace_modules(backbone(model.module), name, family)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the replaced modules, and the kernels of one forward pass."""
@@ -221,7 +216,7 @@ def _unrotatable(facts: Facts) -> str | None:
         return None
     kinds = (type(module) for module in backbone(model).modules() if modules.is_attention(module))
     kind = next((kind for kind in kinds if not upstream.rotates_by_name(kind)), None)
-    return str(upstream.no_rotation(kind)) if kind is not None else None
+    return f"{kind.__name__} calls no {upstream.ROPE}" if kind is not None else None
 
 
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:

@@ -126,7 +126,7 @@ def keep_unrotated(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -
 
 def without_rope(kind: Any) -> Any:
     """The forward of an attention's class without its rotation of q and k."""
-    return with_rotation(kind.forward, keep_unrotated, kind)
+    return with_rotation(kind.forward, keep_unrotated)
 
 
 def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], padding: int = 0) -> Any:

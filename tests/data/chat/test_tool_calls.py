@@ -35,6 +35,9 @@ CALL_TEXT = {
     + WRITTEN
     + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
     "harmony": f" to=functions.add<|channel|>commentary json<|message|>{WRITTEN}<|call|>",
+    "command": f'<|START_ACTION|>{{"name": "add", "parameters": {WRITTEN}}}<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+    "kimi": f"<|open|>call add<|sep|>{WRITTEN}<|close|>call<|sep|><|close|>message<|sep|><|end_of_msg|>",
+    "glm": f"<tool_call>add\n{WRITTEN}</tool_call><|observation|>",
 }
 ANSWER_TEXT = {
     "qwen3": "<think>\n\n</think>\n\nfour.<|im_end|>",
@@ -43,6 +46,9 @@ ANSWER_TEXT = {
     "hermes": "four.<|im_end|>",
     "deepseek": "four.<｜end▁of▁sentence｜>",
     "harmony": "<|channel|>final<|message|>four.<|return|>",
+    "command": "<|START_RESPONSE|>four.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    "kimi": "<|open|>response<|sep|>four.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>",
+    "glm": "four.<|user|>",
 }
 
 

@@ -49,7 +49,19 @@ SHOWN = 20
 """Names of columns in one message."""
 
 TURN_KEYS = frozenset(
-    ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")
+    (
+        "role",
+        "from",
+        "content",
+        "value",
+        "tool_calls",
+        "function_call",
+        "tool_call_id",
+        "weight",
+        "train",
+        "name",
+        "prefix",
+    )
 ) | frozenset(REASONING_KEYS)
 
 REASONING_REMARK = (

@@ -44,6 +44,7 @@ from typing import Any
 
 from fxtune.data.formats.chat_format import SYSTEM_ROLES
 from fxtune.data.formats.image_parts import IMAGE
+from fxtune.data.formats.row_format import BEGUN, OPEN
 from fxtune.data.formats.values import RowError
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
@@ -280,7 +281,7 @@ class ChatTemplate:
         turns = [index for index, learned in enumerate(supervised) if learned]
         if self.has_marks and len(marks) == len(assistants) and set(turns) <= set(assistants):
             return text, [
-                self._to_next_header(text, self._span_of_mark(text, *mark))
+                self._bounded(text, self._span_of_mark(text, *mark), messages[index])
                 for index, mark in zip(assistants, marks, strict=True)
                 if supervised[index]
             ]
@@ -293,10 +294,11 @@ class ChatTemplate:
         if found is None and 0 < len(plain) < len(turns):
             found = self._spans_at_once(text, messages, plain, tools)
         spans = [
-            self._to_next_header(
+            self._bounded(
                 text,
                 (found or {}).get(index)
                 or (self._span_of_turn if index in plain else self._span_of_calls)(text, messages, index, tools),
+                messages[index],
             )
             for index in turns
         ]
@@ -320,15 +322,25 @@ class ChatTemplate:
                 return content_end + len(ending)
         return content_end
 
-    def _to_next_header(self, text: str, span: Span) -> Span:
-        """The span with the special token behind it, if turns have no end token and the next turn's first token ends
-        them."""
-        found = (
-            None
-            if not self.next_header or text.endswith(self.next_header, *span)
-            else self._ending.match(text, span[1])
+    def _bounded(self, text: str, span: Span, message: dict[str, Any]) -> Span:
+        """The part of a turn's span that is learned. If turns have no end, the next turn's first token ends it. What a
+        prompt has begun is not learned, and a turn that stays open has no end."""
+        start, end = span
+        if self.next_header and not text.endswith(self.next_header, start, end):
+            found = self._ending.match(text, end)
+            end = found.end() if found else end
+        if not {BEGUN, OPEN} & message.keys():
+            return start, end
+        content_end = end - next(
+            (len(ending) for ending in self.frame.endings if text.endswith(ending, start, end)), 0
         )
-        return (span[0], found.end()) if found else span
+        begun = message.get(BEGUN, "")
+        for written, skipped in ((message["content"], begun), (message["content"].strip(), begun.lstrip())):
+            if (at := text.rfind(written, start, content_end)) >= 0:
+                return at + len(skipped) if begun else start, content_end if OPEN in message else end
+        raise RowError(
+            "the chat template changes the text of a begun turn, so where the answer goes on is not certain"
+        )
 
     def _lead_length(self, before: str, message: dict[str, Any]) -> int | None:
         """How many characters at the end of `before`, the text up to a content, the model writes itself."""
@@ -762,6 +774,7 @@ def _plain(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _with_parts(message: dict[str, Any], always: bool) -> dict[str, Any]:
     """A message as templates take it: its content is a list of parts if it has images, or `always`."""
+    message = {key: value for key, value in message.items() if key not in (BEGUN, OPEN)}
     content = message.get("content")
     if not isinstance(content, str) or not (always or IMAGE in content):
         return message

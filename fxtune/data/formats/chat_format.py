@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from fxtune.data.formats import image_parts
 from fxtune.data.formats.image_parts import place_images, read_content
-from fxtune.data.formats.row_format import ChatRole, Content, Conversation, LearnConfig, RowFormat
+from fxtune.data.formats.row_format import BEGUN, OPEN, ChatRole, Content, Conversation, LearnConfig, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name, without_nulls
 
 ROLES = tuple(role.value for role in ChatRole)
@@ -93,7 +93,7 @@ def _require_answers(chat: Conversation) -> None:
     """Raise RowError for a turn that is learned and has neither a text nor calls. Reasoning is no answer."""
     for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
         if learned and "tool_calls" not in message:
-            require_answer(message["content"].rpartition("</think>")[2], place)
+            require_answer(message["content"][len(message.get(BEGUN, "")) :].rpartition("</think>")[2], place)
 
 
 def require_answer(text: str, place: str) -> None:
@@ -164,7 +164,13 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
         # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
+    if (begun := turn.get("prefix")) is not None and (not isinstance(begun, bool) or role != "assistant"):
+        raise RowError(
+            f"{where}.prefix is {short(begun)}; use true, where the next assistant's turn goes on with this one"
+        )
     chat.add(message, f"{where}.{content_key}", train_flag)
+    if begun:
+        message[OPEN] = True
 
 
 def _require_call(chat: Conversation, wanted: str, where: str) -> None:

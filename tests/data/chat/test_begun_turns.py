@@ -61,7 +61,10 @@ def test_a_turn_that_stays_open_teaches_no_end(family: str) -> None:
     [
         ({"messages": [QUESTION | {"prefix": True}, REST]}, "prefix"),
         ({"messages": [QUESTION, BEGUN | {"prefix": True}, QUESTION, REST]}, "is begun"),
-        ({"prompt": [QUESTION, BEGUN | {"reasoning_content": "r"}], "completion": [REST]}, "without calls or reasoning"),
+        (
+            {"prompt": [QUESTION, BEGUN | {"reasoning_content": "r"}], "completion": [REST]},
+            "without calls or reasoning",
+        ),
         ({"prompt": [QUESTION, BEGUN], "completion": [REST | {"content": " "}]}, "empty"),
     ],
 )

@@ -105,6 +105,18 @@ def test_as_many_exchanges_as_fit_are_in_a_piece():
     assert found.counts == SplitCounts(chats=1, pieces=5)
 
 
+def test_an_answer_that_is_learned_alone_has_the_context_before_it_that_fits():
+    messages = [message("system", 1, 0)]
+    for number in range(9):
+        learned = {"train": number in (3, 8)}
+        messages += [message("user", 2, number), message("assistant", 2, number, **learned)]
+    three = len(encode("chatml", messages[:7]).ids)
+    found = split("chatml", messages, three + 3)
+    shown = [[number for number in range(9) if f"user {number} " in text("chatml", piece)] for piece in found.pieces]
+    assert shown == [[1, 2, 3], [6, 7, 8]]
+    assert [len(runs(piece)) for piece in found.pieces] == [1, 1]
+
+
 def test_the_steps_of_an_agent_stay_whole_and_each_piece_repeats_the_question():
     messages = [message("system", 3, 0), message("user", 5, 0)]
     for number in range(6):

@@ -82,11 +82,30 @@ def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> 
     RowError."""
     place_images(chat, row)
     chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
+    _drop_filled_keys(chat)
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn)
     _require_answers(chat)
+
+
+def _drop_filled_keys(chat: Conversation) -> None:
+    """Remove arguments that are null and unknown to their tool: a table that was written as JSON gives each call the
+    keys of all others. Any other null is a value."""
+    functions = [tool.get("function", tool) for tool in chat.tools or ()]
+    known = {
+        function.get("name"): function.get("parameters") for function in functions if isinstance(function, Mapping)
+    }
+    for call in (call for message in chat.messages for call in message.get("tool_calls", ())):
+        function, schema = call["function"], known.get(call["function"]["name"])
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        if isinstance(properties, Mapping):
+            given = function["arguments"].items()
+            call["function"] = {
+                **function,
+                "arguments": {key: value for key, value in given if value is not None or key in properties},
+            }
 
 
 def _require_answers(chat: Conversation) -> None:
@@ -234,6 +253,11 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
         if not isinstance(call["function"].get("name"), str):
             raise RowError(f"{where}.tool_calls[{index}] has no function name")
         function = _with_parsed_arguments(call["function"], f"{where}.tool_calls[{index}]")
+        if call.get("id") is not None and call["id"] in [other.get("id") for other in parsed]:
+            raise RowError(
+                f"{where}.tool_calls[{index}].id is {short(call['id'])}, as another call of this turn has: it is "
+                "not certain which result belongs to which call; give each its own"
+            )
         parsed.append({"type": "function", **call, "function": function})
     return parsed
 
@@ -248,8 +272,6 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
         if others := [key for key in function if key not in ("name", "arguments")]:
             raise RowError(f"{where} has no arguments, but {', '.join(map(short, others))}")
         arguments = {}
-    elif isinstance(arguments, Mapping):
-        arguments = without_nulls(arguments)  # a table has null for each key that other rows have
     if not isinstance(arguments, Mapping):
         raise RowError(f"{where}.arguments is {type_name(arguments)}, not an object")
     return {**function, "arguments": dict(arguments)}

@@ -146,7 +146,10 @@ def test_a_template_that_takes_one_call_a_turn_refuses_two(family: str) -> None:
             {
                 "messages": [
                     USER,
-                    {**CALLING, "tool_calls": [CALL, CALL | {"function": {"name": "sub", "arguments": {}}}]},
+                    {
+                        **CALLING,
+                        "tool_calls": [CALL, CALL | {"id": "call_2", "function": {"name": "sub", "arguments": {}}}],
+                    },
                 ]
             }
         ]
@@ -221,15 +224,18 @@ ARGUMENTS = st.dictionaries(TEXT, st.none() | st.integers() | TEXT | st.lists(TE
 def agents(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """A conversation with calls of any arguments, results and answers; some turns are switched off."""
 
-    def call() -> dict[str, Any]:
+    def call(number: int) -> dict[str, Any]:
         function = {"name": draw(st.sampled_from(["add", "user", "name", "a.b"])), "arguments": draw(ARGUMENTS)}
-        return {"id": draw(st.sampled_from(["call_1", "abcdefghi", "2"])), "type": "function", "function": function}
+        own = ["call_1", "abcdefghi"] if number else ["2", "call_2"]
+        return {"id": draw(st.sampled_from(own)), "type": "function", "function": function}
 
     messages: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(TEXT)})
         for _ in range(draw(st.integers(0, 2))):
-            calls = [call() for _ in range(1 if family in ("llama31", "harmony") else draw(st.integers(1, 2)))]
+            calls = [
+                call(number) for number in range(1 if family in ("llama31", "harmony") else draw(st.integers(1, 2)))
+            ]
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
             if family in ("qwen3", "deepseek"):
                 messages[-1]["content"] = draw(st.none() | TEXT)

@@ -36,7 +36,8 @@ class SplitCounts:
     truncated: int = 0
     """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""
     dropped: int = 0
-    """Rows of preferences that are left out, because their answers alone are longer than a row."""
+    """Rows of preferences that are left out, because their answers alone are longer than a row; and pieces of chats
+    whose first tokens teach nothing."""
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0
@@ -101,7 +102,7 @@ def truncate_chat(whole: Any, longest: int) -> SplitChat:
         return found
     kept = cut_before(whole.images, longest)
     kept = kept if any(whole.supervised[1:kept]) else 0
-    found.counts.truncated = 1
+    found.counts.truncated, found.counts.dropped = int(kept > 0), int(kept == 0)
     found.counts.lost_tokens = len(whole.ids) - kept
     found.counts.lost_supervised = sum(whole.supervised[kept:])
     if kept:

@@ -138,7 +138,7 @@ class ChatTemplate:
             DataError: no row can be rendered: the syntax is wrong, the template tries to leave the sandbox, or it
                 needs more time or memory than any rendering can need.
         """
-        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -163,9 +163,17 @@ class ChatTemplate:
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None
         except TemplateError as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from None
+            unknown = re.fullmatch(r"'(\w+)' is undefined", str(error))
+            if isinstance(error, UndefinedError) and unknown and re.search(rf"\b{unknown[1]}\s*\(", self.source):
+                raise DataError(
+                    f"the chat template calls {unknown[1]}(), which templates do not have; they have raise_exception and "
+                    "strftime_now, which writes the time. Correct it, or name another in data.chat_template"
+                ) from None
+            raise RowError(f"the chat template refuses this conversation: {str(error).rstrip('.')}") from None
         except Exception as error:  # noqa: BLE001 - a template is foreign code and can raise anything
-            raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+            raise RowError(
+                f"the chat template fails on this conversation: {type(error).__name__}: {str(error).rstrip('.')}"
+            ) from None
         (text,), spans = rendered
         if not prompt:
             text = text.removesuffix(self._unasked_prompt)

@@ -242,7 +242,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
         return None
     if not isinstance(calls, (list, tuple)):
         raise RowError(f"{where}.tool_calls is {type_name(calls)}, not a list")
-    parsed = []
+    parsed: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise RowError(f"{where}.tool_calls[{index}] is {type_name(call)}, not an object")

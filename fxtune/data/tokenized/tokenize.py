@@ -223,7 +223,7 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
             f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.name}; the first, "
             f"{first.where}: {first.error}. Set the source's format, or rename its columns."
         )
-    if not writer.documents and writer.split.dropped:
+    if not writer.documents and writer.split.dropped and encoder.format.answers:
         raise DataError(
             f"{source.name}: in each of its {writer.split.dropped:,} rows the answers alone are longer than "
             f"data.sequence_length={data.sequence_length:,}. Raise it."

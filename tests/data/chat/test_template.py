@@ -305,6 +305,17 @@ def test_marks_locate_content_that_is_written_twice() -> None:
     assert found(source) == ["a</s>"]
 
 
+def test_a_function_that_no_template_has_is_said_once_and_no_row_is_blamed() -> None:
+    with pytest.raises(DataError, match=r"calls now\(\), .*strftime_now") as caught:
+        found("{{ now() }}" + PLAIN)
+    assert not isinstance(caught.value, RowError)
+
+
+def test_a_reason_that_a_template_gives_ends_without_its_full_stop() -> None:
+    with pytest.raises(RowError, match=r"refuses this conversation: No such role$"):
+        found(PLAIN + "{{ raise_exception('No such role.') }}")
+
+
 def test_empty_answer_written_differently_is_a_bad_row() -> None:
     source = PLAIN.replace("{{ m.content }}</s>", "{{ '-' + m.content + '-' if m.content else '-' }}")
     source = source.replace("%}<|assistant|>", "%}<|assistant|>-")

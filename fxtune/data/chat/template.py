@@ -166,14 +166,13 @@ class ChatTemplate:
             unknown = re.fullmatch(r"'(\w+)' is undefined", str(error))
             if isinstance(error, UndefinedError) and unknown and re.search(rf"\b{unknown[1]}\s*\(", self.source):
                 raise DataError(
-                    f"the chat template calls {unknown[1]}(), which templates do not have; they have raise_exception and "
-                    "strftime_now, which writes the time. Correct it, or name another in data.chat_template"
+                    f"the chat template calls {unknown[1]}(), which templates do not have; they have raise_exception "
+                    "and strftime_now, which writes the time. Correct it, or name another in data.chat_template"
                 ) from None
-            raise RowError(f"the chat template refuses this conversation: {str(error).rstrip('.')}") from None
+            reason = re.sub(r"(?<!\.)\.$", "", str(error))
+            raise RowError(f"the chat template refuses this conversation: {reason}") from None
         except Exception as error:  # noqa: BLE001 - a template is foreign code and can raise anything
-            raise RowError(
-                f"the chat template fails on this conversation: {type(error).__name__}: {str(error).rstrip('.')}"
-            ) from None
+            raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
         (text,), spans = rendered
         if not prompt:
             text = text.removesuffix(self._unasked_prompt)

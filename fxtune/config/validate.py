@@ -102,7 +102,13 @@ class Validator:
             if not isinstance(value, list):
                 if value not in slot.words:
                     words = "".join(f" or {word}" for word in slot.words)
-                    self.add(keys, f"`{name}` is a list{words}: [{_shown(value)}], not {_shown(value)}")
+                    entry = slot.below("0")
+                    if entry is not None and entry.fields and isinstance(value, str):
+                        self.add(
+                            keys, f"`{name}` is a list of groups of keys{self._as_entry(entry, (*keys, '0'), value)}"
+                        )
+                    else:
+                        self.add(keys, f"`{name}` is a list{words}: [{_shown(value)}], not {_shown(value)}")
                 return
             for index, item in enumerate(value):
                 self._check_below(slot, str(index), item, keys)
@@ -111,7 +117,9 @@ class Validator:
                 words = f" or the word{'s' * (len(slot.switches) > 1)} {', '.join(slot.switches)}" * bool(
                     slot.switches
                 )
-                self.add(keys, f"`{name}` is a group of keys ({expected(slot)}){words} and cannot be {_shown(value)}")
+                way = self._as_entry(slot, keys, value) if keys[-1].isdigit() and isinstance(value, str) else ""
+                fault = f"`{name}` is a group of keys ({expected(slot)}){words} and cannot be {_shown(value)}{way}"
+                self.add(keys, fault)
                 return
             every, slot = slot, slot.chosen(value)
             for key, item in value.items():
@@ -206,6 +214,13 @@ class Validator:
                 )
         if self.from_file and name in OUTPUT_KEYS:
             self._check_permission(name, POINTER.sub("x", value), keys)
+
+    def _as_entry(self, entry: Slot, keys: Keys, value: str) -> str:
+        """How to write a text, meant as the first key of an entry of a list: `data.sources.0.path=rows.jsonl`."""
+        first = next(iter(entry.fields))
+        if self.from_file:
+            return f"; write `- {first}: {value}`"
+        return f"; write {'.'.join((*keys, first))}={value}"
 
     def _no_such_key(self, slot: Slot, keys: Keys, depth: int) -> str:
         """Why `slot`, to which the first `depth` of `keys` lead, has no key `keys[depth]`, and which may be meant."""

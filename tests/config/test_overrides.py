@@ -75,6 +75,8 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["zzz=1"], "A config has: run, model, data,"),
         (["optimizer.lr.x=1"], "has no keys"),
         (["data.sources.first.path=x"], "counted from 0"),
+        (["data.sources=x.jsonl"], "data.sources.0.path=x.jsonl"),
+        (["data.sources=[x.jsonl]"], "data.sources.0.path=x.jsonl"),
         (["data.sources.4.path=x"], "data.sources has 1 here"),
         (["optimizer=moun"], "the config group `optimizer` has no `moun`; did you mean `muon`?"),
         (["optimizr=muon"], "did you mean `optimizer=muon`?"),

@@ -64,6 +64,21 @@ TOOL_FAMILIES = {
         + ["<｜User｜>", "<｜Assistant｜>"],
     ),
     "harmony": ("bytelevel", "<|startoftext|>", "<|return|>", [*FAMILIES["gptoss"][3], "<|call|>"]),
+    "command": (
+        "bytelevel",
+        "<BOS_TOKEN>",
+        "<|END_OF_TURN_TOKEN|>",
+        ["<|START_OF_TURN_TOKEN|>"]
+        + [f"<|{role}_TOKEN|>" for role in ("SYSTEM", "USER", "CHATBOT")]
+        + [f"<|{side}_{part}|>" for side in ("START", "END") for part in ("RESPONSE", "ACTION", "TOOL_RESULT")],
+    ),
+    "kimi": ("bytelevel", None, "<|end_of_msg|>", ["<|open|>", "<|close|>", "<|sep|>"]),
+    "glm": (
+        "bytelevel",
+        None,
+        "<|endoftext|>",
+        ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+    ),
 }
 
 _TEXT = [

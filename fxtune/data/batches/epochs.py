@@ -367,31 +367,44 @@ class EpochStream(RowSequence):
             return
         if held_out and not any(counts.documents for counts in self.counts):
             smallest = min(smallest_fraction(table.held_out_by) for table in self.tables)
+            would_train = any(is_on_side(Side.train, table.held_out_by, smallest).any() for table in self.tables)
+            raised = f"Raise it to {smallest:.2g} or more, or name" if smallest < 1 and would_train else "Name"
             raise DataError(
                 f"data.eval_fraction={self.settings.share(0)} holds out none of "
                 f"{sum(counts.other_side for counts in self.counts):,} documents, so there is nothing to evaluate "
-                f"on. Raise it to {smallest:.2g} or more, or name held-out data in data.eval_sources."
+                f"on. {raised} held-out data in data.eval_sources."
             )
         lines = []
+        cure = "Remove the source, or give it rows with answers: only what the model should say is supervised."
+        if held_out:
+            cure = "Raise data.eval_fraction or use data.eval_sources."
         for at in empty:
             counts, table = self.counts[at], self.tables[at]
-            if table.prompts is not None and not counts.documents:
-                prompts = len(np.unique(table.prompts))
+            if counts.other_side and not held_out and not counts.documents and not counts.overlapping:
+                why = ""
+                if table.prompts is not None:
+                    prompts = len(np.unique(table.prompts))
+                    why = f", because all answers to a prompt are on one side, and there are {prompts} prompts"
                 raise DataError(
                     f"{table.name}: data.eval_fraction={self.settings.share(at)} holds out all {counts.other_side:,} "
-                    f"{table.noun}, because all answers to a prompt are on one side, and there are {prompts} prompts. "
-                    "Name held-out data in data.eval_sources, or set data.eval_fraction=0."
+                    f"{table.noun}{why}. Name held-out data in data.eval_sources, or set data.eval_fraction=0."
                 )
-            lines.append(
-                f"{self.tables[at].name}: nothing to learn from. {counts.documents:,} documents "
-                f"({counts.other_side:,} more on the other side of data.eval_fraction={self.settings.share(at)}), "
-                f"{counts.dropped:,} "
-                f"dropped as longer than data.sequence_length={self.settings.sequence_length:,}, "
-                f"{counts.without_targets:,} documents or pieces without a supervised token."
-            )
-        lines.append(
-            "Raise data.eval_fraction or use data.eval_sources."
-            if held_out
-            else "Remove the source, or give it rows with answers: only what the model should say is supervised."
-        )
-        raise DataError("\n".join(lines))
+            length = f"data.sequence_length={self.settings.sequence_length:,}"
+            found = [
+                f"{count:,} {what}"
+                for count, what in (
+                    (
+                        counts.other_side,
+                        f"documents on the other side of data.eval_fraction={self.settings.share(at)}",
+                    ),
+                    (counts.dropped, f"dropped as longer than {length}"),
+                    (counts.without_targets, "documents or pieces without a supervised token"),
+                    (counts.overlapping, "documents that are held out as well"),
+                )
+                if count
+            ]
+            lines.append(f"{table.name}: nothing to learn from. {', '.join(found) or 'No documents'}.")
+            if counts.without_targets and counts.truncated:
+                cut = f"{counts.truncated:,} documents are cut before their answers"
+                cure = f"{cut}: raise {length}, or set data.on_long=split."
+        raise DataError("\n".join([*lines, cure]))

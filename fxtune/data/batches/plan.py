@@ -392,7 +392,8 @@ class Plan:
     def notes(self) -> list[str]:
         """A sentence for each change that was made to the documents of a source."""
         notes = []
-        over = f"longer than {self.stream.settings.sequence_length:,} tokens"
+        longest = self.stream.settings.sequence_length
+        over = f"longer than {longest:,} tokens"
         for table, counts in zip(self.tables, self.stream.counts, strict=True):
             lost = f"{counts.lost_tokens:,} tokens left out"
             split = f"documents {over} were split into {counts.pieces:,} pieces"
@@ -406,6 +407,8 @@ class Plan:
                 split += " at their turns, each with its system prompt"
                 cut = f"of these were cut, because an answer with its question is {over}"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"
+                dropped = f"are not used, because their answer begins behind the first {longest:,} tokens"
+                dropped += f", {lost}" * (not counts.truncated)
             for count, fate in (
                 (counts.split, f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),

@@ -161,9 +161,9 @@ def make_segments(
     }[on_long]
     if table.split.chats:  # they are pieces, or shorter, already
         of = table.split
-        counts = dict(split=of.chats, pieces=of.pieces, truncated=of.truncated, lost_tokens=of.lost_tokens)
-        if table.format.answers:
-            counts = dict(truncated=of.truncated, dropped=of.dropped, lost_tokens=of.lost_tokens)
+        counts = dict(truncated=of.truncated, dropped=of.dropped, lost_tokens=of.lost_tokens)
+        if of.pieces and not table.format.answers:
+            counts |= dict(split=of.chats, pieces=of.pieces)
     segments = Segments(group[kept], start[kept], size[kept], targets[kept])
     counts |= dict(without_targets=len(targets) - len(kept), overlapping=int(on_side.sum()) - len(chosen))
     return segments, SegmentCounts(len(chosen), len(on_side) - int(on_side.sum()), **counts)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
-from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES
+from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, is_chat
 from fxtune.data.formats.image_parts import IMAGE
 from fxtune.data.formats.registry import preference_columns
 from fxtune.data.formats.row_format import Conversation, RowFormat
@@ -49,7 +49,19 @@ SHOWN = 20
 """Names of columns in one message."""
 
 TURN_KEYS = frozenset(
-    ("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "weight", "train", "name")
+    (
+        "role",
+        "from",
+        "content",
+        "value",
+        "tool_calls",
+        "function_call",
+        "tool_call_id",
+        "weight",
+        "train",
+        "name",
+        "prefix",
+    )
 ) | frozenset(REASONING_KEYS)
 
 REASONING_REMARK = (
@@ -73,10 +85,12 @@ class Coverage:
     def check_columns(self, row: Mapping[str, Any], text: str) -> None:
         """Raise RowError if a column is neither known nor in the text."""
         unknown = self._unknown_keys(row, self._columns) if self.enabled else []
-        if lost := [shortened(column) for column in unknown if _is_lost(row[column], text)]:
+        if lost := [shortened(column) for column in unknown if _is_unread(row[column], text)]:
             preferences = None if self._names_answers else preference_columns(row, self.unused)
             columns = f"column{'s' * (len(lost) > 1)} {', '.join(map(repr, lost[:SHOWN]))}"
             fault = f"{columns} {'is' if len(lost) == 1 else 'are'} not read"
+            if any(isinstance(row[column], list) and _is_of_numbers(row[column]) for column in unknown):
+                fault += " (`train: false` in a message says that it is not learned)"
             raise RowError(preferences or self._message(fault, ", ".join(lost[:SHOWN])))
 
     def check_conversation(
@@ -90,6 +104,11 @@ class Coverage:
             return []
         remarks = dict.fromkeys(self._check_messages(messages, chat.tools, text, template))
         self.check_columns(row, text)
+        for key in ("prompt", "text"):
+            if self._is_beside(key, chat) and _is_no_repetition(key, row.get(key), chat, text):
+                raise RowError(
+                    self._message(f"column {key!r} is not read beside the chat, and does not repeat it", key)
+                )
         for key in [key for key in LIST_KEYS if row.get(key)][1:]:  # only the first one is read
             if key not in self.unused and _is_lost(row[key], text):
                 raise RowError(self._message(f"column {key!r} is not read, as the row has another", key))
@@ -97,9 +116,17 @@ class Coverage:
             turns = row.get(key)
             for index, turn in enumerate(turns if isinstance(turns, (list, tuple)) else (turns,)):
                 for name in self._unknown_keys(turn, self._turn_keys) if isinstance(turn, Mapping) else ():
-                    if _is_lost(turn[name], text):
+                    if _is_unread(turn[name], text):
                         raise RowError(self._message(f"{key}[{index}].{shortened(name)} is not read", shortened(name)))
         return list(remarks)
+
+    def _is_beside(self, column: str, chat: Conversation) -> bool:
+        """Whether a column stands beside the columns of a chat, and no message is from it."""
+        if column in self.unused or chat.places[0].startswith(("chosen", "rejected")):
+            return False
+        return not (column == "text" and self._names_answers) and not any(
+            place == column or place.startswith(f"{column}[") for place in chat.places
+        )
 
     def _unknown_keys(self, value: Mapping[str, Any], known: frozenset[str]) -> list[str]:
         keys = (known is self._columns, *value)
@@ -249,6 +276,35 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     return function if isinstance(function, Mapping) else tool
+
+
+def _is_no_repetition(column: str, value: Any, chat: Conversation, text: str) -> bool:
+    """Whether `prompt` or `text` says more than the chat: it is no part of its text, no messages of it and, as `text`,
+    not all of it as another template writes it."""
+    if isinstance(value, list) and is_chat(value):
+        return any(_is_lost(turn.get("content", turn.get("value")), text) for turn in value)
+    if column == "text" and isinstance(value, str) and _is_lost(value, text):
+        at, said = 0, (turn.get("content") or "" for turn in chat.messages if turn["role"] not in SYSTEM_ROLES)
+        for line in (line.strip() for part in said for line in part.replace(IMAGE, "\n").splitlines()):
+            if (at := value.find(line, at)) < 0:
+                return True
+            at += len(line)
+        return False
+    return _is_unread(value, text)
+
+
+def _is_unread(value: Any, text: str) -> bool:
+    """As _is_lost for the value of an unknown name. A list without any text says something, too: a mask, weights."""
+    return _is_lost(value, text) or (isinstance(value, (list, tuple)) and _is_of_numbers(value))
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Whether a list, at any depth, holds numbers or booleans, and no text."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return isinstance(value, (bool, int, float))
+    return any(map(_is_of_numbers, value)) and not any(isinstance(item, str) for item in value)
 
 
 def _is_lost(value: Any, text: str) -> bool:

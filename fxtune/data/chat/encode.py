@@ -395,7 +395,13 @@ class Encoder:
             f"the chat template writes the time, as {text}, in each document; data.template_time=TIME sets another one"
             for text in self.written_times()
         ]
-        if self._template(with_tools=False)[0].frame.endings:
+        template, _ = self._template(with_tools=False)
+        if template.next_header:
+            times.append(
+                f"the chat template ends no turn, and models stop at the first token of the next one, so "
+                f"{template.next_header} is learned as the end of an answer"
+            )
+        if template.frame.endings:
             return times
         return [
             *times,

@@ -36,7 +36,8 @@ class SplitCounts:
     truncated: int = 0
     """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""
     dropped: int = 0
-    """Rows of preferences that are left out, because their answers alone are longer than a row."""
+    """Rows of preferences that are left out, because their answers alone are longer than a row; and pieces of chats
+    whose first tokens teach nothing."""
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0
@@ -101,7 +102,7 @@ def truncate_chat(whole: Any, longest: int) -> SplitChat:
         return found
     kept = cut_before(whole.images, longest)
     kept = kept if any(whole.supervised[1:kept]) else 0
-    found.counts.truncated = 1
+    found.counts.truncated, found.counts.dropped = int(kept > 0), int(kept == 0)
     found.counts.lost_tokens = len(whole.ids) - kept
     found.counts.lost_supervised = sum(whole.supervised[kept:])
     if kept:
@@ -126,7 +127,15 @@ class _Splitter:
         self.found = SplitChat()
 
     def split(self, head: list[int], units: list[list[int]]) -> None:
-        """Add the pieces of `units`, lists of messages that stay together. `head`: messages that begin each piece."""
+        """Add the pieces of `units`, lists of messages that stay together. `head`: messages that begin each piece.
+
+        Where some units teach nothing (data.learn.last_turn_only), pieces are filled from the end: a learned answer
+        has the context right before it, as much as fits, and what no answer needs is in no piece.
+        """
+        taught = [any(self.chat.supervised[message] for message in unit) for unit in units]
+        if not all(taught):
+            self._split_from_end(head, units, taught)
+            return
         start = 0
         while start < len(units):
             count, piece = self._fill_piece(head, units[start:])
@@ -136,6 +145,22 @@ class _Splitter:
             elif _teaches(piece):
                 self.found.pieces.append(piece)
             start += count
+
+    def _split_from_end(self, head: list[int], units: list[list[int]], taught: list[bool]) -> None:
+        earlier, self.found.pieces = self.found.pieces, []
+        later: list[Any] = []
+        end = len(units)
+        while True in taught[:end]:
+            end -= taught[:end][::-1].index(True)
+            count, piece = self._fill_piece(head, units[:end], from_end=True)
+            if piece is None:
+                count = 1
+                self._split_unit(head, units[end - 1])
+            elif _teaches(piece):
+                self.found.pieces.append(piece)
+            later, self.found.pieces = self.found.pieces + later, []
+            end -= count
+        self.found.pieces = earlier + later
 
     def _split_unit(self, head: list[int], unit: list[int]) -> None:
         """Add the pieces of a unit that is too long."""
@@ -149,15 +174,17 @@ class _Splitter:
             self.found.pieces += cut.pieces
             self.found.counts += replace(cut.counts, chats=0)  # the chat is counted already
 
-    def _fill_piece(self, head: list[int], units: list[list[int]]) -> tuple[int, Any]:
-        """(the largest number of `units` that fit into a piece after `head`, the piece); (0, None) if none fits.
+    def _fill_piece(self, head: list[int], units: list[list[int]], from_end: bool = False) -> tuple[int, Any]:
+        """(the largest number of `units`, from the first or the last one, that fit into a piece after `head`, the
+        piece); (0, None) if none fits.
 
         Encoding is what takes time, so this tries 1, 2, 4, ... units, and then halves the interval.
         """
         fitting, piece = 0, None
         too_many, count = len(units) + 1, 1
         while fitting + 1 < too_many:
-            document = self._encode([*head, *(message for unit in units[:count] for message in unit)])
+            chosen = units[-count:] if from_end else units[:count]
+            document = self._encode([*head, *(message for unit in chosen for message in unit)])
             if len(document.ids) <= self.longest:
                 fitting, piece = count, document
             else:

@@ -35,6 +35,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -43,6 +44,7 @@ from typing import Any
 
 from fxtune.data.formats.chat_format import SYSTEM_ROLES
 from fxtune.data.formats.image_parts import IMAGE
+from fxtune.data.formats.row_format import BEGUN, OPEN
 from fxtune.data.formats.values import RowError
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources
@@ -107,9 +109,12 @@ class ChatTemplate:
         alternatives = "|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token)
         self._rewritten: dict[tuple[Any, ...], bool] = {}
         self._asking: dict[tuple[Any, ...], bool] = {}
-        self._ending = re.compile(rf"\s*(?:{alternatives or '(?!)'})")
-        self._takes_parts_only = False
+        self._special = re.compile(alternatives or "(?!)")
+        self._ending = re.compile(rf"\s*(?:{self._special.pattern})")
+        self._takes_parts_only, self._unasked_prompt, self._between = False, "", ""
+        self.next_header = self._header_behind_calls = ""
         self._takes_parts_only = self._writes_parts_only()
+        self._measure_last_end()
         self.has_marks = bool(_MARK.search(source))
         frame = self._measure_frame()
         if frame is not None and frame.overrun is None:
@@ -133,7 +138,7 @@ class ChatTemplate:
             DataError: no row can be rendered: the syntax is wrong, the template tries to leave the sandbox, or it
                 needs more time or memory than any rendering can need.
         """
-        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -158,11 +163,22 @@ class ChatTemplate:
         except SecurityError as error:
             raise DataError(f"the chat template tries to leave its sandbox and is refused: {error}") from None
         except TemplateError as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from None
+            unknown = re.fullmatch(r"'(\w+)' is undefined", str(error))
+            if isinstance(error, UndefinedError) and unknown and re.search(rf"\b{unknown[1]}\s*\(", self.source):
+                raise DataError(
+                    f"the chat template calls {unknown[1]}(), which templates do not have; they have raise_exception "
+                    "and strftime_now, which writes the time. Correct it, or name another in data.chat_template"
+                ) from None
+            reason = re.sub(r"(?<!\.)\.$", "", str(error))
+            raise RowError(f"the chat template refuses this conversation: {reason}") from None
         except Exception as error:  # noqa: BLE001 - a template is foreign code and can raise anything
             raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
-        texts, spans = rendered
-        return texts[0], spans[0] if marks else []
+        (text,), spans = rendered
+        if not prompt:
+            text = text.removesuffix(self._unasked_prompt)
+            if messages and messages[-1]["role"] == "assistant":
+                text += self._header_behind_calls if "tool_calls" in messages[-1] else self.next_header
+        return text, spans[0] if marks else []
 
     def _writes_parts_only(self) -> bool:
         """Whether the template writes contents that are lists of parts, and drops texts (SmolVLM's does)."""
@@ -272,7 +288,7 @@ class ChatTemplate:
         turns = [index for index, learned in enumerate(supervised) if learned]
         if self.has_marks and len(marks) == len(assistants) and set(turns) <= set(assistants):
             return text, [
-                self._span_of_mark(text, *mark)
+                self._bounded(text, self._span_of_mark(text, *mark), messages[index])
                 for index, mark in zip(assistants, marks, strict=True)
                 if supervised[index]
             ]
@@ -285,8 +301,12 @@ class ChatTemplate:
         if found is None and 0 < len(plain) < len(turns):
             found = self._spans_at_once(text, messages, plain, tools)
         spans = [
-            (found or {}).get(index)
-            or (self._span_of_turn if index in plain else self._span_of_calls)(text, messages, index, tools)
+            self._bounded(
+                text,
+                (found or {}).get(index)
+                or (self._span_of_turn if index in plain else self._span_of_calls)(text, messages, index, tools),
+                messages[index],
+            )
             for index in turns
         ]
         for (_, end), (start, _), index in zip(spans, spans[1:], turns[1:], strict=False):
@@ -308,6 +328,26 @@ class ChatTemplate:
             if text.startswith(ending, content_end):
                 return content_end + len(ending)
         return content_end
+
+    def _bounded(self, text: str, span: Span, message: dict[str, Any]) -> Span:
+        """The part of a turn's span that is learned. If turns have no end, the next turn's first token ends it. What a
+        prompt has begun is not learned, and a turn that stays open has no end."""
+        start, end = span
+        if self.next_header and not text.endswith(self.next_header, start, end):
+            found = self._ending.match(text, end)
+            end = found.end() if found else end
+        if not {BEGUN, OPEN} & message.keys():
+            return start, end
+        content_end = end - next(
+            (len(ending) for ending in self.frame.endings if text.endswith(ending, start, end)), 0
+        )
+        begun = message.get(BEGUN, "")
+        for written, skipped in ((message["content"], begun), (message["content"].strip(), begun.lstrip())):
+            if (at := text.rfind(written, start, content_end)) >= 0:
+                return at + len(skipped) if begun else start, content_end if OPEN in message else end
+        raise RowError(
+            "the chat template changes the text of a begun turn, so where the answer goes on is not certain"
+        )
 
     def _lead_length(self, before: str, message: dict[str, Any]) -> int | None:
         """How many characters at the end of `before`, the text up to a content, the model writes itself."""
@@ -614,11 +654,14 @@ class ChatTemplate:
             leads.add(before[len(prompted) :])
         # A turn may end differently at the end of the conversation and before another turn (gpt-oss). The second
         # ending is measured before the next generation prompt, where no other role's header can be mistaken for it.
-        tails = [after]
-        behind = continued.partition(answer)[2]
+        # If the first one goes on with more (Phi-3's end of the text), that is not part of the turn.
+        behind, tails = continued.partition(answer)[2], [after]
         if prompt and behind.endswith(prompt):
             tails.append(behind[: len(behind) - len(prompt)])
-        endings = {self._first_ending(tail) for tail in tails} - {""}
+        inside = tails[1] if tails[1:] else os.path.commonprefix([after, self._between])  # noqa: RUF071 - of characters
+        if self._special.search(inside) and after.startswith(inside):
+            tails = [inside]
+        endings = {self._last_ending(tail) for tail in tails} - {""}
         overrun, marked_prompt = None, ""
         if len(marks) == 1:
             start, end = marks[0]
@@ -629,10 +672,47 @@ class ChatTemplate:
                     marked_prompt = prompted[start:]
         return TurnFrame(prompt, _longest_first(leads), _longest_first(endings), overrun, marked_prompt)
 
-    def _first_ending(self, tail: str) -> str:
-        """Up to the first special token right behind a content; else all of it (an end of turn in plain letters)."""
-        match = self._ending.match(tail)
-        return match.group() if match else tail.rstrip()
+    def _last_ending(self, tail: str) -> str:
+        """Up to the last special token behind a content: a turn may end with several. Without one, all of it (an end
+        of turn in plain letters)."""
+        ends = [found.end() for found in self._special.finditer(tail)]
+        return tail[: ends[-1]] if ends else tail.rstrip()
+
+    def _measure_last_end(self) -> None:
+        """Measure what follows an answer: `_between`, the text up to the next question; and what render() changes.
+
+        Command R7B's template writes the generation prompt unasked (`_unasked_prompt`): no text may end with it.
+        Models of GLM stop at the first token of the next turn, `<|user|>`, or `<|observation|>` after calls
+        (`next_header`, `_header_behind_calls`; empty where turns have an end): the last turn needs it, too.
+        """
+        opening, closing = unused_characters(self.source)
+        question, answer = f"{opening}0{closing}", f"{opening}1{closing}"
+        user = {"role": "user", "content": question}
+        chat = [user, {"role": "assistant", "content": answer}, user]
+        try:
+            asked = self.render(chat[:1], prompt=True)[0]
+            unasked, ended, followed = (self.render(chat[:count])[0] for count in (1, 2, 3))
+        except RowError:
+            return
+        self._between = followed.rpartition(answer)[2].partition(question)[0]
+        behind, tail = unasked.rpartition(question)[2], ended.rpartition(answer)[2]
+        begin = self.variables.get("bos_token")
+        openers = [token for token in self._special.findall(unasked) if token != begin]
+        if asked == unasked and openers:
+            common = os.path.commonprefix([behind[::-1], tail[::-1]])[::-1]  # noqa: RUF071 - of characters
+            at = common.rfind(openers[0])  # a header begins with the token that begins the text
+            if at >= 0 and self._special.search(tail, 0, len(tail) - len(common) + at):
+                self._unasked_prompt = common[at:]
+        header = self._ending.match(self._between)
+        if header and not tail.strip() and header[0].strip() != begin and header[0].startswith(tail):
+            self.next_header = header[0][len(tail) :]
+            turns = [user, _calling(answer, {"a": "b"}), {"role": "tool", "content": "r"}]
+            with suppress(RowError):
+                ended, followed = (
+                    self.render(_with_call_style(turns[:count], self._call_style))[0] for count in (2, 3)
+                )
+                found = self._ending.match(followed, len(ended)) if followed.startswith(ended) else None
+                self._header_behind_calls = found[0] if found else ""
 
 
 def undeclared_variables(source: str) -> set[str]:
@@ -701,6 +781,7 @@ def _plain(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _with_parts(message: dict[str, Any], always: bool) -> dict[str, Any]:
     """A message as templates take it: its content is a list of parts if it has images, or `always`."""
+    message = {key: value for key, value in message.items() if key not in (BEGUN, OPEN)}
     content = message.get("content")
     if not isinstance(content, str) or not (always or IMAGE in content):
         return message

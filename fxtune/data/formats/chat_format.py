@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from fxtune.data.formats import image_parts
 from fxtune.data.formats.image_parts import place_images, read_content
-from fxtune.data.formats.row_format import ChatRole, Content, Conversation, LearnConfig, RowFormat
+from fxtune.data.formats.row_format import BEGUN, OPEN, ChatRole, Content, Conversation, LearnConfig, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name, without_nulls
 
 ROLES = tuple(role.value for role in ChatRole)
@@ -82,6 +82,7 @@ def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> 
     RowError."""
     place_images(chat, row)
     chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
+    _drop_filled_keys(chat)
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
@@ -89,11 +90,29 @@ def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> 
     _require_answers(chat)
 
 
+def _drop_filled_keys(chat: Conversation) -> None:
+    """Remove arguments that are null and unknown to their tool: a table that was written as JSON gives each call the
+    keys of all others. Any other null is a value."""
+    functions = [tool.get("function", tool) for tool in chat.tools or ()]
+    known = {
+        function.get("name"): function.get("parameters") for function in functions if isinstance(function, Mapping)
+    }
+    for call in (call for message in chat.messages for call in message.get("tool_calls", ())):
+        function, schema = call["function"], known.get(call["function"]["name"])
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        if isinstance(properties, Mapping):
+            given = function["arguments"].items()
+            call["function"] = {
+                **function,
+                "arguments": {key: value for key, value in given if value is not None or key in properties},
+            }
+
+
 def _require_answers(chat: Conversation) -> None:
     """Raise RowError for a turn that is learned and has neither a text nor calls. Reasoning is no answer."""
     for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
         if learned and "tool_calls" not in message:
-            require_answer(message["content"].rpartition("</think>")[2], place)
+            require_answer(message["content"][len(message.get(BEGUN, "")) :].rpartition("</think>")[2], place)
 
 
 def require_answer(text: str, place: str) -> None:
@@ -164,7 +183,13 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
         # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
+    if (begun := turn.get("prefix")) is not None and (not isinstance(begun, bool) or role != "assistant"):
+        raise RowError(
+            f"{where}.prefix is {short(begun)}; use true, where the next assistant's turn goes on with this one"
+        )
     chat.add(message, f"{where}.{content_key}", train_flag)
+    if begun:
+        message[OPEN] = True
 
 
 def _require_call(chat: Conversation, wanted: str, where: str) -> None:
@@ -217,7 +242,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
         return None
     if not isinstance(calls, (list, tuple)):
         raise RowError(f"{where}.tool_calls is {type_name(calls)}, not a list")
-    parsed = []
+    parsed: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise RowError(f"{where}.tool_calls[{index}] is {type_name(call)}, not an object")
@@ -228,6 +253,11 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
         if not isinstance(call["function"].get("name"), str):
             raise RowError(f"{where}.tool_calls[{index}] has no function name")
         function = _with_parsed_arguments(call["function"], f"{where}.tool_calls[{index}]")
+        if call.get("id") is not None and call["id"] in [other.get("id") for other in parsed]:
+            raise RowError(
+                f"{where}.tool_calls[{index}].id is {short(call['id'])}, as another call of this turn has: it is "
+                "not certain which result belongs to which call; give each its own"
+            )
         parsed.append({"type": "function", **call, "function": function})
     return parsed
 
@@ -242,8 +272,6 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
         if others := [key for key in function if key not in ("name", "arguments")]:
             raise RowError(f"{where} has no arguments, but {', '.join(map(short, others))}")
         arguments = {}
-    elif isinstance(arguments, Mapping):
-        arguments = without_nulls(arguments)  # a table has null for each key that other rows have
     if not isinstance(arguments, Mapping):
         raise RowError(f"{where}.arguments is {type_name(arguments)}, not an object")
     return {**function, "arguments": dict(arguments)}

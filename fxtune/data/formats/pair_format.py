@@ -118,7 +118,8 @@ def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
 
 
 def add_answer(chat: Conversation, answer: Any, column: str) -> None:
-    """Add an answer: a text, a turn or a list of turns. Raises RowError."""
+    """Add an answer to a prompt: a text, a turn or a list of turns. Raises RowError."""
+    chat.end_prompt()
     if isinstance(answer, str):
         chat.add({"role": "assistant", "content": require_text(answer, column)}, column)
     elif isinstance(answer, Mapping):

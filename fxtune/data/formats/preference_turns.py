@@ -8,7 +8,7 @@ from typing import Any
 from fxtune.data.formats.chat_format import LIST_KEYS, is_chat
 from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer
-from fxtune.data.formats.row_format import Conversation
+from fxtune.data.formats.row_format import OPEN, Conversation
 from fxtune.data.formats.values import RowError
 
 
@@ -26,10 +26,10 @@ class PreferenceTurnsFormat(PairFormat):
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         chats = MessagesFormat().turns(row), MessagesFormat().turns(row)
         for chat, column in zip(chats, self.answers, strict=True):
-            if chat.messages[-1]["role"] == "assistant":
+            if chat.messages[-1]["role"] == "assistant" and OPEN not in chat.messages[-1]:
                 raise RowError(
                     f"{chat.places[-1]} is an answer, and chosen and rejected are other answers: end the chat with "
-                    "its question"
+                    "its question; or, if both go on with it, set its `prefix: true`"
                 )
             add_answer(chat, row.get(column), column)
         return chats

@@ -34,12 +34,13 @@ class PromptCompletionFormat(ChatFormat):
         return PlainText(prompt + completion, len(prompt))
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
-        """Lists of messages on both sides. No turn of the prompt is learned, not even the assistant's."""
+        """Lists of messages on both sides. No turn of the prompt is learned, not even the assistant's; if it ends with
+        one, the completion goes on with it."""
         chat = Conversation()
         add_turns(chat, row.get("prompt"), "prompt")
-        start = len(chat.messages)
-        chat.train_flags = [False] * start
+        chat.end_prompt()
         add_turns(chat, row.get("completion"), "completion")
-        if not any(message["role"] == "assistant" for message in chat.messages[start:]):
+        answers = zip(chat.messages, chat.places, strict=True)
+        if not any(message["role"] == "assistant" and place.startswith("completion") for message, place in answers):
             raise RowError("no assistant turn in completion")
         return chat

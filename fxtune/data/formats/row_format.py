@@ -13,6 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
+from fxtune.data.formats.values import RowError
+
+BEGUN = "begun"
+"""The key of a message with the beginning of its content that is not learned, because a prompt ends with it."""
+OPEN = "is_open"
+"""The key of a last message that is not at its end (`prefix: true`): its end of turn is not learned."""
+
 
 class ChatRole(str, Enum):
     system = "system"
@@ -55,11 +62,37 @@ class Conversation:
     """Variables of the chat template that the row sets."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row, with its lists of messages parsed."""
+    ends_prompt: bool = False
+    """Whether the last message is the last one of a prompt."""
 
     def add(self, message: dict[str, Any], place: str, train_flag: bool | None = None) -> None:
+        """Add a message. An assistant's message goes on with the turn before it where that turn is begun: it ends a
+        prompt, or has `prefix: true`. Raises RowError if this is not possible."""
+        last = self.messages[-1] if self.messages else {}
+        is_begun = self.ends_prompt and last.get("role") == "assistant"
+        self.ends_prompt = False
+        if OPEN in last and message["role"] != "assistant":
+            raise RowError(
+                f"{self.places[-1]} is begun (prefix: true), and no assistant's turn follows to go on with it"
+            )
+        if message["role"] == "assistant" and (is_begun or OPEN in last):
+            if {"tool_calls", "reasoning_content"} & last.keys() or "reasoning_content" in message:
+                raise RowError(
+                    f"{place} goes on with a begun turn, and only a turn of text can go on: without calls or "
+                    "reasoning before it"
+                )
+            self.messages.pop(), self.places.pop()
+            if self.train_flags.pop() is False:
+                message[BEGUN] = last["content"]
+            message["content"] = last["content"] + message.get("content", "")
         self.messages.append(message)
         self.places.append(place)
         self.train_flags.append(train_flag)
+
+    def end_prompt(self) -> None:
+        """The messages so far are a prompt: none is learned, and an answer goes on with a begun turn."""
+        self.train_flags = [False] * len(self.messages)
+        self.ends_prompt = True
 
 
 @dataclass

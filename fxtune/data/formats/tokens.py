@@ -1,4 +1,4 @@
-"""Pre-tokenized rows: `input_ids`, optionally `labels` (-100: not supervised) or `assistant_masks` (0 or 1)."""
+"""Pre-tokenized rows: `input_ids`, optionally `labels` (-100: not supervised) and masks (0: not supervised)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from fxtune.data.formats.values import RowError, short, type_name
 
 IGNORE_INDEX = -100
 """The label of tokens that are not targets, as in PyTorch."""
+MASKS = ("assistant_masks", "completion_mask", "loss_mask")
+"""Columns of 0 or 1 for each token. A token is supervised if all that a row has agree."""
 
 
 class TokensFormat(RowFormat):
     name = "tokens"
     columns = ("input_ids",)
     known_columns = frozenset(
-        ("input_ids", "labels", "assistant_masks", "attention_mask", "token_type_ids", "position_ids", "text")
+        ("input_ids", "labels", *MASKS, "attention_mask", "token_type_ids", "position_ids", "text")
     ) | {"special_tokens_mask"}
-    nothing_learned = "its labels are all -100, or its assistant_masks all 0"
+    nothing_learned = f"its labels are all -100, or all 0 in one of {', '.join(MASKS)}"
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         ids = row.get("input_ids")
@@ -30,6 +32,7 @@ class TokensFormat(RowFormat):
             raise RowError("input_ids is empty")
         if 0 in (row.get("attention_mask") or ()):
             raise RowError("attention_mask has zeros: remove the padding from input_ids, fxtune pads rows itself")
+        supervised = [True] * len(ids)
         if row.get("labels") is not None:
             labels = _integers(row["labels"], "labels", len(ids))
             for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
@@ -38,14 +41,16 @@ class TokensFormat(RowFormat):
                         f"labels[{index}] is {short(label)}; it must be {IGNORE_INDEX} or input_ids[{index}], which "
                         f"is {token}"
                     )
-            return TokenIds(ids, [label != IGNORE_INDEX for label in labels])
-        if row.get("assistant_masks") is not None:
-            masks = _integers(row["assistant_masks"], "assistant_masks", len(ids))
+            supervised = [label != IGNORE_INDEX for label in labels]
+        for name in MASKS:
+            if row.get(name) is None or name in unused:
+                continue
+            masks = _integers(row[name], name, len(ids))
             for index, mask in enumerate(masks):
                 if mask not in (0, 1):
-                    raise RowError(f"assistant_masks[{index}] is {short(mask)}; use 0 or 1")
-            return TokenIds(ids, [mask == 1 for mask in masks])
-        return TokenIds(ids, [True] * len(ids))
+                    raise RowError(f"{name}[{index}] is {short(mask)}; use 0 or 1")
+            supervised = [mask == 1 and learned for mask, learned in zip(masks, supervised, strict=True)]
+        return TokenIds(ids, supervised)
 
 
 def _integers(values: Any, where: str, length: int | None = None) -> list[int]:

@@ -17,6 +17,11 @@ def csv_rows(path: Path, name: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the default of 128 KB is shorter than a long document
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline(MAX_ROW_BYTES)
+        if header.startswith(("{", "[")):
+            ending = ".jsonl" if header.startswith("{") else ".json"
+            raise DataError(
+                f"{name} begins with {header[0]} and holds JSON, not cells under a header: name it {ending}."
+            )
         delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=header.count)
         columns = next(csv.reader([header], delimiter=delimiter), [])
         if repeated := {column for column in columns if columns.count(column) > 1}:

@@ -103,6 +103,8 @@ def _line_rows(
             return
         left -= length
         if number == 1:
+            if line.startswith(b"\x1f\x8b"):
+                raise DataError(f"{name} is compressed with gzip twice: unpack it once.")
             line = line.removeprefix(b"\xef\xbb\xbf")
         if length > longest_row(keeps_images):
             yield bad_row(f"{name}:{number}", too_long(length, keeps_images), line.decode(errors="backslashreplace"))

@@ -42,9 +42,9 @@ from fxtune.system.host import cores
 from fxtune.system.progress import phase
 from fxtune.upstream.transformers import import_code_of_models
 
-ENCODING_VERSION = 10
+ENCODING_VERSION = 11
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
-SPLIT_VERSION = 1
+SPLIT_VERSION = 2
 """Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
 SHORTEN_VERSION = 1
 """Part of the cache's key of a table with shorter prompts. Raise it when the code shortens them otherwise."""
@@ -223,7 +223,7 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
             f"{source.name}: none of the {writer.bad_rows:,} rows can be used as {encoder.format.name}; the first, "
             f"{first.where}: {first.error}. Set the source's format, or rename its columns."
         )
-    if not writer.documents and writer.split.dropped:
+    if not writer.documents and writer.split.dropped and encoder.format.answers:
         raise DataError(
             f"{source.name}: in each of its {writer.split.dropped:,} rows the answers alone are longer than "
             f"data.sequence_length={data.sequence_length:,}. Raise it."

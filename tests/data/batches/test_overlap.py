@@ -139,6 +139,14 @@ def test_the_held_out_share_keeps_its_documents_when_rows_are_added(prepare, tmp
     assert few < more_held_out
 
 
+def test_no_share_is_named_that_leaves_nothing_to_train_on(prepare, tmp_path):
+    one = write(tmp_path / "one.jsonl", [chat(0)])
+    with pytest.raises(DataError, match=r"holds out none .* Name held-out data"):
+        prepare(sources=[one], eval_fraction=1e-6)
+    with pytest.raises(DataError, match=r"holds out all 1 documents\. .*data\.eval_fraction=0"):
+        prepare(sources=[one], eval_fraction=0.999999)
+
+
 def test_a_share_that_holds_out_nothing_names_one_that_would(prepare, tmp_path):
     one = write(tmp_path / "one.jsonl", map(chat, range(8)))
     with pytest.raises(DataError, match=r"holds out none of 8 documents.* Raise it to ([\d.]+) or more") as caught:

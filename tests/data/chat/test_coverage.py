@@ -42,6 +42,14 @@ def encode(family: str, row: dict[str, Any], format: str = "messages", unused: t
         ("chatml", "messages", {"messages": [USER, ANSWER], "documents": ["a b"]}, "column 'documents'", "documents"),
         ("chatml", "alpaca", {"instruction": "u", "output": "a", "context": "c d"}, "column 'context'", "context"),
         ("chatml", "messages", {"messages": [USER, ANSWER], "conversations": [{"from": "human", "value": "other"}]}, "column 'conversations'", "conversations"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "weights": [0, 1]}, "column 'weights'", "weights"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "parts": [{"begin": 0, "train": False}]}, "column 'parts'", "parts"),
+        ("chatml", "messages", {"messages": [USER, {**ANSWER, "learned": [True]}]}, "messages[1].learned", "learned"),
+        ("chatml", "tokens", {"input_ids": [5, 6], "supervised": [0, 1]}, "column 'supervised'", "supervised"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "prompt": "Context."}, "column 'prompt'", "prompt"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "prompt": [{"role": "user", "content": "Else?"}]}, "column 'prompt'", "prompt"),
+        ("chatml", "messages", {"messages": [USER, ANSWER], "text": "User: what is two and two?"}, "column 'text'", "text"),
+        ("chatml", "alpaca", {"instruction": "u", "output": "a", "text": "other"}, "column 'text'", "text"),
         ("chatml", "prompt_completion", {"prompt": "p", "completion": "c", "system": "Be kind."}, "column 'system'", "system"),
         ("chatml", "text", {"text": "two", "summary": "it is"}, "column 'summary'", "summary"),
         ("chatml", "tokens", {"input_ids": [5, 6], "reward_model": {"a": "b"}}, "column 'reward_model'", "reward_model"),
@@ -61,6 +69,12 @@ def test_calls_need_a_template_that_writes_them() -> None:
     assert reason == (
         "the chat template writes no tool calls, as messages[1] has; name one that does in data.chat_template=FILE"
     )
+
+
+@pytest.mark.parametrize("prompt", [USER["content"], [USER], "", None])
+def test_a_prompt_or_a_text_that_repeats_the_chat_is_no_error(prompt: Any) -> None:
+    row = {"messages": [USER, ANSWER], "prompt": prompt, "text": "Q: what is two and two?\nA: four. <end>"}
+    assert isinstance(encode("chatml", row), Document)
 
 
 def test_empty_and_known_fields_are_no_error() -> None:

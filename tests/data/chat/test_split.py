@@ -71,9 +71,10 @@ def test_no_supervised_token_is_lost_but_those_counted_and_no_turn_is_cut_but_th
     cut = [run for run in kept if run not in learned]
     assert all(any(turn[: len(run)] == run for turn in learned) for run in cut), "a cut turn keeps its beginning"
     missing = Counter(learned) - Counter(kept)
-    assert len(cut) <= counts.truncated >= missing.total() - sum(turn == () for turn in missing)
+    assert len(cut) == counts.truncated
+    assert counts.truncated + counts.dropped >= missing.total()
     assert counts.lost_supervised == sum(map(len, missing.elements())) - sum(map(len, cut))
-    if not counts.truncated:
+    if not counts.truncated + counts.dropped:
         assert kept == learned, "in their order, each once"
         assert counts.lost_tokens == 0
 
@@ -103,6 +104,18 @@ def test_as_many_exchanges_as_fit_are_in_a_piece():
     found = split("chatml", messages, two)
     assert [len(runs(piece)) for piece in found.pieces] == [2] * 5
     assert found.counts == SplitCounts(chats=1, pieces=5)
+
+
+def test_an_answer_that_is_learned_alone_has_the_context_before_it_that_fits():
+    messages = [message("system", 1, 0)]
+    for number in range(9):
+        learned = {"train": number in (3, 8)}
+        messages += [message("user", 2, number), message("assistant", 2, number, **learned)]
+    three = len(encode("chatml", messages[:7]).ids)
+    found = split("chatml", messages, three + 3)
+    shown = [[number for number in range(9) if f"user {number} " in text("chatml", piece)] for piece in found.pieces]
+    assert shown == [[1, 2, 3], [6, 7, 8]]
+    assert [len(runs(piece)) for piece in found.pieces] == [1, 1]
 
 
 def test_the_steps_of_an_agent_stay_whole_and_each_piece_repeats_the_question():

@@ -137,6 +137,21 @@ TWO_TURNS = [
         ("mistral", ["it is four.</s>", "yes 😀</s>"]),
         ("phi3", ["it is four.\n<|end|>", "yes 😀<|end|>"]),
         (
+            "command",
+            [
+                f"<|START_RESPONSE|>{text}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+                for text in (" it is four.\n", "yes 😀")
+            ],
+        ),
+        (
+            "kimi",
+            [
+                f"<|open|>response<|sep|>{text}<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+                for text in (" it is four.\n", "yes 😀")
+            ],
+        ),
+        ("glm", [" it is four.\n<|user|>", "yes 😀<|user|>"]),
+        (
             "gptoss",
             ["<|channel|>final<|message|> it is four.\n<|end|>", "<|channel|>final<|message|>yes 😀<|return|>"],
         ),
@@ -221,10 +236,10 @@ def test_marks_on_some_turns_only_are_not_used() -> None:
     assert found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True]) == ["a</s>", "b</s>"]
 
 
-def test_header_of_the_next_turn_is_no_end_of_turn() -> None:
-    """As in GLM: only the tag of the next turn closes a turn, and the user's side writes that tag."""
+def test_header_of_the_next_turn_is_an_end_where_turns_have_no_other() -> None:
+    """As in GLM: models stop at the tag of the next turn."""
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    assert found(source) == ["a"]
+    assert found(source) == ["a<|user|>"]
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
     assert found(source) == ["a"]
 
@@ -278,7 +293,6 @@ def test_content_that_a_template_escapes_is_located() -> None:
 
 def test_turns_out_of_order_are_a_bad_row() -> None:
     source = PLAIN.replace("in messages", "in messages[::-1]")
-    assert found(source) == ["a</s>"]
     with pytest.raises(RowError, match=r"writes messages\[3\] inside an earlier turn"):
         found(source, [*CHAT, {"role": "assistant", "content": "b"}], [*LEARN, True])
 
@@ -289,6 +303,17 @@ def test_marks_locate_content_that_is_written_twice() -> None:
         "{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     assert found(source) == ["a</s>"]
+
+
+def test_a_function_that_no_template_has_is_said_once_and_no_row_is_blamed() -> None:
+    with pytest.raises(DataError, match=r"calls now\(\), .*strftime_now") as caught:
+        found("{{ now() }}" + PLAIN)
+    assert not isinstance(caught.value, RowError)
+
+
+def test_a_reason_that_a_template_gives_ends_without_its_full_stop() -> None:
+    with pytest.raises(RowError, match=r"refuses this conversation: No such role$"):
+        found(PLAIN + "{{ raise_exception('No such role.') }}")
 
 
 def test_empty_answer_written_differently_is_a_bad_row() -> None:

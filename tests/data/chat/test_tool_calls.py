@@ -35,6 +35,9 @@ CALL_TEXT = {
     + WRITTEN
     + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
     "harmony": f" to=functions.add<|channel|>commentary json<|message|>{WRITTEN}<|call|>",
+    "command": f'<|START_ACTION|>{{"name": "add", "parameters": {WRITTEN}}}<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+    "kimi": f"<|open|>call add<|sep|>{WRITTEN}<|close|>call<|sep|><|close|>message<|sep|><|end_of_msg|>",
+    "glm": f"<tool_call>add\n{WRITTEN}</tool_call><|observation|>",
 }
 ANSWER_TEXT = {
     "qwen3": "<think>\n\n</think>\n\nfour.<|im_end|>",
@@ -43,6 +46,9 @@ ANSWER_TEXT = {
     "hermes": "four.<|im_end|>",
     "deepseek": "four.<｜end▁of▁sentence｜>",
     "harmony": "<|channel|>final<|message|>four.<|return|>",
+    "command": "<|START_RESPONSE|>four.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    "kimi": "<|open|>response<|sep|>four.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>",
+    "glm": "four.<|user|>",
 }
 
 
@@ -140,7 +146,10 @@ def test_a_template_that_takes_one_call_a_turn_refuses_two(family: str) -> None:
             {
                 "messages": [
                     USER,
-                    {**CALLING, "tool_calls": [CALL, CALL | {"function": {"name": "sub", "arguments": {}}}]},
+                    {
+                        **CALLING,
+                        "tool_calls": [CALL, CALL | {"id": "call_2", "function": {"name": "sub", "arguments": {}}}],
+                    },
                 ]
             }
         ]
@@ -215,15 +224,18 @@ ARGUMENTS = st.dictionaries(TEXT, st.none() | st.integers() | TEXT | st.lists(TE
 def agents(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """A conversation with calls of any arguments, results and answers; some turns are switched off."""
 
-    def call() -> dict[str, Any]:
+    def call(number: int) -> dict[str, Any]:
         function = {"name": draw(st.sampled_from(["add", "user", "name", "a.b"])), "arguments": draw(ARGUMENTS)}
-        return {"id": draw(st.sampled_from(["call_1", "abcdefghi", "2"])), "type": "function", "function": function}
+        own = ["call_1", "abcdefghi"] if number else ["2", "call_2"]
+        return {"id": draw(st.sampled_from(own)), "type": "function", "function": function}
 
     messages: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(TEXT)})
         for _ in range(draw(st.integers(0, 2))):
-            calls = [call() for _ in range(1 if family in ("llama31", "harmony") else draw(st.integers(1, 2)))]
+            calls = [
+                call(number) for number in range(1 if family in ("llama31", "harmony") else draw(st.integers(1, 2)))
+            ]
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
             if family in ("qwen3", "deepseek"):
                 messages[-1]["content"] = draw(st.none() | TEXT)

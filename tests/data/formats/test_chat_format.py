@@ -145,7 +145,8 @@ NULLS = {"type": "object", "properties": {"city": {"type": "string"}, "date": No
 @pytest.mark.parametrize("as_text", [False, True])
 def test_nulls_of_a_table_are_no_values_and_nulls_of_a_json_string_are(as_text: bool) -> None:
     """JSONL that was written from a table has the nulls that Parquet has; a JSON string is what the user wrote."""
-    arguments, tools = {"city": "Paris", "date": None}, [{"type": "function", "function": {"parameters": NULLS}}]
+    arguments, function = {"city": "Paris", "date": None}, {"name": "weather", "parameters": NULLS}
+    tools = [{"type": "function", "function": function}]
     call = {"function": {"name": "weather", "arguments": json.dumps(arguments) if as_text else arguments}}
     row = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}],
@@ -155,6 +156,23 @@ def test_nulls_of_a_table_are_no_values_and_nulls_of_a_json_string_are(as_text: 
     learned = chat.messages[1]["tool_calls"][0]["function"]["arguments"]
     assert learned == (arguments if as_text else {"city": "Paris"})
     assert ("date" in chat.tools[0]["function"]["parameters"]["properties"]) is as_text
+
+
+@pytest.mark.parametrize("properties", [None, {"city": {}, "date": {}}])
+def test_a_null_that_a_tool_may_have_is_a_value(properties: dict | None) -> None:
+    arguments = {"city": "Paris", "date": None}
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    tools = properties and [{"name": "weather", "parameters": {"properties": properties}}]
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
+    (read,) = FORMATS["messages"].read(row, LearnConfig()).messages[1]["tool_calls"]
+    assert read["function"]["arguments"] == arguments
+
+
+def test_two_calls_of_a_turn_have_two_ids() -> None:
+    call = {"id": "c1", "function": {"name": "f", "arguments": {}}}
+    turn = {"role": "assistant", "tool_calls": [call, call]}
+    with pytest.raises(RowError, match=r"messages\[1\].tool_calls\[1\].id is 'c1'"):
+        FORMATS["messages"].read({"messages": [USER, turn]}, LearnConfig())
 
 
 def test_openai_s_older_names_are_read() -> None:

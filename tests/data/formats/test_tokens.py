@@ -17,6 +17,8 @@ from fxtune.data.formats.values import RowError
         ({"input_ids": [5, 6, 7]}, [True, True, True]),
         ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, [False, True, True]),
         ({"input_ids": [5, 6, 7], "assistant_masks": [1, 0, 1], "attention_mask": [1, 1, 1]}, [True, False, True]),
+        ({"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, [False, True, True]),
+        ({"input_ids": [5, 6, 7], "loss_mask": [False, True, True], "labels": [5, 6, -100]}, [False, True, False]),
     ],
 )
 def test_labels_and_masks_say_which_ids_are_learned(row: dict[str, Any], supervised: list[bool]) -> None:

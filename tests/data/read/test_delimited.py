@@ -2,11 +2,13 @@
 
 import csv
 
+import pytest
 from support.rows import places, values
 
 from fxtune.data.config import SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source
+from fxtune.errors import DataError
 
 
 def test_csv_cells_stay_text_and_rows_know_their_line(tmp_path):
@@ -27,3 +29,12 @@ def test_csv_cells_stay_text_and_rows_know_their_line(tmp_path):
     assert short.where.endswith("b.csv:3")
     assert "1 cells under a header of 2 columns" in short.error
     assert short.raw == ["only one"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [('{"text": "a, b"}\n{"text": "c"}\n', ".jsonl"), ('[{"text": "a"}]\n', ".json")]
+)
+def test_json_under_the_name_of_csv_is_named(tmp_path, text, kind):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=rf"a\.csv .*{kind}\.$"):
+        values(tmp_path / "a.csv")

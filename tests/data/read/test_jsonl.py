@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.rows import write_jsonl
+from support.rows import values, write_jsonl
 
 from fxtune.data.config import SourceConfig
 from fxtune.data.read import sources
@@ -86,3 +86,10 @@ def test_gzip_with_another_name_is_named(tmp_path):
     with pytest.raises(DataError, match="gzip") as caught:
         open_source(SourceConfig(path=str(path)))
     assert "a.jsonl.gz" in str(caught.value)
+
+
+def test_gzip_in_gzip_is_named(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(gzip.compress(b'{"text": "a"}\n')))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz .* twice"):
+        values(path)

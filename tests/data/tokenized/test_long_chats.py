@@ -7,7 +7,7 @@ import pytest
 from support.rows import write_jsonl
 
 from fxtune.data.batches.build import plan_training
-from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.config import DataConfig, OnLong, SourceConfig
 from fxtune.errors import DataError
 
 
@@ -49,6 +49,28 @@ def test_a_run_says_what_was_split_and_cut_and_its_batches_hold_whole_turns(tabl
     assert "1 of these were cut, because an answer with its question is longer than 200 tokens" in notes[1]
     assert f"{counts.lost_tokens:,} tokens left out ({counts.lost_supervised:,} supervised)" in notes[1]
     assert len(notes) == 2, "pieces of a chat are no copies"
+
+
+def test_chats_whose_answer_does_not_fit_are_said_to_be_unused(table_of, tmp_path):
+    rows = [long_chat(number, 1) for number in range(4)]
+    rows[0]["messages"][1]["content"] = "1, 2, 3, " * 200
+    table = table_of(write_jsonl(tmp_path / "a.jsonl", rows), sequence_length=200)
+    data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=200)
+    (note,) = plan_training([table], data, micro_batch_size=1, global_batch_size=2).notes()
+    assert "1 documents are not used" in note
+    assert "data.sequence_length" in note
+    assert len(table.by_group) == 3
+
+
+def test_answers_behind_a_cut_name_the_key_that_cuts(table_of, tmp_path):
+    rows = [long_chat(number, 12) for number in range(4)]
+    for turn in (turn for row in rows for turn in row["messages"][:-1]):
+        turn["train"] = False
+    table = table_of(write_jsonl(tmp_path / "a.jsonl", rows))
+    data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=100, on_long=OnLong.truncate)
+    with pytest.raises(DataError, match=r"4 documents are cut before their answers.*data\.on_long=split") as caught:
+        plan_training([table], data, micro_batch_size=1, global_batch_size=2)
+    assert " 0 " not in str(caught.value)
 
 
 def test_copies_of_a_long_chat_are_copies(table_of, tmp_path):

@@ -49,12 +49,12 @@ def test_error_names_the_first_bad_row_of_the_file(table_of, tmp_path, many_shar
 
 
 def test_cache_is_used_only_for_same_content_and_settings(table_of, tokenizer, tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", [{**numbered_chat(i), "text": "plain"} for i in range(9)])
+    path = write_jsonl(tmp_path / "a.jsonl", [{**numbered_chat(i), "text": "what is"} for i in range(9)])
     base = table_of(path)
     stamp = (base.folder / "ids.npy").stat().st_mtime_ns
     assert (
         table_of(
-            write_jsonl(tmp_path / "copy.jsonl", [{**numbered_chat(i), "text": "plain"} for i in range(9)])
+            write_jsonl(tmp_path / "copy.jsonl", [{**numbered_chat(i), "text": "what is"} for i in range(9)])
         ).folder
         == base.folder
     )
@@ -70,7 +70,7 @@ def test_cache_is_used_only_for_same_content_and_settings(table_of, tokenizer, t
         table_of(path, format="text").fingerprint,
     }
     assert table_of(path, columns={"text": "tag"}).fingerprint == base.fingerprint, "a chat has no text"
-    write_jsonl(path, [{**numbered_chat(i), "text": "plain"} for i in range(10)])
+    write_jsonl(path, [{**numbered_chat(i), "text": "what is"} for i in range(10)])
     seen.add(table_of(path).fingerprint)
     monkeypatch.setattr(tokenizer, "chat_template", TOKENIZE_TEMPLATE.replace("'\n'", "' '"))
     seen.add(table_of(path).fingerprint)

@@ -188,6 +188,12 @@ class RunBuilder:
             return
         epochs = plans[0].epoch(plans[0].steps)
         lora = self.techniques.lora
+        if from_base and lora.factored:
+            raise ConfigError(
+                f"model.adapter={self.config.model.adapter}: with techniques.lora.init={lora.init.value} the model "
+                f"without its adapter is not what training started from, which objective={objective.name} compares "
+                "with. Evaluate the run: fxtune eval RUN."
+            )
         which = Reference.base if from_base else objective.settle_reference(lora.enabled, epochs, lora.factored)
         self._compared, self._compared_documents = (plans if which is Reference.stored else ()), documents
         self._set(objective=replace(objective, reference=which))

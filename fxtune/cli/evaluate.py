@@ -71,11 +71,17 @@ def run(config: Config, trained: Path | None = None, trust_remote_code: bool = F
     a run does.
     """
     config.model.trust_remote_code |= trust_remote_code
-    data = config.data
+    notes, data = config.data.unasked(), replace(config.data, questions=config.data.applicable_questions())
+    config = replace(config, data=data)
     data.validate()
     if not (data.holds_out or data.questions.path):
         raise ConfigError(
-            "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
+            " ".join(
+                [
+                    *notes,
+                    "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path.",
+                ]
+            )
         )
     techniques = config.techniques if trained else _trained_techniques(config)
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
@@ -116,7 +122,7 @@ def run(config: Config, trained: Path | None = None, trust_remote_code: bool = F
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})
     name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
-    _show(config, name, list(builder.settled.notes), figures, plan, questions, answers)
+    _show(config, name, [*builder.settled.notes, *notes], figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):
         raise NumbersError(
             f"The loss of {name} is {figures['eval/loss']}: its weights are finite, but what it computes in "

@@ -123,12 +123,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     if alone and (seconds := seconds_here(decided, data.training, passes)):
         duration = format_seconds(seconds)
         yield f"the steps take about {duration} if these cores stay as free as now (a product was timed)"
-    settings = config.data
-    if settings.applicable_questions() is not settings.questions:
-        yield (
-            f"data.questions.path={settings.questions.path} belongs to data that ships with fxtune, which "
-            "data.sources does not name: no questions are asked. Name held-out chats of your own there."
-        )
+    yield from config.data.unasked()
     if data.evaluation:
         held = data.evaluation.summary()
         yield (

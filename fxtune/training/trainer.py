@@ -424,7 +424,11 @@ class Trainer:
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == self.schedule.last
             evaluate = self.end.evaluation_due(state.step, self.schedule)
-            save = self.end.begins_end(self.schedule, self.plan.full_steps) or last or _due(state.step, config.checkpoint.every)
+            save = (
+                self.end.begins_end(self.schedule, self.plan.full_steps)
+                or last
+                or _due(state.step, config.checkpoint.every)
+            )
             looks = state.step % config.train.log_every == 0 or self.end.looks(state.step)
             # A run may end with any evaluation that can stop it.
             self.line_due, self.lr = last or looks or (evaluate and config.train.stop.patience > 0), lr

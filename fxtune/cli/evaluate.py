@@ -76,12 +76,8 @@ def run(config: Config, trained: Path | None = None, trust_remote_code: bool = F
     data.validate()
     if not (data.holds_out or data.questions.path):
         raise ConfigError(
-            " ".join(
-                [
-                    *notes,
-                    "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path.",
-                ]
-            )
+            "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
+            + "".join(f" {note}" for note in notes)
         )
     techniques = config.techniques if trained else _trained_techniques(config)
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))

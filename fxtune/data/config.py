@@ -235,8 +235,9 @@ class DataConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a row has the prompt of a pair once. An undecided `auto` counts as false."""
-        return self.share_prompts is True
+        """Whether a row has the prompt of a pair once. An undecided `auto` counts as false, and unpacked rows have
+        whole documents."""
+        return self.share_prompts is True and self.packs
 
     @property
     def held_out_shares(self) -> tuple[float, ...]:

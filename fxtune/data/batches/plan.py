@@ -300,11 +300,7 @@ class Plan:
         portion = -(-positions // KEY_COUNTS)
         group = label = None
         if self.stream.is_grouped:
-            group, label = found.segment, np.full(len(found), np.nan, np.float32)
-            for at, table in enumerate(self.tables):
-                if table.labels is not None:
-                    own = found.source == at
-                    label[own] = table.labels[found.document[own]]
+            group, label = found.segment, self.stream.labels(found)
         return BatchSpec(
             found.source,
             found.start,

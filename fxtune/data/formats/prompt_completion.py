@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_turns, is_chat, require_answer
+from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_answer, add_prompt, is_chat, require_answer
 from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText
 from fxtune.data.formats.values import RowError, require_text
@@ -25,7 +25,7 @@ class PromptCompletionFormat(ChatFormat):
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         prompt, completion = row.get("prompt"), row.get("completion")
-        if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
             return super().read(row, learn, unused)
         if wrong := next((name for name in (VARIABLES, *COLUMNS) if row.get(name) and name not in unused), None):
             raise RowError(f"{wrong} is for chats, and this prompt is a text")
@@ -34,12 +34,12 @@ class PromptCompletionFormat(ChatFormat):
         return PlainText(prompt + completion, len(prompt))
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
-        """Lists of messages on both sides. No turn of the prompt is learned, not even the assistant's."""
+        """A list of messages on one side or both. No turn of the prompt is learned, not even the assistant's."""
         chat = Conversation()
-        add_turns(chat, row.get("prompt"), "prompt")
+        add_prompt(chat, row.get("prompt"))
         start = len(chat.messages)
         chat.train_flags = [False] * start
-        add_turns(chat, row.get("completion"), "completion")
+        add_answer(chat, row.get("completion"), "completion")
         if not any(message["role"] == "assistant" for message in chat.messages[start:]):
             raise RowError("no assistant turn in completion")
         return chat

@@ -71,13 +71,13 @@ class Lengths:
 
     epoch: int
     """Tokens of the documents in an epoch, as rows have them: the prompt of a pair counts once if it is shared."""
-    rows: float
-    """Rows of an epoch."""
     padded: int
     """With padding: the tokens of the rows of an epoch."""
     supervised_share: float
     attended: float
     """The mean over tokens of the length of the document that the token is in."""
+    rows: float = 0.0
+    """Rows of an epoch; 0: full ones."""
     steps: int | None = None
     """Steps of the run, where all of its data was counted."""
     epochs: float | None = None
@@ -101,8 +101,7 @@ class Lengths:
     def full_rows(tokens: int, config: Config) -> Lengths:
         """An epoch of `tokens` tokens: full rows of one document, every token supervised. A model that reads images
         has images of IMAGE_TOKENS tokens in IMAGE_SHARE of the tokens."""
-        each_row = config.data.mean_row_length()
-        lengths = Lengths(tokens, tokens / each_row, tokens, 1.0, each_row)
+        lengths = Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
         shape = _tower_shape(config)
         if shape is None:
             return lengths
@@ -191,10 +190,11 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
     used = lengths.epoch / lengths.padded if lengths else 1.0
     own = -(-train.global_batch_size // train.micro_batch_size // facts.degrees.data_ranks)
     row_tokens = train.global_batch_size * facts.row_length
-    steps = train.max_steps
+    steps, rows = train.max_steps, 0.0
     if lengths is not None:
+        rows = lengths.rows or lengths.padded / facts.row_length
         epochs = train.epochs or (None if train.max_steps else 1.0)
-        by_epochs = max(1, math.ceil(epochs * lengths.rows / train.global_batch_size)) if epochs else None
+        by_epochs = max(1, math.ceil(epochs * rows / train.global_batch_size)) if epochs else None
         steps = lengths.steps or min(limit for limit in (train.max_steps, by_epochs) if limit)
     # Not from the steps where the epochs limit them: the last step's room would make one epoch more than one.
     passes = train.epochs or 1.0
@@ -238,7 +238,7 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
         stored_bytes,
         own * tower,
         assumed.assumed,
-        list(few_steps(train, steps, lengths.rows)) if lengths else [],
+        list(few_steps(train, steps, rows)) if lengths else [],
     )
 
 
@@ -332,10 +332,10 @@ def count_tokens(config: Config) -> Lengths | str:
     padded = computed / (1 - summary["padding_share"])
     return Lengths(
         int(computed * scale),
-        summary["rows"] * scale,
         int(padded * scale),
         summary["supervised_tokens"] / computed,
         _attended(plan),
+        summary["rows"] * scale,
         None if sampled else summary["steps"],
         None if sampled else summary["epochs"],
         held_out if whole else int(held_out * scale),

@@ -64,5 +64,5 @@ def test_common_pairs_of_columns_are_prompt_and_completion(tmp_path, row, expect
 def test_a_list_of_rejected_answers_is_named_with_the_way_to_write_them(tmp_path):
     file = tmp_path / "pairs.jsonl"
     write_jsonl(file, [{"prompt": "two?", "chosen": "four", "rejected": ["five", "six"]}])
-    with pytest.raises(DataError, match="`rejected` is a list, .*a row for each answer"):
+    with pytest.raises(DataError, match=r"`rejected` is a list, .*a row for each answer"):
         open_source(SourceConfig(path=str(file))).format()

@@ -226,7 +226,7 @@ def test_a_judged_answer_is_shown_with_its_judgment(small, tmp_path):
     page = page_of(small)
     assert "group 0, judged bad: positions" in page
     assert "A run is refused: " in page
-    assert "Set objective=kto." in page
+    assert "Set objective=kto" in page
 
 
 def test_files_have_the_page_and_the_samples(small, tmp_path, tokenizer):

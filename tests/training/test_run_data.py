@@ -113,14 +113,13 @@ def test_refusals_are_the_same(cwd, kind, words, reason):
 
 
 def test_only_what_is_left_to_train_on_counts_as_good_and_bad(cwd):
-    rows = [judged(number, good=False) for number in range(60)]
+    rows = [judged(number, good=number % 2 == 0) for number in range(60)]
     write_jsonl(Path("rows.jsonl"), rows)
     words = [*WORDS, "objective=kto", "data.eval_fraction=0.2"]
-    held = RunBuilder(compose.load([*WORDS, "data.sources=[{path: rows.jsonl, unused: [label]}]", *words[-1:]]))
-    plan = held.read()[1].evaluation
-    held_out = {document for micro in range(plan.steps) for _, document in plan.documents(micro, 0)}
-    for number in held_out:
-        rows[number]["label"] = True
+    plan = RunBuilder(compose.load(words)).read()[1].evaluation
+    # Each answer is followed by its mismatched twin.
+    held_out = {document // 2 for step in range(plan.steps) for _, document in plan.documents(step, 0)}
+    rows = [{**row, "label": number in held_out} for number, row in enumerate(rows)]
     write_jsonl(Path("rows.jsonl"), rows)
     found = [refused(words) for refused in (in_preview, in_plan, in_run)]
     assert "answers to train on are bad by their `label`" in str(found[0])

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.cli.run_output import OutputKind, find_output
+from fxtune.cli.run_output import OutputKind, find_output, is_checkpoint
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.data.batches.build import prepare_evaluation
@@ -31,6 +31,7 @@ from fxtune.models import load as models
 from fxtune.settle.images import image_processor
 from fxtune.system import console
 from fxtune.system.oom import RowsPerPass, out_of_memory_message
+from fxtune.techniques.lora.trained_tokens import ids_of_adapter
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
@@ -51,10 +52,10 @@ def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[
         )
     # The run may have divided its weights over more ranks than there are here.
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
-    if found.kind is OutputKind.checkpoint:
+    compares = config.objective.needs.reference and config.data.holds_out
+    if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):
         return run(config, found.folder)
-    from_base = config.techniques.lora.enabled and not config.model.adapter
-    if config.objective.needs.reference and config.data.holds_out and not from_base:
+    if compares:
         raise ConfigError(
             f"{found.folder}: objective={config.objective.name} compares the model with what its run started from, "
             f"which this folder does not hold. Evaluate a checkpoint: fxtune eval {found.run.name}/step-N."
@@ -62,20 +63,23 @@ def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[
     return run(replace(config, model=models.starting_from(config.model, found.folder)))
 
 
-def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Print and return the figures by metric name. `checkpoint`: weights of a run of this config.
+def run(config: Config, trained: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Print and return the figures by metric name. `trained`: a checkpoint or an adapter of a run of this config,
+    whose weights replace those that the run starts from, its reference.
 
     Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as
     a run does.
     """
     config.model.trust_remote_code |= trust_remote_code
-    data = config.data
+    notes, data = config.data.unasked(), replace(config.data, questions=config.data.applicable_questions())
+    config = replace(config, data=data)
     data.validate()
     if not (data.holds_out or data.questions.path):
         raise ConfigError(
             "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
+            + "".join(f" {note}" for note in notes)
         )
-    techniques = config.techniques if checkpoint else _trained_techniques(config)
+    techniques = config.techniques if trained else _trained_techniques(config)
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
     world = builder.world
     tokenizer = world.main_first(
@@ -89,10 +93,14 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     if data.questions.path and world.main:
         questions = load_questions(data, tokenizer, images)
     if plan is not None:
-        builder.compare_on([plan], from_base=checkpoint is None and techniques.lora.enabled)
+        builder.compare_on([plan], from_base=trained is None and techniques.lora.enabled)
+    if trained is not None and not is_checkpoint(trained):
+        builder.special_tokens = ids_of_adapter(str(trained))  # as techniques.lora.train_tokens=auto chose them
     language_model, _ = builder.proven_model()
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, language_model.model)
+    if trained is not None and is_checkpoint(trained):
+        load_checkpoint(trained, language_model.model)
+    elif trained is not None:
+        builder.techniques.lora.start_from(language_model.prepared, str(trained))
 
     def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
         return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
@@ -109,8 +117,8 @@ def run(config: Config, checkpoint: Path | None = None, trust_remote_code: bool 
     if questions:
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})
-    name = str(checkpoint or config.model.adapter or config.model.path or "a model of random weights")
-    _show(config, name, list(builder.settled.notes), figures, plan, questions, answers)
+    name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
+    _show(config, name, [*builder.settled.notes, *notes], figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):
         raise NumbersError(
             f"The loss of {name} is {figures['eval/loss']}: its weights are finite, but what it computes in "

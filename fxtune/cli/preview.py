@@ -25,9 +25,7 @@ from rich.text import Text
 from fxtune.cli.options import require_writable, write_json, write_text
 from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX
-from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import DocumentSlice, Plan
-from fxtune.data.config import DataConfig
 from fxtune.data.formats.values import RowError
 from fxtune.data.images.decode import decode
 from fxtune.data.images.placed import PlacedImage, without
@@ -47,6 +45,7 @@ from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.estimate.traffic import step_traffic
+from fxtune.training.run_data import data_notes, run_data
 from fxtune.training.run_forecast import micro_batch_images, seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -124,28 +123,10 @@ def run(
     tokenizer = load_tokenizer(config.model)
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.strict)
     settled = settle(config, machine, checks=False)
-    refusals: list[str] = []
-
-    def accept(
-        tables: list[TokenTable], held_out: list[TokenTable], data: DataConfig
-    ) -> tuple[list[TokenTable], list[TokenTable]]:
-        """Show what the files hold, also where the objective learns from something else."""
-        refusals.extend(config.objective.needs.row_refusals(config.objective.name, [*tables, *held_out]))
-        return tables, held_out
-
+    # What the files hold is shown, also where a run is refused.
+    refusals = settled.refusals()
     images = image_processor(config.model, settled.config.data, tokenizer, settled.hf_config)
-    data = prepare_data(
-        settled.config.data,
-        tokenizer,
-        images=images,
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=config.train.global_batch_size,
-        max_steps=config.train.max_steps,
-        epochs=config.train.epochs,
-        ramp=config.train.batch_ramp,
-        seed=config.run.seed,
-        accept=accept,
-    )
+    data = run_data(settled.config, tokenizer, images, refusals.append)
     settled = settled.with_images(data.training.epoch_images()[1])
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     rows = list(shown_rows(data.training))
@@ -154,7 +135,7 @@ def run(
     print_lengths(data.tables, console)
     print_forecast(settled.facts, data.training, console)
     summary = data.training.summary()
-    notes = [*settled.notes, *data.training.notes(), *few_steps(config.train, summary["steps"], summary["rows"])]
+    notes = [*settled.notes, *data_notes(config, data), *few_steps(config.train, summary["steps"], summary["rows"])]
     if data.evaluation:
         held = data.evaluation.summary()
         supervised = f"{held['supervised_tokens']:,} supervised tokens"
@@ -517,7 +498,9 @@ def _heading(plan: Plan, piece: DocumentSlice, positions: list[int]) -> Text:
     if table.labels is not None:
         label = float(table.labels[piece.document])
         judged = f", judged {'good' if label else 'bad'}" if table.format.answers else f", label {label:g}"
-        title += f", group {piece.group}" + ("" if math.isnan(label) else judged)
+        if math.isnan(label):
+            judged = ", the mismatched answer of objective=kto" if len(table.format.answers) == 1 else ""
+        title += f", group {piece.group}{judged}"
     return Text(f"{title}: positions {positions[0]:,}-{positions[-1]:,}", NOTE)
 
 

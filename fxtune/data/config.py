@@ -235,8 +235,9 @@ class DataConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a row has the prompt of a pair once. An undecided `auto` counts as false."""
-        return self.share_prompts is True
+        """Whether a row has the prompt of a pair once. An undecided `auto` counts as false, and unpacked rows have
+        whole documents."""
+        return self.share_prompts is True and self.packs
 
     @property
     def held_out_shares(self) -> tuple[float, ...]:
@@ -260,6 +261,15 @@ class DataConfig:
         shipped = any(source.path.startswith("builtin:") for source in self.sources)
         foreign = (self.questions.path or "").startswith("builtin:") and not shipped
         return replace(self.questions, path=None) if foreign else self.questions
+
+    def unasked(self) -> list[str]:
+        """A line if applicable_questions() leaves the questions out."""
+        if self.applicable_questions() is self.questions:
+            return []
+        return [
+            f"data.questions.path={self.questions.path} belongs to data that ships with fxtune, which data.sources "
+            "does not name: no questions are asked. Name held-out chats of your own there."
+        ]
 
     def row_lengths(self) -> tuple[int, ...]:
         """The lengths that rows can have, ascending; empty if any length is possible.

@@ -77,6 +77,15 @@ class Objective:
         """Yield each reason, with its key, why this objective cannot run on ranks of these degrees."""
         yield from self.needs.refusals(self.name, degrees)
 
+    def plan_refusals(self, plan: Plan) -> Iterator[str]:
+        """Yield each reason why nothing can be learned from the documents of a training plan: as accept(), which sees
+        the held-out documents, too."""
+        yield from ()
+
+    def plan_notes(self, plan: Plan) -> Iterator[str]:
+        """Yield a line on each property of the documents of a training plan that a user should know."""
+        yield from ()
+
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
     ) -> tuple[list[TokenTable], list[TokenTable]]:

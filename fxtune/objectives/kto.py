@@ -12,13 +12,14 @@ train.micro_batch_size. A mismatched answer is this row's prompt with another ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, OnLong
 from fxtune.data.tokenized.mismatched import with_mismatched
 from fxtune.data.tokenized.table import TokenTable
@@ -27,6 +28,15 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, same_label_refusals
 from fxtune.objectives.preferences import GroupLosses, GroupObjective
 from fxtune.objectives.reference import WithReference
+
+MOST_GOOD = 4 / 3
+"""Weight times number of good answers, over the same of bad ones: at most this in the paper, at least 1."""
+
+
+def _judgments(plan: Plan) -> tuple[int, int]:
+    """How many good and how many bad answers the plan trains on."""
+    labels = plan.stream.labels()
+    return int((labels > 0).sum()), int((labels <= 0).sum())
 
 
 @dataclass
@@ -56,6 +66,36 @@ class KTO(GroupObjective, WithReference):
         longest = data.sequence_length if data.on_long is OnLong.truncate else None
         made = [[with_mismatched(table, longest, data.packs) for table in side] for side in (tables, held_out)]
         return made[0], made[1]
+
+    def plan_refusals(self, plan: Plan) -> Iterator[str]:
+        good, bad = _judgments(plan)
+        if good and bad:
+            return
+        held_out = (
+            f"data.eval_fraction={plan.stream.settings.share(0):g} holds out"
+            if any(counts.other_side for counts in plan.stream.counts)
+            else "data.on_long and data.dedup leave out"
+        )
+        yield (
+            f"{', '.join(table.name for table in plan.tables)}: all {good + bad:,} answers to train on are "
+            f"{'good' if good else 'bad'} by their `label`, and objective={self.name} learns from good and bad ones: "
+            f"{held_out} the others. Change it, or add rows."
+        )
+
+    def plan_notes(self, plan: Plan) -> Iterator[str]:
+        good, bad = _judgments(plan)
+        if not good or not bad:
+            return
+        share = self.desirable_weight * good / (self.undesirable_weight * bad)
+        if 1 / (2 * MOST_GOOD) <= share <= 2 * MOST_GOOD:
+            return
+        key, weight = "undesirable_weight", self.desirable_weight * good / bad
+        if good < bad:
+            key, weight = "desirable_weight", self.undesirable_weight * bad / good
+        yield (
+            f"objective={self.name}: {good:,} good and {bad:,} bad answers; with their weights the good ones count "
+            f"{share:.3g} times as much as the bad ones (1 to 4/3 in the paper): objective.{key}={weight:.3g}."
+        )
 
     def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         ratios = batch.document_sums(model.log_probs(batch) - model.reference_log_probs(batch))

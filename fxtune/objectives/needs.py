@@ -62,7 +62,9 @@ class Needs:
                 why = "would learn good and bad answers alike" if ignores else f"needs {self._fitting_rows()}"
                 yield (
                     f"{table.name}: its rows are preferences ({table.format.name}), and objective={name} {why}. Set "
-                    f"objective={learned_by(table.format)}."
+                    f"objective={learned_by(table.format)}"
+                    + "; or, if `label` judges no answer, the source's `unused: [label]`." * has_one_answer
+                    + "." * (not has_one_answer)
                 )
             elif len(wrong_sizes) and most == 1:
                 yield (

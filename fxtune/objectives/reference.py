@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from fxtune.errors import ConfigError
 from fxtune.objectives.base import Objective
 from fxtune.objectives.needs import Needs
 
@@ -44,21 +44,22 @@ class WithReference(Objective):
         own = super().forward_passes
         return own if self.reference is Reference.stored else 2 * own + 1
 
-    def settle_reference(self, adapters: bool, epochs: float, factored: bool = False) -> Reference:
-        """The reference of a run. `adapters`: whether adapters are trained; `factored`: whether their start holds a
-        part of the base. Raises ConfigError for a reference that the run does not have."""
+    def settle_reference(self, adapters: bool, epochs: float) -> Reference:
+        """The reference of a run. `adapters`: whether adapters are trained."""
         if self.reference is Reference.auto:
-            if not adapters or epochs > 1:
-                return Reference.stored
-            return Reference.start
-        if not adapters and self.reference is not Reference.stored:
-            raise ConfigError(
+            return Reference.stored if not adapters or epochs > 1 else Reference.start
+        return self.reference
+
+    def reference_refusals(self, adapters: bool, factored: bool) -> Iterator[str]:
+        """Yield why the run does not have this reference. `factored`: whether the start of its adapters holds a part
+        of the base."""
+        if not adapters and self.reference not in (Reference.auto, Reference.stored):
+            yield (
                 f"objective.reference={self.reference.value}: full fine-tuning has no adapters to switch off, and a "
                 "second copy of all weights would take too much memory. Set objective.reference=stored (or auto)."
             )
-        if factored and self.reference is Reference.base:
-            raise ConfigError(
+        if adapters and factored and self.reference is Reference.base:
+            yield (
                 "objective.reference=base: techniques.lora.init moves a part of the base's weights into the adapters, "
                 "so the model without them is not the one that training starts from. Set objective.reference=start."
             )
-        return self.reference

@@ -10,15 +10,24 @@ large (Touvron et al., arXiv:2307.09288).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.plan import Plan
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.preferences import Answers, GroupLosses, GroupObjective, is_first_of_pair, pair_metrics
+
+
+def _margins(plan: Plan) -> np.ndarray:
+    """The margin of each pair, float32 [pairs]; NaN without labels."""
+    labels = plan.stream.labels().reshape(-1, 2)
+    return np.asarray(labels[:, 0] - labels[:, 1])
 
 
 @dataclass
@@ -29,6 +38,23 @@ class Reward(GroupObjective):
     margin: bool = False
     """Whether the chosen reward must win by the difference of the pair's labels (`margin` of a row, or `score_chosen`
     minus `score_rejected`). A pair without labels has margin 0."""
+
+    def plan_refusals(self, plan: Plan) -> Iterator[str]:
+        if self.margin and np.isnan(_margins(plan)).all():
+            yield (
+                "objective.margin: no pair has a `margin`, or `score_chosen` and `score_rejected`, so it would change "
+                "nothing. Add them to the rows, or set it to false."
+            )
+
+    def plan_notes(self, plan: Plan) -> Iterator[str]:
+        margins = _margins(plan) if self.margin else np.zeros(0)
+        if low := int((margins <= 0).sum()):
+            yield (
+                f"objective.margin: {low:,} of {len(margins):,} pairs have a margin of 0 or below: they ask for no "
+                "lead of the chosen answer, or for a lead of the rejected one. Are the scores of the two exchanged?"
+            )
+        if without := int(np.isnan(margins).sum()):
+            yield f"objective.margin: {without:,} of {len(margins):,} pairs have no labels, and so a margin of 0."
 
     def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         rewards = Answers.of(model.scores(batch))

@@ -9,6 +9,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.structure import skeleton, towers
+from fxtune.objectives.reference import WithReference
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import in_backward
 from fxtune.settle.rows import why_whole
@@ -23,7 +24,9 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from in_backward.refusals(config, facts)
     yield from _scores(config, facts)
     yield from _images(config, facts)
-    if config.data.shares_prompts and (why := why_whole(config, facts)):
+    if isinstance(config.objective, WithReference):
+        yield from config.objective.reference_refusals(config.techniques.lora.enabled, config.techniques.lora.factored)
+    if config.data.share_prompts is True and (why := why_whole(config, facts)):
         yield (
             f"data.share_prompts: true, but {why}. Set it to auto. A run that was started with shared prompts goes on "
             "only where they can be shared."

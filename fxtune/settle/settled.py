@@ -72,6 +72,15 @@ class Settled:
         notes = (*(line for line in self.notes if _topic(line) not in topics), *new)
         return replace(self, techniques=techniques, facts=replace(facts, techniques=techniques), notes=notes)
 
+    def refusals(self) -> list[str]:
+        """Why a run is refused here, for a caller that told settle() not to check; empty if it is not."""
+        facts = replace(self.facts, techniques=self.config.techniques)
+        try:
+            self.config.techniques.resolved(facts, list(refusals(self.config, facts)))
+        except ConfigError as error:
+            return [str(error)]
+        return []
+
     def without_determinism(self, operator: str) -> Settled:
         """This with the fastest kernels, because `operator` of torch has no deterministic one."""
         line = determinism.line(f"torch has no deterministic kernel for {operator}")

@@ -390,7 +390,10 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
             f"  {evidence.technique}: asked for {evidence.asked}; seen: {evidence.observed}" for evidence in idle
         ]
         keys = (evidence.key or evidence.technique for evidence in idle)
-        changes = dict.fromkeys(f"techniques.{key}{'=off' if '.' in key else '.enabled=false'}" for key in keys)
+        off = {"lora.train_tokens": "=null"}  # other options are switches
+        changes = dict.fromkeys(
+            f"techniques.{key}{off.get(key, '=off') if '.' in key else '.enabled=false'}" for key in keys
+        )
         by_proof = {ISOLATED: "data.packing=false", SHARES_PROMPT: "data.share_prompts=false"}
         change = next(
             (by_proof[evidence.asked] for evidence in idle if evidence.asked in by_proof), ", ".join(changes)

@@ -20,7 +20,7 @@ from torch import nn
 from fxtune.checkpoint import folder as checkpoint_folder
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config, OutOfMemory
-from fxtune.data.batches.build import PreparedData, prepare_data
+from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, template_time_now
@@ -69,6 +69,7 @@ from fxtune.training import in_backward, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.resume_check import ResumeCheck
+from fxtune.training.run_data import run_data
 from fxtune.training.step import TrainStep
 from fxtune.training.stored_reference import store_reference
 
@@ -143,19 +144,12 @@ class RunBuilder:
             image_processor, config.model, config.data, tokenizer, self.settled.hf_config, self.facts.dtype
         )
         prepare = partial(
-            prepare_data,
-            config.data,
+            run_data,
+            config,
             tokenizer,
-            images=self.world.main_first(read_images, "waiting for the processor"),
-            micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.global_batch_size,
-            max_steps=config.train.max_steps,
-            epochs=config.train.epochs,
-            ramp=config.train.batch_ramp,
-            seed=config.run.seed,
+            self.world.main_first(read_images, "waiting for the processor"),
             quarantine=quarantine if self.world.main else None,
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
-            accept=config.objective.accept,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
         self.settled = self.settled.with_images(data.training.epoch_images()[1], not self.keeps_decisions)
@@ -188,7 +182,13 @@ class RunBuilder:
             return
         epochs = plans[0].epoch(plans[0].steps)
         lora = self.techniques.lora
-        which = Reference.base if from_base else objective.settle_reference(lora.enabled, epochs, lora.factored)
+        if from_base and lora.factored:
+            raise ConfigError(
+                f"model.adapter={self.config.model.adapter}: with techniques.lora.init={lora.init.value} the model "
+                f"without its adapter is not what training started from, which objective={objective.name} compares "
+                "with. Evaluate the run: fxtune eval RUN."
+            )
+        which = Reference.base if from_base else objective.settle_reference(lora.enabled, epochs)
         self._compared, self._compared_documents = (plans if which is Reference.stored else ()), documents
         self._set(objective=replace(objective, reference=which))
         self.settled = self.settled.noting(f"reference: {which.describe()}")

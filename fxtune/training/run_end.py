@@ -27,7 +27,7 @@ from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, StopMetric
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.optim.schedule import Schedule
+from fxtune.optim.schedule import EXTENDABLE, Schedule
 from fxtune.training.run_clock import RunClock
 
 FINISH = "finish"
@@ -133,9 +133,11 @@ class RunEnd:
             ending["since"] = ending.get("since", 0) + 1
         return save
 
-    def begins_decay(self, schedule: Schedule) -> bool:
-        """Whether the decay that was planned from the start begins now. Its checkpoint is then due, and kept."""
-        begins = schedule.branches and 0 < self.state.step == schedule.decay_start < schedule.steps
+    def begins_end(self, schedule: Schedule, full_steps: int) -> bool:
+        """Whether a longer run would go on otherwise from here, because the planned decay or a short last step begins.
+        The checkpoint is then due, and kept. `full_steps`: the run's steps without a short last step."""
+        origin = min(schedule.decay_start, full_steps)
+        begins = schedule.config.name in EXTENDABLE and 0 < self.state.step == origin < schedule.steps
         if begins:
             self.state.branch_step = self.state.step
         return begins

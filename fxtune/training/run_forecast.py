@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from fxtune.config.root import Config
-from fxtune.data.batches.build import prepare_data
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
@@ -48,6 +47,7 @@ from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training import oom_advice
 from fxtune.training.oom_advice import Change, MemoryPhase
+from fxtune.training.run_data import run_data
 from fxtune.training.step_count import few_steps
 
 WHOLE_BYTES = 16 << 20
@@ -76,6 +76,12 @@ class Lengths:
     supervised_share: float
     attended: float
     """The mean over tokens of the length of the document that the token is in."""
+    rows: float = 0.0
+    """Rows of an epoch; 0: full ones."""
+    steps: int | None = None
+    """Steps of the run, where all of its data was counted."""
+    epochs: float | None = None
+    """The epochs of these steps."""
     held_out: int = 0
     """Tokens of the held-out documents."""
     whole: float = 1.0
@@ -184,14 +190,17 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
     used = lengths.epoch / lengths.padded if lengths else 1.0
     own = -(-train.global_batch_size // train.micro_batch_size // facts.degrees.data_ranks)
     row_tokens = train.global_batch_size * facts.row_length
-    steps = train.max_steps
+    steps, rows = train.max_steps, 0.0
     if lengths is not None:
+        rows = lengths.rows or lengths.padded / facts.row_length
         epochs = train.epochs or (None if train.max_steps else 1.0)
-        by_epochs = max(1, round(epochs * lengths.padded / row_tokens)) if epochs else None
-        steps = min(limit for limit in (train.max_steps, by_epochs) if limit)
+        by_epochs = max(1, math.ceil(epochs * rows / train.global_batch_size)) if epochs else None
+        steps = lengths.steps or min(limit for limit in (train.max_steps, by_epochs) if limit)
     # Not from the steps where the epochs limit them: the last step's room would make one epoch more than one.
     passes = train.epochs or 1.0
-    if lengths and steps and steps == train.max_steps:
+    if lengths and lengths.epochs:
+        passes = lengths.epochs
+    elif lengths and steps and steps == train.max_steps:
         passes = min(steps * row_tokens / lengths.padded, train.epochs or math.inf)
     objective = _compared(config, passes)
     micro = micro_batch_seconds(facts, plan, supervised, attended, objective.forward_passes, images)
@@ -229,7 +238,7 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
         stored_bytes,
         own * tower,
         assumed.assumed,
-        list(few_steps(train, steps, lengths.padded / facts.row_length)) if lengths else [],
+        list(few_steps(train, steps, rows)) if lengths else [],
     )
 
 
@@ -299,7 +308,7 @@ def with_lengths(config: Config, card: MachineFacts, tokens: float | None) -> tu
     if tokens is not None or no_tokenizer:
         return config, "The tokenizer is not here." if tokens is None else Lengths.full_rows(int(tokens), config)
     decided, _, _ = decide_rows(config, card, load_config(model, config.objective.needs.head))
-    return config, count_tokens(replace(config, data=replace(config.data, share_prompts=decided.share_prompts)))
+    return config, count_tokens(replace(config, data=decided))
 
 
 def count_tokens(config: Config) -> Lengths | str:
@@ -309,19 +318,12 @@ def count_tokens(config: Config) -> Lengths | str:
     for source in [*config.data.sources, *config.data.eval_sources]:
         if reason := missing_reason(source, cache):
             return reason
-    with _small(replace(config.data, length_schedule=[])) as (data, scale, sampled):
+    with _small(config.data) as (data, scale, sampled):
         tokenizer = load_tokenizer(config.model)
-        prepared = prepare_data(
-            data,
-            tokenizer,
-            images=image_processor(config.model, data, tokenizer),
-            micro_batch_size=1,
-            global_batch_size=1,
-            epochs=1,
-            seed=config.run.seed,
-            progress=False,
-            accept=config.objective.accept,
-        )
+        images_here = image_processor(config.model, data, tokenizer)
+        data = replace(data, length_schedule=[]) if sampled else data
+        counted = replace(config, data=data)
+        prepared = run_data(counted, tokenizer, images_here, complete=not sampled, progress=False)
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
     images, fullest = _epoch_images(_tower_shape(config), plan)
@@ -333,6 +335,9 @@ def count_tokens(config: Config) -> Lengths | str:
         int(padded * scale),
         summary["supervised_tokens"] / computed,
         _attended(plan),
+        summary["rows"] * scale,
+        None if sampled else summary["steps"],
+        None if sampled else summary["epochs"],
         held_out if whole else int(held_out * scale),
         summary["tokens"] / computed,
         sampled,

@@ -20,6 +20,7 @@ from fxtune.tracking.display import Display
 from fxtune.tracking.tracker import Tracker
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
+from fxtune.training.run_data import data_notes
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -111,7 +112,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     yield from config.techniques.ignored_options()
     yield from unread_warnings(config)
     yield from builder.settled.notes
-    yield from data.training.notes()
+    yield from data_notes(config, data)
     summary = data.training.summary()
     yield (
         f"{summary['steps']} steps of {data.training.step_rows}, {summary['epochs']:.2f} epochs; "
@@ -123,12 +124,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     if alone and (seconds := seconds_here(decided, data.training, passes)):
         duration = format_seconds(seconds)
         yield f"the steps take about {duration} if these cores stay as free as now (a product was timed)"
-    settings = config.data
-    if settings.applicable_questions() is not settings.questions:
-        yield (
-            f"data.questions.path={settings.questions.path} belongs to data that ships with fxtune, which "
-            "data.sources does not name: no questions are asked. Name held-out chats of your own there."
-        )
+    yield from config.data.unasked()
     if data.evaluation:
         held = data.evaluation.summary()
         yield (

@@ -336,7 +336,7 @@ class Trainer:
 
     def _extended(self, before: Schedule, new: Schedule) -> Schedule:
         """The schedule `before` extended to the steps of `new`, the schedule of a new run. Restores the weights from
-        before the decay if the learning rate has decayed."""
+        before the decay if the learning rate has decayed, or from before a short last step."""
         state, steps = self.state, self.plan.steps
         if steps <= before.planned:
             raise ConfigError(
@@ -344,18 +344,23 @@ class Trainer:
                 f"ask for {steps}. A run can be extended, not shortened: raise these keys, or put them back."
             )
         origin: TrainState | None = state
-        if before.branches and state.step > before.decay_start:
+        decayed = before.branches and state.step > before.decay_start
+        # The rows of the shorter run may not have filled its last step.
+        learned = self.plan.epoch(state.step - before.dropped)
+        was_short = state.step == before.last and state.figures.get("train/epoch", learned) != learned
+        before_what = "the decay" if decayed else "the short last step"
+        if decayed or was_short:
             origin = self.run_state.go_back(state.branch_step) if state.branch_step else None
         if origin is None:
             raise ConfigError(
-                f"{self.folder.path} cannot be extended: its learning rate has decayed, and the checkpoint from "
-                "before the decay is missing. Start another run from its weights (model.adapter, or model.path)."
+                f"{self.folder.path} cannot be extended: the checkpoint from before {before_what} is missing. Start "
+                "another run from its weights (model.adapter, or model.path)."
             )
         data_steps = origin.step - origin.schedule.get("dropped", 0)
         schedule = self.end.extend(before, steps, data_steps)
         text = f"Extending {self.folder.path} from {before.planned} to {steps} steps"
         if schedule.dropped > before.dropped:
-            text += f". It goes on from its weights before the decay, after {data_steps} steps of the data"
+            text += f". It goes on from its weights before {before_what}, after {data_steps} steps of the data"
         if (warmup := schedule.warmup) != new.warmup:
             text += (
                 f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
@@ -419,7 +424,11 @@ class Trainer:
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
             last = state.step == self.schedule.last
             evaluate = self.end.evaluation_due(state.step, self.schedule)
-            save = self.end.begins_decay(self.schedule) or last or _due(state.step, config.checkpoint.every)
+            save = (
+                self.end.begins_end(self.schedule, self.plan.full_steps)
+                or last
+                or _due(state.step, config.checkpoint.every)
+            )
             looks = state.step % config.train.log_every == 0 or self.end.looks(state.step)
             # A run may end with any evaluation that can stop it.
             self.line_due, self.lr = last or looks or (evaluate and config.train.stop.patience > 0), lr

@@ -132,6 +132,15 @@ def test_without_held_out_data_there_is_nothing_to_evaluate(small, cwd):
         evaluate.run(small)
 
 
+def test_shipped_questions_are_asked_of_shipped_data_only(small, cwd, capsys):
+    small.data.questions = QuestionsConfig(path="builtin:quickstart_test")
+    with pytest.raises(ConfigError, match="no questions are asked"):
+        evaluate.run(small)
+    small.data.eval_fraction = 0.2
+    assert not [name for name in evaluate.run(small) if name.startswith("questions/")]
+    assert "no questions are asked" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_quantized_base_is_evaluated_as_stored(small, cwd):
     small.data.eval_fraction = 0.2

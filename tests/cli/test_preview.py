@@ -16,6 +16,7 @@ from support.processors import processor, write_model, write_picture_rows
 from fxtune.cli import preview
 from fxtune.cli.main import main
 from fxtune.cli.preview import TokenTexts
+from fxtune.data.batches.build import prepare_data
 from fxtune.data.config import MixConfig, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.errors import StorageError
@@ -89,7 +90,7 @@ def test_boundaries_padding_and_statistics_are_those_of_the_plan(small, tmp_path
     for count, _ in rows:
         if int(count) > 3:
             assert f"… {int(count) - 3} more of this row's documents" in page
-    plan = preview.prepare_data(
+    plan = prepare_data(
         small.data, load_tokenizer(small.model), micro_batch_size=4, global_batch_size=8, max_steps=6, epochs=100
     ).training
     summary = plan.summary()
@@ -225,7 +226,7 @@ def test_a_judged_answer_is_shown_with_its_judgment(small, tmp_path):
     page = page_of(small)
     assert "group 0, judged bad: positions" in page
     assert "A run is refused: " in page
-    assert "Set objective=kto." in page
+    assert "Set objective=kto" in page
 
 
 def test_files_have_the_page_and_the_samples(small, tmp_path, tokenizer):

@@ -59,7 +59,7 @@ def decided_for_pairs(objective=DPO, family: str = "llama", device: str = "cpu",
     here = CPU.facts()
     machine = here if device == "cpu" else replace(here, device="cuda", capability=(9, 0), device_name="H200")
     chosen, notes, facts = decide_rows(config, machine, load_config(config.model))
-    assert facts.shares_prompts is chosen.share_prompts
+    assert facts.shares_prompts is chosen.shares_prompts
     return chosen.share_prompts, notes, list(refusals(replace(config, data=chosen), facts))
 
 

@@ -352,6 +352,27 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     assert train.run(with_steps(stopping, 12)) == result, "a refused command changes nothing"
 
 
+def test_extended_run_takes_a_short_last_step_again_with_all_of_its_rows(stopping, cwd):
+    stopping.train.stop.patience, stopping.train.eval_share, stopping.train.eval_every = 0, None, 0
+    stopping.data.eval_sources, stopping.schedule.name = [], ScheduleName.constant
+    stopping.train.max_steps, stopping.schedule.warmup_steps, stopping.run.export = None, 1, Export.last
+    stopping.run.dir, stopping.train.epochs = "long", 2.0
+    long = train.run(stopping)
+    stopping.run.dir, stopping.train.epochs = "run", 0.9  # 43 rows in steps of 8
+    train.run(stopping)
+    stopping.train.epochs = 2.0
+    result = train.run(stopping)
+    assert result["train/step"] == long["train/step"] + 1
+    assert same(exported("run"), exported("long"))
+    # A run of one short step has no checkpoint from before it.
+    stopping.run.dir, stopping.train.epochs = "one", 1.0
+    stopping.train.micro_batch_size = stopping.train.global_batch_size = 128
+    assert train.run(stopping)["train/step"] == 1
+    stopping.train.epochs = 4.0
+    with pytest.raises(ConfigError, match="before the short last step is missing"):
+        train.run(stopping)
+
+
 def with_steps(config: Config, steps: int) -> Config:
     config.train.max_steps = steps
     return config

@@ -153,12 +153,22 @@ def reward_margin(output: str) -> float:
     return of_output(output)["eval/reward_margin"]
 
 
-def test_evaluation_of_an_export_compares_with_the_base():
-    train("run")
+@pytest.mark.parametrize("word", ["", "techniques.lora.init=pissa", "model.adapter=sft/adapter"])
+def test_evaluation_of_an_export_compares_with_the_start_of_its_run(word):
+    if "sft" in word:
+        train("sft", "train.max_steps=1")
+    train("run", *filter(None, [word]))
     wanted = json.loads(Path("run/result.json").read_text())["eval/reward_margin"]
     assert wanted > 0.1
-    assert reward_margin("run") == pytest.approx(wanted, rel=1e-4)
-    assert reward_margin("run/adapter") == pytest.approx(wanted, rel=1e-4)
+    for output in ("run", "run/adapter", "run/checkpoints/step-00000004"):
+        assert reward_margin(output) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_evaluation_never_compares_with_a_base_without_its_factored_part(capsys):
+    train("pissa", "techniques.lora.init=pissa", "train.max_steps=1")
+    words = [*WORDS, "techniques.lora.init=pissa", "model.adapter=pissa/adapter"]
+    assert main(["eval", *words]) == 2
+    assert "fxtune eval RUN" in capsys.readouterr().err
 
 
 def test_evaluation_of_an_export_without_its_start_names_the_checkpoints():

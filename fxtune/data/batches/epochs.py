@@ -263,6 +263,16 @@ class EpochStream(RowSequence):
             used.append(chosen)
         return used
 
+    def labels(self, found: Optional[Spans] = None) -> np.ndarray:
+        """The label of each document of `found`, NaN without one, float32 [documents]. None: of all segments."""
+        found = self.spans(np.arange(len(self.segments))) if found is None else found
+        labels = np.full(len(found), np.nan, np.float32)
+        for at, table in enumerate(self.tables):
+            if table.labels is not None:
+                own = found.source == at
+                labels[own] = table.labels[found.document[own]]
+        return labels
+
     def row_tokens(self, epoch: Epoch) -> tuple[np.ndarray, np.ndarray]:
         """(each row's tokens in long segments, each row's tokens), int64 [rows]."""
         length = self.segments.length[epoch.segments]

@@ -182,6 +182,11 @@ class Plan:
         return self.step_rows.stage(step - self.sizes.dropped)
 
     @property
+    def full_steps(self) -> int:
+        """How many steps have all of their rows: all steps, or all but the last one."""
+        return self.steps - (self.step_rows.first_row(self.steps - self.sizes.dropped) > self._row_count)
+
+    @property
     def last_stage(self) -> int:
         """The first step of the last stage that the run reaches."""
         return self.step_rows.starts[self.stage(self.steps - 1)].step + self.sizes.dropped
@@ -295,11 +300,7 @@ class Plan:
         portion = -(-positions // KEY_COUNTS)
         group = label = None
         if self.stream.is_grouped:
-            group, label = found.segment, np.full(len(found), np.nan, np.float32)
-            for at, table in enumerate(self.tables):
-                if table.labels is not None:
-                    own = found.source == at
-                    label[own] = table.labels[found.document[own]]
+            group, label = found.segment, self.stream.labels(found)
         return BatchSpec(
             found.source,
             found.start,

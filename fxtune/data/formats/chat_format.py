@@ -156,6 +156,31 @@ def add_turns(chat: Conversation, turns: Any, key: str) -> None:
         add_turn(chat, turn, f"{key}[{index}]")
 
 
+def add_answer(chat: Conversation, answer: Any, column: str) -> None:
+    """Add an answer to a prompt: a text, a turn or a list of turns. Raises RowError."""
+    chat.end_prompt()
+    if isinstance(answer, str):
+        chat.add({"role": "assistant", "content": require_text(answer, column)}, column)
+    elif isinstance(answer, Mapping):
+        add_turn(chat, answer, column)
+    elif isinstance(answer, (list, tuple)):
+        add_turns(chat, answer, column)
+    else:
+        raise RowError(f"{column} is {type_name(answer)}, not a text, a turn or a list of turns")
+
+
+def add_prompt(chat: Conversation, prompt: Any) -> None:
+    """Add a prompt: the text of a question, or a list of messages. Raises RowError."""
+    if isinstance(prompt, str):
+        if not require_text(prompt, "prompt").strip():
+            raise RowError("prompt is empty")
+        chat.add({"role": "user", "content": prompt}, "prompt")
+    elif isinstance(prompt, (list, tuple)):
+        add_turns(chat, prompt, "prompt")
+    else:
+        raise RowError(f"prompt is {type_name(prompt)}, not a text or a list of messages")
+
+
 def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     """Add the message that the row has at `where`. Raises RowError."""
     if not isinstance(turn, Mapping):

@@ -1,4 +1,5 @@
-"""One answer with a judgment: a chat, or `prompt` and `completion`, with `label` or `kto_tag`, true or false."""
+"""One answer with a judgment: a chat, or `prompt` and `completion`, with `label` or `kto_tag`, true or false,
+1 or 0."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fxtune.data.formats.preference_messages import after_last_question
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, Preference, RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
-from fxtune.data.formats.values import RowError, type_name
+from fxtune.data.formats.values import RowError, short
 
 JUDGMENTS = ("label", "kto_tag")
 JUDGED: tuple[ChatFormat, ...] = (MessagesFormat(), ShareGPTFormat(), PromptCompletionFormat(), AlpacaFormat())
@@ -32,19 +33,20 @@ class KTOFormat(RowFormat):
     nothing_learned = "each answer is switched off by its `train` or `weight`, or by data.learn"
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        return any(isinstance(row.get(name), bool) for name in JUDGMENTS) and _judged(row) is not None
+        return any(_judgment(row.get(name)) is not None for name in JUDGMENTS) and _judged(row) is not None
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         judgment = next((name for name in JUDGMENTS if row.get(name) is not None and name not in unused), None)
         if judgment is None:
             raise RowError("there is no judgment: expected the key 'label' or 'kto_tag'")
-        if not isinstance(row[judgment], bool):
-            raise RowError(f"{judgment} is {type_name(row[judgment])}, not true or false")
+        is_good = _judgment(row[judgment])
+        if is_good is None:
+            raise RowError(f"{judgment} is {short(row[judgment])}, not true or false, 1 or 0")
         format = _judged(row)
         if format is None:
             raise RowError("there is no chat beside the judgment: expected messages, or prompt and completion")
-        label = [float(row[judgment])]
-        if isinstance(row.get("prompt"), str) and isinstance(format, PromptCompletionFormat):
+        label = [float(is_good)]
+        if isinstance(format, PromptCompletionFormat) and all(isinstance(row[name], str) for name in format.columns):
             text = format.read(row, learn, unused)
             assert isinstance(text, PlainText)
             return Preference([text], [row], label)
@@ -57,6 +59,13 @@ class KTOFormat(RowFormat):
             chat.train_flags[:start] = [False] * start
         complete_answer("the answer", chat, used, learn)
         return Preference([chat], [row], label)
+
+
+def _judgment(value: Any) -> bool | None:
+    """Whether a judgment says that the answer is good, also as a number or a text as in CSV; None: it is none."""
+    if isinstance(value, str):
+        value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def _judged(row: Mapping[str, Any]) -> ChatFormat | None:

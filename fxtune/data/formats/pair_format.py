@@ -18,9 +18,8 @@ from fxtune.data.formats.chat_format import (
     CHAT_COLUMNS,
     LIST_KEYS,
     SHAREGPT_ROLES,
+    SYSTEM_ROLES,
     VARIABLES,
-    add_turn,
-    add_turns,
     complete,
     is_chat,
     require_answer,
@@ -41,6 +40,9 @@ KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
 """Columns that each of these formats reads, or that repeat others."""
 FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
 """Columns that a text without a chat template cannot have."""
+LEAST_REPEATED = 16
+"""A prompt of so many characters with which both texts begin is repeated there. Two answers may begin with a short
+prompt by themselves: "Hi"."""
 IDENTICAL = "chosen and rejected are identical, so there is nothing to prefer"
 
 
@@ -94,11 +96,14 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
         short_side = CHOSEN if len(chosen.messages) == common else REJECTED
         raise RowError(f"no answer is left of {short_side}: all of its turns are the beginning of the other chat")
     chats = chosen, rejected
-    if any(chat.messages[common]["role"] != "assistant" for chat in chats):
-        raise RowError(
-            f"the prompts differ: {chosen.places[common]} is not {rejected.places[common]}. Two answers need the same "
-            "turns before them"
-        )
+    roles = [chat.messages[common]["role"] for chat in chats]
+    if roles != ["assistant", "assistant"]:
+        advice = "Two answers need the same turns before them"
+        if roles[0] != roles[1]:
+            advice += f", and here one is a {roles[0]} turn, the other a {roles[1]} turn"
+        if len(chosen.messages) != len(rejected.messages) and (alone := {*roles} & {*SYSTEM_ROLES}):
+            advice += f": write the {alone.pop()} turn in both, or in neither"
+        raise RowError(f"the prompts differ: {chosen.places[common]} is not {rejected.places[common]}. {advice}")
     if not common:
         raise RowError("there is no prompt before chosen and rejected")
     for chat in chats:
@@ -106,28 +111,18 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
 
 
 def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
-    """Two texts without a chat template. Raises RowError."""
+    """Two texts without a chat template, which may repeat the prompt. Raises RowError."""
     if wrong := next((name for name in FOR_CHATS if row.get(name)), None):
         raise RowError(f"{wrong} is for chats, and this prompt is a text")
     if not require_text(prompt, "prompt"):
         raise RowError("prompt is empty")
-    for name in (CHOSEN, REJECTED):
-        require_answer(require_text(row.get(name), name), name)
-    chosen, rejected = (PlainText(prompt + row[name], len(prompt)) for name in (CHOSEN, REJECTED))
+    answers = [require_text(row.get(name), name) for name in (CHOSEN, REJECTED)]
+    if len(prompt) >= LEAST_REPEATED and all(answer.startswith(prompt) for answer in answers):
+        answers = [answer[len(prompt) :] for answer in answers]
+    for name, answer in zip((CHOSEN, REJECTED), answers, strict=True):
+        require_answer(answer, name)
+    chosen, rejected = (PlainText(prompt + answer, len(prompt)) for answer in answers)
     return chosen, rejected
-
-
-def add_answer(chat: Conversation, answer: Any, column: str) -> None:
-    """Add an answer to a prompt: a text, a turn or a list of turns. Raises RowError."""
-    chat.end_prompt()
-    if isinstance(answer, str):
-        chat.add({"role": "assistant", "content": require_text(answer, column)}, column)
-    elif isinstance(answer, Mapping):
-        add_turn(chat, answer, column)
-    elif isinstance(answer, (list, tuple)):
-        add_turns(chat, answer, column)
-    else:
-        raise RowError(f"{column} is {type_name(answer)}, not a text, a turn or a list of turns")
 
 
 def is_answer(value: Any) -> bool:

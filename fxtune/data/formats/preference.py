@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxtune.data.formats.chat_format import add_turns, is_chat
-from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer, texts
+from fxtune.data.formats.chat_format import add_answer, add_prompt, is_chat
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, is_answer, texts
 from fxtune.data.formats.row_format import Conversation, PlainText
-from fxtune.data.formats.values import RowError, require_text, type_name
+from fxtune.data.formats.values import RowError
 
 
 class PreferenceFormat(PairFormat):
@@ -24,20 +24,12 @@ class PreferenceFormat(PairFormat):
         return is_prompt and is_answer(row.get(CHOSEN)) and is_answer(row.get(REJECTED))
 
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
-        prompt = row.get("prompt")
         if missing := [column for column in self.columns if row.get(column) is None]:
             raise RowError(f"there is no {missing[0]}: a pair has a prompt, a chosen and a rejected answer")
         if all(isinstance(row.get(column), str) for column in self.columns):
             return texts(row["prompt"], row)
         chats = Conversation(), Conversation()
         for chat, column in zip(chats, self.answers, strict=True):
-            if isinstance(prompt, str):
-                if not require_text(prompt, "prompt").strip():
-                    raise RowError("prompt is empty")
-                chat.add({"role": "user", "content": prompt}, "prompt")
-            elif isinstance(prompt, (list, tuple)):
-                add_turns(chat, prompt, "prompt")
-            else:
-                raise RowError(f"prompt is {type_name(prompt)}, not a text or a list of messages")
+            add_prompt(chat, row.get("prompt"))
             add_answer(chat, row.get(column), column)
         return chats

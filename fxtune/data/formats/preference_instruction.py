@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxtune.data.formats.alpaca import AlpacaFormat
-from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer
+from fxtune.data.formats.chat_format import add_answer
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, is_answer
 from fxtune.data.formats.row_format import Conversation
 
 QUESTIONS = ("instruction", "question", "input", "prompt")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxtune.data.formats.chat_format import LIST_KEYS, add_turns, is_chat
+from fxtune.data.formats.chat_format import LIST_KEYS, add_answer, add_turns, is_chat
 from fxtune.data.formats.messages import MessagesFormat
-from fxtune.data.formats.pair_format import KNOWN_COLUMNS, PairFormat, add_answer, is_whole_chat
+from fxtune.data.formats.pair_format import KNOWN_COLUMNS, PairFormat, is_whole_chat
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, require_text
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxtune.data.formats.chat_format import LIST_KEYS, is_chat
+from fxtune.data.formats.chat_format import LIST_KEYS, add_answer, is_chat
 from fxtune.data.formats.messages import MessagesFormat
-from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, add_answer, is_answer
+from fxtune.data.formats.pair_format import CHOSEN, KNOWN_COLUMNS, REJECTED, PairFormat, is_answer
 from fxtune.data.formats.row_format import OPEN, Conversation
 from fxtune.data.formats.values import RowError
 

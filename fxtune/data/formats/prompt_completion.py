@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_turns, is_chat, require_answer
+from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_answer, add_prompt, is_chat, require_answer
 from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText
 from fxtune.data.formats.values import RowError, require_text
@@ -25,7 +25,7 @@ class PromptCompletionFormat(ChatFormat):
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         prompt, completion = row.get("prompt"), row.get("completion")
-        if isinstance(prompt, (list, tuple)) or isinstance(completion, (list, tuple)):
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
             return super().read(row, learn, unused)
         if wrong := next((name for name in (VARIABLES, *COLUMNS) if row.get(name) and name not in unused), None):
             raise RowError(f"{wrong} is for chats, and this prompt is a text")
@@ -34,12 +34,11 @@ class PromptCompletionFormat(ChatFormat):
         return PlainText(prompt + completion, len(prompt))
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
-        """Lists of messages on both sides. No turn of the prompt is learned, not even the assistant's; if it ends with
-        one, the completion goes on with it."""
+        """A list of messages on one side or both. No turn of the prompt is learned, not even the assistant's; if it ends
+        with one, the completion goes on with it."""
         chat = Conversation()
-        add_turns(chat, row.get("prompt"), "prompt")
-        chat.end_prompt()
-        add_turns(chat, row.get("completion"), "completion")
+        add_prompt(chat, row.get("prompt"))
+        add_answer(chat, row.get("completion"), "completion")
         answers = zip(chat.messages, chat.places, strict=True)
         if not any(message["role"] == "assistant" and place.startswith("completion") for message, place in answers):
             raise RowError("no assistant turn in completion")

@@ -14,6 +14,7 @@ from fxtune.data.formats.chat_format import is_chat
 from fxtune.data.formats.group import GroupFormat
 from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.messages import MessagesFormat
+from fxtune.data.formats.pair_format import is_answer
 from fxtune.data.formats.preference import PreferenceFormat
 from fxtune.data.formats.preference_chats import PreferenceChatsFormat
 from fxtune.data.formats.preference_instruction import PreferenceInstructionFormat
@@ -24,6 +25,7 @@ from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.text import TextFormat
 from fxtune.data.formats.tokens import TokensFormat
+from fxtune.data.formats.values import type_name
 from fxtune.errors import DataError, nearest
 from fxtune.plugins import ROW_FORMATS
 
@@ -89,6 +91,12 @@ def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> 
     ]
     if not found:
         return None
+    wrong = next((name for name in found if name in ("chosen", "rejected") and not is_answer(row[name])), None)
+    if wrong is not None:
+        return (
+            f"`{wrong}` is {type_name(row[wrong])}, and a pair has one answer there: a text, or the messages of one. "
+            "Make a row for each answer, with the same prompt"
+        )
     format = row_format(row)
     way = "rename its columns to `prompt`, `chosen` and `rejected` (the source's `columns`), and set objective=dpo"
     if {"chosen", "rejected"} <= set(found) and row.get("prompt") is None:

@@ -323,7 +323,7 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
             "conversations[0].value is no call",
         ),
         ("prompt_completion", {"prompt": [USER], "completion": [USER]}, "no assistant turn in completion"),
-        ("prompt_completion", {"prompt": [USER], "completion": "a"}, "completion is a string, not a list of messages"),
+        ("prompt_completion", {"prompt": [USER], "completion": 4}, "completion is a number, not a text, a turn"),
     ],
 )
 def test_errors_name_the_wrong_key(format: str, row: dict[str, Any], reason: str) -> None:

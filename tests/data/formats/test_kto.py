@@ -28,6 +28,8 @@ def test_a_prompt_and_its_completion_as_texts():
     ("row", "learned"),
     [
         ({"prompt": [ASK, FOUR, ASK], "completion": [FOUR]}, [False, False, False, True]),
+        ({"prompt": [ASK], "completion": "four"}, [False, True]),
+        ({"prompt": "two?", "completion": [FOUR]}, [False, True]),
         ({"messages": [ASK, {**FOUR, "content": ""}, ASK, FOUR]}, [False, False, False, True]),
         ({"conversations": [{"from": "human", "value": "two?"}, {"from": "gpt", "value": "four"}]}, [False, True]),
         ({"instruction": "two?", "output": "four", "history": [["one?", "1"]]}, [False, False, False, True]),
@@ -42,11 +44,18 @@ def test_the_turns_after_the_last_question_are_judged(row, learned, name):
     assert content.labels == [0.0]
 
 
-@pytest.mark.parametrize("label", [1, 0, "true", "good", None, 0.5])
-def test_only_a_boolean_is_a_judgment(label):
+@pytest.mark.parametrize(
+    ("label", "is_good"), [(1, 1.0), (0, 0.0), ("true", 1.0), ("False", 0.0), ("1", 1.0), (0.0, 0.0)]
+)
+def test_numbers_and_texts_are_judgments_as_booleans_are(label, is_good):
+    assert read({"messages": [ASK, FOUR], "label": label}).labels == [is_good]
+
+
+@pytest.mark.parametrize("label", [2, "good", None, 0.5])
+def test_other_values_are_no_judgment(label):
     row = {"messages": [ASK, FOUR], "label": label}
     assert not isinstance(row_format(row), KTOFormat)
-    reason = "there is no judgment" if label is None else "label is a .*, not true or false"
+    reason = "there is no judgment" if label is None else "label is .*, not true or false"
     with pytest.raises(RowError, match=reason):
         KTOFormat().read(row, LearnConfig())
 

@@ -78,6 +78,10 @@ def test_answers_with_the_same_first_words_are_learned_from_their_first_word() -
         ),
         ({"prompt": [ASK], "chosen": [FOUR], "rejected": [ASK, FIVE]}, "the prompts differ"),
         (
+            {"chosen": [{"role": "system", "content": "Be kind."}, ASK, FOUR], "rejected": [ASK, FIVE]},
+            "write the system turn in both, or in neither",
+        ),
+        (
             {"prompt": [ASK], "chosen": [FOUR], "rejected": [{**FIVE, "content": " "}]},
             r"rejected\[0\].content is empty, so the model would learn",
         ),

@@ -26,6 +26,14 @@ def test_texts_have_no_chat_template():
     assert read(row) == [PlainText("two? four", 5), PlainText("two? five", 5)]
 
 
+@pytest.mark.parametrize(("prompt", "repeated"), [("Question: how many? ", True), ("Hi", False)])
+def test_a_prompt_that_both_texts_repeat_is_no_part_of_the_answers(prompt, repeated):
+    row = {"prompt": prompt, "chosen": f"{prompt}four", "rejected": f"{prompt}five"}
+    texts = [f"{prompt if not repeated else ''}{prompt}{answer}" for answer in ("four", "five")]
+    assert read(row) == [PlainText(text, len(prompt)) for text in texts]
+    assert read({**row, "rejected": "five"})[0] == PlainText(f"{prompt}{prompt}four", len(prompt))
+
+
 @pytest.mark.parametrize("prompt", ["two?", [ASK], json.dumps([ASK])])
 @pytest.mark.parametrize("chosen", [[FOUR], FOUR, json.dumps([FOUR])])
 def test_a_list_or_a_turn_makes_a_chat(prompt, chosen):

@@ -59,3 +59,10 @@ def test_unknown_rows_get_a_hint_at_columns(row, advice):
 def test_common_pairs_of_columns_are_prompt_and_completion(tmp_path, row, expected):
     source = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", [row]))))
     assert [read.value for read in source.rows()] == [expected]
+
+
+def test_a_list_of_rejected_answers_is_named_with_the_way_to_write_them(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    write_jsonl(file, [{"prompt": "two?", "chosen": "four", "rejected": ["five", "six"]}])
+    with pytest.raises(DataError, match=r"`rejected` is a list, .*a row for each answer"):
+        open_source(SourceConfig(path=str(file))).format()

@@ -20,7 +20,7 @@ from fxtune.cli import verify
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Switch, WeightFormat
+from fxtune.facts.options import Autocast, Switch, WeightFormat
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -28,6 +28,7 @@ from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.tracking.throughput import training_cost
 from fxtune.training import trainer
+from fxtune.training.builder import RunBuilder
 
 ASSETS = Path(models.__file__).parents[1] / "assets"
 START, END = 1, 2
@@ -254,6 +255,15 @@ def test_a_zero_row_starts_as_the_mean_so_that_its_gradient_is_like_the_others(t
     mine(**probe).logits.logsumexp(-1).mean().backward()
     start, end = mine.get_input_embeddings().token_adapter.trainable_tokens_delta["default"].grad.norm(dim=-1)
     assert 0 < start < 100, (start, end)
+
+
+@pytest.mark.parametrize("words", [{"train_tokens": ["<|im_end|>"]}, {}])
+def test_the_bound_of_the_proof_follows_from_the_dtype_that_computes(small, cwd, words):
+    small.techniques.precision.autocast = Autocast.bfloat16
+    small.model.add_tokens = [] if words else ["<own>"]
+    small.techniques.lora = replace(small.techniques.lora, **words)
+    _, evidence = RunBuilder(small).proven_model()
+    assert any("train_tokens" in found.asked and found.acted for found in evidence)
 
 
 def test_a_token_that_the_tokenizer_does_not_have_is_refused():

@@ -1,0 +1,69 @@
+"""The data of a run. Training, `fxtune preview` and `fxtune plan` take it from here, so they have the same steps and
+refuse the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fxtune.config.root import Config
+from fxtune.data.batches.build import PreparedData, prepare_data
+from fxtune.data.config import DataConfig
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import ConfigError, DataError
+
+
+def run_data(
+    config: Config,
+    tokenizer: Any,
+    images: ImageProcessor | None,
+    refused: Callable[[str], None] | None = None,
+    complete: bool = True,
+    **options: Any,
+) -> PreparedData:
+    """The token tables and plans of a run of `config`, in which rows are decided (settle()).
+
+    `refused`: receives each reason why the objective cannot learn from these rows, which are then planned as they
+    are; None: the reasons are raised. `complete`: whether these are all rows of the run. `options`: as prepare_data()
+    takes them.
+    """
+    train, objective, accepted = config.train, config.objective, True
+
+    def accept(
+        tables: list[TokenTable], held_out: list[TokenTable], data: DataConfig
+    ) -> tuple[list[TokenTable], list[TokenTable]]:
+        nonlocal accepted
+        try:
+            return objective.accept(tables, held_out, data)
+        except (ConfigError, DataError) as error:
+            if refused is None:
+                raise
+            refused(str(error))
+            accepted = False
+        return tables, held_out
+
+    data = prepare_data(
+        config.data,
+        tokenizer,
+        images=images,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        max_steps=train.max_steps,
+        epochs=train.epochs,
+        ramp=train.batch_ramp,
+        seed=config.run.seed,
+        accept=accept,
+        **options,
+    )
+    if accepted and complete and (reason := "\n".join(objective.plan_refusals(data.training))):
+        if refused is None:
+            raise ConfigError(reason)
+        refused(reason)
+    return data
+
+
+def data_notes(config: Config, data: PreparedData) -> Iterator[str]:
+    """Lines on the documents of a run, for the user."""
+    yield from data.training.notes()
+    yield from config.objective.plan_notes(data.training)

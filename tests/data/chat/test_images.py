@@ -210,10 +210,41 @@ def test_a_long_chat_is_divided_at_its_turns_with_its_images(images, folder):
     whole = encoded(images, row, folder)
     made.longest = len(whole.ids) - 1
     found = made.split(row, whole, folder).pieces
-    assert [[image.image.name for image in piece.images] for piece in found] == [NAMES[:3], NAMES[3:]]
+    assert [[image.image.name for image in piece.images] for piece in found] == [NAMES[:3], NAMES]
     for piece in found:
         for image in piece.images:
             assert piece.ids[image.start : image.end] == images.image_ids(*image.image.size)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_each_piece_of_a_long_chat_has_all_earlier_images_or_is_counted(images, folder, steps):
+    """Exchanges, or the steps of an agent whose tools return images; each answer says how many images precede it."""
+    names, turns = ["a.png", "b.png"] * 2, []
+    for number in range(8):
+        shown = [part(names[number // 2])] if number % 2 == 0 else []
+        role = "tool" if steps and number else "user"
+        turns.append({"role": role, "content": [text(f"question {number}"), *shown]})
+        turns.append({"role": "assistant", "content": f"<{number // 2 + 1}>"})
+    row = {"messages": turns}
+    made, whole = encoder(images, row), encoded(images, row, folder)
+    lengths = []
+    for longest in range(len(whole.ids) - 1, 30, -23):
+        made.longest = longest
+        found = made.split(row, whole, folder)
+        answers = 0
+        for piece in found.pieces:
+            assert len(piece.ids) <= longest
+            *_, last = learned(piece, images).split("<|im_end|>")[:-1] or [""]
+            if last:  # else the answer is cut, and counted
+                end = max(index for index, learn in enumerate(piece.supervised) if learn)
+                seen = [image.image.name for image in piece.images if image.start < end]
+                assert seen == names[: int(last[1:-1])]
+            answers += sum(piece.supervised)
+        assert answers + found.counts.lost_supervised == sum(whole.supervised)
+        shown = [len(piece.images) for piece in found.pieces]
+        assert found.counts.repeated_images == sum(shown) - max(shown, default=0)
+        lengths.append(len(found.pieces))
+    assert max(lengths) > 2
 
 
 def test_a_cut_leaves_each_image_whole(images, folder):
@@ -244,12 +275,29 @@ def test_answers_of_a_pair_have_the_same_images(images, folder):
     assert [[image.image.name for image in document.images] for document in group.documents] == [
         ["a.png", "b.png"]
     ] * 2
-    made.longest = 2 * len(group.documents[0].ids) - 30
-    short = made.shorten(group.documents).pieces
-    for document in short:
-        (image,) = document.images[-1:]
-        assert document.ids[image.start : image.end] == images.image_ids(*image.image.size)
-        assert not set(document.ids[: document.images[0].start]) & set(images.placeholders.values())
+
+
+def test_a_prompt_loses_the_text_before_its_images_or_the_pair_is_left_out(images, folder):
+    row = {
+        "prompt": [{"role": "user", "content": [text("one:"), part("a.png"), text("what?")]}],
+        "chosen": [ANSWER],
+        "rejected": [{"role": "assistant", "content": "some"}],
+    }
+    made = encoder(images, row)
+    (group,) = made.encode([row], [folder])
+    assert isinstance(group, EncodedGroup), group
+    lengths = [len(document.ids) for document in group.documents]
+    first = group.documents[0].images[0].start
+    for over in (first - 1, first):  # one token is left before the image, because some templates open it
+        made.longest = sum(lengths) - 2 * over
+        found = made.shorten(group.documents)
+        assert [len(document.ids) for document in found.pieces] == (
+            [length - over for length in lengths] if over < first else []
+        )
+        assert found.counts.dropped == (over == first)
+        for document in found.pieces:
+            assert [image.start for image in document.images] == [1]
+            assert document.ids[1 : 1 + document.images[0].tokens] == images.image_ids(56, 56)
 
 
 def test_another_image_in_the_prompt_of_one_answer_is_a_bad_row(images, folder):

@@ -179,7 +179,7 @@ class Encoder:
         self.learn = learn or LearnConfig()
         self.unused = tuple(unused or ())
         self._coverage = {
-            name: Coverage(row_format, self.unused, enabled=unused is not None)
+            name: Coverage(row_format, self.unused, unused is not None, images is not None)
             for name, row_format in (FORMATS if format.is_group else {format.name: format}).items()
         }
         self.system = system
@@ -297,11 +297,16 @@ class Encoder:
         self, row: Mapping[str, Any], content: Content, format: RowFormat, folder: Path | None
     ) -> _Text | Document:
         """The document of a row of `format` with this content, which is no group."""
+        coverage = self._coverage[format.name]
         if isinstance(content, Conversation):
+            if next(images_of(content), None) is None:
+                turns = [turn.get("content") or "" for turn in content.messages if turn["role"] != "assistant"]
+                coverage.check_images(row, turns)
             self._find_images(content, folder)
-            return self._rendered(self._with_system(content), self._coverage[format.name])
+            return self._rendered(self._with_system(content), coverage)
         if isinstance(content, PlainText):
-            self._coverage[format.name].check_columns(row, content.text)
+            coverage.check_images(row, [content.text[: content.first]])
+            coverage.check_columns(row, content.text)
             return _Text(content.text, [(content.first, len(content.text))], is_plain=True)
         assert isinstance(content, TokenIds)
         for index, token in enumerate(content.ids):
@@ -309,7 +314,8 @@ class Encoder:
                 raise RowError(
                     f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
                 )
-        self._coverage[format.name].check_columns(row, "")
+        coverage.check_images(row)
+        coverage.check_columns(row, "")
         self._require_no_placeholder(content.ids)
         return Document(content.ids, content.supervised)
 

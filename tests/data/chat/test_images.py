@@ -132,7 +132,8 @@ def test_a_quoted_placeholder_is_text_and_never_an_image(images, folder):
         assert document.ids[placed.start : placed.end] == own
         rest = document.ids[: placed.start] + document.ids[placed.end :]
         assert not set(rest) & set(images.placeholders.values())
-        alone = encoded(images, {"messages": [{"role": "user", "content": name}, ANSWER]}, folder)
+        row = {"messages": [{"role": "user", "content": name}, ANSWER]}
+        alone = encoded(images, row, folder, unused=["images"])
         assert not set(alone.ids) & set(images.placeholders.values())
 
 
@@ -141,6 +142,51 @@ def test_a_placeholder_in_plain_text_or_ids_is_a_bad_row(images):
     assert "stands for an image" in refused(images, {"text": f"a {name} b"}, None)
     assert "stands for an image" in refused(images, {"input_ids": [5, number, 6]}, None)
     assert isinstance(encoder(images, {"text": "a b"}).encode([{"text": "a b"}])[0], Document)
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+SPOKEN = [{"role": "user", "content": "What?"}, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"file_name": "pics/a.png", "text": "a red circle"}, "file_name"),
+        ({"image": "a.png", "text": "a red circle"}, "image"),
+        ({"url": "https://example.org/a b.JPG?width=3", "prompt": "What?", "completion": "red"}, "url"),
+        ({"messages": SPOKEN, "image_url": "a.png"}, "image_url"),
+        ({"messages": SPOKEN, "file": {"bytes": b"\x89PNG\r", "path": None}}, "file"),
+        ({"messages": SPOKEN, "image_url": [{"url": PNG}]}, "image_url"),
+        ({"prompt": "What?", "chosen": "red", "rejected": "a cat", "file_path": "a.webp"}, "file_path"),
+        ({"prompt": "What?", "completion": "red", "label": True, "file_path": "a.webp"}, "file_path"),
+        ({"messages": [{"role": "user", "content": "<image>What?"}, ANSWER]}, "images"),
+        ({"prompt": "<image>What?", "completion": "red"}, "images"),
+    ],
+)
+def test_a_row_that_would_lose_its_image_is_bad(tmp_path, folder, row, column):
+    """For a model that reads images; `unused` says that it is meant."""
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    reason = refused(images, row, folder)
+    assert "`images`" in reason
+    assert f"`unused: [{column}]`" in reason
+    for found in (
+        encoder(images, row, unused=[column]).encode([row], [folder]),
+        Encoder(images.processor.tokenizer, row_format(row), unused=["image"]).encode([row], [folder]),
+    ):
+        assert not isinstance(found[0], str), found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"images": ["a.png"], "messages": [{"role": "user", "content": "<image>What?"}, ANSWER], "file_name": "a.png"},
+        {"messages": SPOKEN, "file_name": "rows.jsonl", "url": "https://example.org/page", "images": None},
+        {"messages": [SPOKEN[0], {"role": "assistant", "content": "Write <image>."}]},
+        {"text": "In SVG, <image> shows a.png"},
+    ],
+)
+def test_a_row_with_its_images_and_a_row_of_text_are_used(tmp_path, folder, more):
+    encoded(ImageProcessor(processor("qwen2_5_vl", tmp_path / "model")), more, folder)
 
 
 def test_images_are_never_learned_even_in_a_turn_that_is(images, folder):

@@ -62,6 +62,7 @@ from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import ImageReference, find_image
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources, unlimited
+from fxtune.upstream.tokenizers import one_panic
 
 NO_TOKEN = "the tokenizer makes no token of this text"
 MAX_TEMPLATES = 100
@@ -545,14 +546,15 @@ class Encoder:
         return template.rewritten_turns(template.adapted(chat.messages), chat.supervised, chat.tools)
 
     def _tokenize(self, texts: list[_Text]) -> list[Document | str]:
-        encoded = self._tokenizer(
-            [text.text for text in texts],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning about the model's maximal length: documents are split later
-        )
+        with one_panic():
+            encoded = self._tokenizer(
+                [text.text for text in texts],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # no warning about the model's maximal length: documents are split later
+            )
         documents: list[Document | str] = []
         for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             if not ids:

@@ -56,6 +56,8 @@ FREE_ON_RESUME = (
 LENGTH = ("max_steps", "epochs")
 """Keys of `train` that say how long a run is. A run may be extended if its config differs in these keys only."""
 CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")
+"""Where the folders of runs are, below the working directory, unless run.dir names another place."""
 """The folder of the checkpoints inside the run's folder."""
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
 RESULT = "result.json"
@@ -141,6 +143,8 @@ class RunFolder:
                 for name in ("config.yaml", SETTING, EVIDENCE, ABOUT, "energy.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
+                if self.path.parent == RUNS:
+                    RUNS.rmdir()  # it stays if it has other runs
 
     def release(self) -> None:
         if self.lock is not None:
@@ -170,7 +174,7 @@ def claim(
     run of the same config or takes a new folder; `never` always takes a new folder; `must` fails if there is no run to
     resume. A `folder` with other contents than this run is an error.
     """
-    root = Path(os.path.expanduser(folder)) if folder else Path("runs") / name
+    root = Path(os.path.expanduser(folder)) if folder else RUNS / name
     with _usable(root):
         if folder is None:
             return _claim_numbered(root, resume, config, completed)

@@ -33,6 +33,7 @@ from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.redact import redacted_output
 from fxtune.system.signals import SIGNALS
 from fxtune.system.startup import STARTUP
+from fxtune.upstream.tokenizers import panics_as_errors
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -72,7 +73,7 @@ def _main(argv: list[str] | None) -> int:
             before = {"starting the ranks": max(process_age(launcher) - before["imports"], 0.0), **before}
         STARTUP.begin(before)
     try:
-        with LIBRARY_LOG.collecting(), _leaving():
+        with LIBRARY_LOG.collecting(), _leaving(), panics_as_errors():
             _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         tells, code = conclude(error)

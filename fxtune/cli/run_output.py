@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.run_folder import CHECKPOINTS, holds_run, read_config
+from fxtune.checkpoint.run_folder import CHECKPOINTS, RUNS, holds_run, read_config
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, did_you_mean
 
-RUNS = Path("runs")
 ADAPTER_FILE = "adapter_config.json"
 STEP = re.compile(r"step-(\d+)")
 

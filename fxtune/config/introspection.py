@@ -49,6 +49,8 @@ class Slot:
     """Words that it may also hold, such as `auto`, or names that plugins have registered."""
     variants: Mapping[str, type] = field(default_factory=dict)
     """The dataclass of a section for each value of its key `name`. All derive from `kind`."""
+    takes: str = ""
+    """What a text may be, in words, where the section that has it checks it; empty: any text."""
 
     @property
     def fields(self) -> dict[str, Slot]:
@@ -133,7 +135,7 @@ def _slot(hint: Any, metadata: Mapping[str, Any]) -> Slot:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [part for part in typing.get_args(hint) if part is not type(None)]
         return Slot(kinds[0], len(kinds) < len(typing.get_args(hint)), limits)
-    return Slot(hint, hint is Any, limits)
+    return Slot(hint, hint is Any, limits, takes=metadata.get("takes", ""))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from fxtune.config.validate import Validator
 from fxtune.data import stages
 from fxtune.data.batches.loader import LoaderConfig
 from fxtune.data.config import AUTO, DataConfig
-from fxtune.distributed.parallel import ParallelConfig
+from fxtune.distributed.parallel import ParallelConfig, count_or_auto
 from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
@@ -56,7 +56,7 @@ class RunConfig:
     memory; an option that cannot do this is refused. `false`: use the fastest kernels (docs/faults.md)."""
     device: Device = Device.auto
     """`auto`: the GPU if there is one."""
-    gpus: str = "auto"
+    gpus: str = count_or_auto()
     """How many GPUs of this machine train together, each with its own process (a rank). `auto`: as many as divide the
     micro-batches of a step. With run.device=cpu: the number of processes on the CPU. torchrun starts ranks on several
     machines (docs/distributed.md)."""

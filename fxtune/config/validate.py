@@ -240,7 +240,9 @@ class Validator:
 
     def _likely_key(self, above: Keys, siblings: list[str], key: str, rest: Keys) -> str | None:
         full = ".".join((*above, key, *rest))
-        if close := nearest(key, siblings, 0.75):
+        words = set(key.lower().split("_"))
+        longer = [sibling for sibling in siblings if words <= set(sibling.split("_"))]
+        if close := nearest(key, siblings, 0.75) or nearest(key, longer, 0.0):
             return ".".join((*above, close, *rest))
         last = rest[-1] if rest else key
         if last in OTHER_NAMES:
@@ -277,7 +279,7 @@ def expected(slot: Slot) -> str:
         return f"one of {', '.join(slot.choices)}"
     if slot.container in (list, dict):
         return "a list" if slot.container is list else "{name: value, ...}"
-    return " or ".join([_TYPE_NAMES.get(slot.kind, str(slot.kind)), *slot.words])
+    return slot.takes or " or ".join([_TYPE_NAMES.get(slot.kind, str(slot.kind)), *slot.words])
 
 
 def _shown(value: Any) -> str:

@@ -7,18 +7,20 @@ it, and take the announced failure as the cause. The place of the announcement d
     fxtune's launcher    In a file of the launcher's folder. The launcher prints it, because it also knows if a rank
                          was killed and announced nothing.
     torchrun, srun       In the store through which the ranks found each other. The first rank to write there prints
-                         its failure; the others print nothing. Ranks that fail before they have found each other (a
-                         mistake in a recipe) connect to the store for this.
+                         its failure; on each other host a line says where that is. Ranks that fail before they have
+                         found each other (a mistake in a recipe) connect to the store for this.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -47,6 +49,9 @@ class Failure:
     """Whether the error is no UserError: the rank prints a traceback."""
     at: float = 0.0
     """time.time() of the announcement."""
+    host: str = ""
+    first: int = 0
+    """The name of its host, and the first rank there."""
 
     @staticmethod
     def of(error: BaseException) -> Failure:
@@ -144,7 +149,8 @@ def announce(error: BaseException) -> Failure:
     failure of another rank."""
     if _ENDING:
         return _ENDING[0]
-    mine = Failure.of(error)
+    rank, _, local_rank = process_rank()
+    mine = replace(Failure.of(error), host=socket.gethostname(), first=rank - local_rank)
     if folder := os.environ.get(HEARTBEATS):
         with suppress(OSError):  # the launcher is dead
             (Path(folder) / f"failure-{mine.rank}").write_text(json.dumps(asdict(mine)))
@@ -164,8 +170,13 @@ def conclude(error: BaseException) -> tuple[bool, int]:
     ending = announce(error)
     if HEARTBEATS in os.environ:
         return False, ending.exit_code
-    if not _wait_for_readers(rank, size) and mine.lost:  # rank 0 is gone with its store, and has printed if it could
-        return rank == 1 or local_rank == 0, mine.exit_code
+    if not _wait_for_readers(rank, size) and (mine.lost or (mine.signal and _STORES)):
+        # The process with the store is gone: rank 0, which has printed if it could, or torchrun, whose end stops all.
+        return local_rank == 0 or (mine.lost and rank == 1), mine.exit_code
+    if local_rank == 0 and ending.first != rank:
+        print(
+            f"fxtune: rank {ending.rank} on {ending.host} ended the run; the reason is in its output", file=sys.stderr
+        )
     return ending.rank == rank, ending.exit_code
 
 

@@ -33,15 +33,21 @@ class ReduceDtype(str, Enum):
     bfloat16 = "bfloat16"
 
 
+def count_or_auto() -> str:
+    """A field for a number of ranks that may be AUTO, so that it is kept as a text."""
+    found: str = field(default=AUTO, metadata={"takes": "auto or a whole number from 1 on"})
+    return found
+
+
 @dataclass
 class ParallelConfig:
-    replicate: str = AUTO
+    replicate: str = count_or_auto()
     """How many copies of the weights the ranks hold together, each trained on other rows. `auto`: the ranks that
     `shard` and `context` leave."""
-    shard: str = AUTO
+    shard: str = count_or_auto()
     """Over how many ranks each weight, its gradient and its optimizer state are divided. `auto`: 1 where they fit one
     card."""
-    context: str = AUTO
+    context: str = count_or_auto()
     """Over how many ranks each row is divided. `auto`: 1, unless by the forecast nothing else fits a card."""
     bucket_mib: Optional[float] = field(default=None, metadata={"min": 0})
     """Replicas sum their gradients in buckets of about this many MiB, which start beside the backward pass of the last

@@ -31,7 +31,8 @@ from fxtune.distributed.heartbeat import Heartbeat
 from fxtune.distributed.parallel import DEGREES, Degrees
 from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, process_rank
 from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
-from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line
+from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line, shortened
+from fxtune.system.console import say
 from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
 from fxtune.system.gpu_processes import gpu_processes
 from fxtune.system.host import cores, memory
@@ -456,6 +457,8 @@ def _join(world: World) -> None:
     _require_idle_cards(world)
 
 
+NOTICE = 10.0
+"""Seconds after which rank 0 says which ranks it waits for at the start."""
 BUSY = 0.1
 """A card is busy if other processes use more than this share of its memory."""
 
@@ -488,17 +491,29 @@ def _other_use(device: torch.device) -> str:
 
 
 def _wait_for_all(world: World, store: dist.Store, limit: timedelta) -> None:
-    """Wait until all ranks have come to `store`. Raises RankError after `limit`, and LostRankError at once if a
-    rank has failed before it came."""
-    came, until = store.add("came", 1), time.monotonic() + limit.total_seconds()
+    """Wait until all ranks have come to `store`. Rank 0 says after NOTICE seconds which ranks it waits for. Raises
+    RankError after `limit`, and LostRankError at once if a rank has failed before it came."""
+    store.set(f"came {world.rank}", "")
+    came, began = store.add("came", 1), time.monotonic()
+    seconds, says = limit.total_seconds(), world.rank == 0
     while came < world.size:
+        waited = time.monotonic() - began
         if failure.announced(store):
             raise LostRankError(f"Another rank failed before rank {world.rank} of {world.size} met it.")
-        if time.monotonic() > until:
-            raise RankError(
-                f"Only {came} of {world.size} ranks came to {_address()} within {limit.total_seconds():.0f} s. Start "
-                f"the other ranks, and check that they reach this address; {MEETING} changes the time."
-            )
+        if waited > seconds or (says and waited > NOTICE):
+            missing = [str(rank) for rank in range(world.size) if not store.check([f"came {rank}"])]
+            which = f"rank{'s' * (len(missing) > 1)} {shortened(', '.join(missing))} of {world.size}"
+            advice = ""
+            if "SLURM_STEP_ID" in os.environ:
+                advice = " A shell of `srun --pty` is one task: give the command to srun, or ask it for one task."
+            if waited > seconds:
+                raise RankError(
+                    f"Only {came} of {world.size} ranks came to {_address()} within {seconds:.0f} s; there was no "
+                    f"{which}. Start the other ranks, and check that they reach this address; {MEETING} changes the "
+                    f"time.{advice}"
+                )
+            say(f"Waiting for {which} to come to {_address()}, {seconds:.0f} s at most.{advice}")
+            says = False
         time.sleep(0.02)
         came = store.add("came", 0)
 

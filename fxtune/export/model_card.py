@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     rope_note, vllm_rope_note = _rope_notes(hf_config, base, adapter, refusals)
     parts = [
         f"---\n{yaml.safe_dump(front_matter, sort_keys=False)}---",
-        f"# {card.get('title') or folder.name}",
+        f"# {_escaped(card.get('title') or folder.name)}",
         "Trained with fxtune.",
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
@@ -264,8 +265,13 @@ def _vllm_command(
 
 def _table(rows: dict[str, Any]) -> str:
     cells = [
-        (name, f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " "))
+        (name, f"{value:.6g}" if isinstance(value, float) else _escaped(value))
         for name, value in rows.items()
         if value not in (None, "")
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
+
+
+def _escaped(value: Any) -> str:
+    """A value as text in one line of Markdown, in which none of its characters is markup: a name may be anything."""
+    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", str(value).replace("\n", " "))

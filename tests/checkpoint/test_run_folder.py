@@ -48,6 +48,14 @@ def test_other_configs_finished_runs_and_never_get_new_folders():
     assert start(resume="never").path == Path("runs/a-4")
 
 
+def test_run_that_is_refused_leaves_no_folder_and_other_runs_stay():
+    start().abandon()
+    assert not Path("runs").exists()
+    first = start()
+    start(config=OTHER).abandon()
+    assert [*Path("runs").iterdir()] == [first.path]
+
+
 def test_two_unfinished_runs_are_each_resumed():
     assert [start().path, start(config=OTHER).path] == [Path("runs/a"), Path("runs/a-2")]
     for _ in range(2):

@@ -22,6 +22,7 @@ def test_key_is_explained_with_type_range_default_and_file(cwd, capsys):
     text = page(capsys, "optimizer.lr")
     for part in ("Peak learning rate.", "a number", "above 0", "0.0002", "learning_rate", "fxtune/optim/optimizer.py"):
         assert part in text
+    assert "auto or a whole number" in page(capsys, "run.gpus")
     text = page(capsys, "run.resume")
     assert "values │ auto, never, must" in text
     assert "fxtune/training/trainer.py" in text

@@ -71,6 +71,8 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["data.sources.0.pth=x"], "did you mean `data.sources.0.path`?"),
         (["learning_rate=1e-4"], "did you mean `optimizer.lr`?"),
         (["lr=1e-4"], "did you mean `optimizer.lr`?"),
+        (["optimizer.weight=0.1"], "did you mean `optimizer.weight_decay`?"),
+        (["parallel.dtype=float32"], "did you mean `parallel.reduce_dtype`?"),
         (["train.sequence_length=9"], "did you mean `data.sequence_length`?"),
         (["zzz=1"], "A config has: run, model, data,"),
         (["optimizer.lr.x=1"], "has no keys"),

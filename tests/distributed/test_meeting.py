@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.harness import command, kill, user_environment
+from support.harness import command, kill, user_environment, wait_for
 from support.killing import tail
 from support.ranks import free_port, messages
 
@@ -54,11 +54,15 @@ def test_host_that_cannot_be_reached_is_named(forks, tmp_path):
 
 
 def test_rank_that_never_comes_is_named(forks, tmp_path):
-    environ = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "FXTUNE_MEETING_SECONDS": "3"}
+    """As in a shell of `srun --pty`, which is one task of several."""
+    slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    environ = {**slurm, "SLURM_JOB_ID": "17", "SLURM_NODELIST": "localhost", "FXTUNE_MEETING_SECONDS": "12"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert forks.start(command(tmp_path, *SHORT), tmp_path, **environ, **place).wait(120) == 7, tail(tmp_path)
     assert len(messages(tmp_path)) == 1, messages(tmp_path)
     assert "Only 1 of 2 ranks came to 127.0.0.1:" in messages(tmp_path)[0]
+    assert "Waiting for rank 1 of 2" in tail(tmp_path, 10**6)  # long before
+    assert "srun --pty" in messages(tmp_path)[0]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -76,9 +80,10 @@ def test_stopped_rank_is_named_by_the_other_without_a_launcher(ranks, tmp_path, 
     assert "has not run for 45 s" in messages(tmp_path)[0]
 
 
-def torchrun(node: int, port: int, words: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    nodes = [f"--nnodes=2 --nproc-per-node=1 --node-rank={node} --master-addr=127.0.0.1 --master-port={port}"]
-    line = [sys.executable, "-m", "torch.distributed.run", *nodes[0].split(), "-m", "fxtune", *words]
+def torchrun(node: int, port: int, words: list[str], folder: Path, options: str = "") -> subprocess.Popen[bytes]:
+    """`options`: torchrun's, in place of two nodes of one rank each."""
+    nodes = f"--nnodes=2 --nproc-per-node=1 --node-rank={node} --master-addr=127.0.0.1 --master-port={port}"
+    line = [sys.executable, "-m", "torch.distributed.run", *(options or nodes).split(), "-m", "fxtune", *words]
     with (folder / "log.txt").open("ab") as log:
         environ = user_environment()
         return subprocess.Popen(
@@ -106,4 +111,19 @@ def test_mistake_under_two_agents_is_one_message(tmp_path):
     finally:
         for agent in agents:
             kill(agent)
-    assert tail(tmp_path, 10**6).count("fxtune:") == 1, tail(tmp_path, 10**6)
+    said = tail(tmp_path, 10**6)
+    assert said.count("`optimizer.lr` is a number") == 1, said
+    assert said.count("ended the run; the reason is in its output") == 1, said  # on the other host
+
+
+def test_killed_torchrun_ends_its_ranks_with_one_message(tmp_path):
+    agent = torchrun(0, 0, command(tmp_path, "train.epochs=400"), tmp_path, "--standalone --nproc-per-node=2")
+    try:
+        wait_for(lambda: "step=1/" in tail(tmp_path, 10**6), agent)
+        ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        agent.kill()  # the kernel sends its ranks a SIGTERM
+        wait_for(lambda: not any(Path("/proc", rank).exists() for rank in ranks))
+    finally:
+        kill(agent)
+    assert len(messages(tmp_path)) == 1, messages(tmp_path)
+    assert "The same command goes on from there" in messages(tmp_path)[0]

@@ -38,7 +38,7 @@ def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):
         tmp_path / "adapter",
         card={
             "config": {
-                "run": {"name": "mine", "seed": 7},
+                "run": {"name": "<b>|[mine](x)", "seed": 7},
                 "data": {"chat_template_kwargs": {"enable_thinking": False}},
             },
             "data": "abc123",
@@ -50,7 +50,7 @@ def test_card_names_origin_and_its_loading_code_runs(base, tmp_path):
     for part in (
         "library_name: peft",
         str(base),
-        "| run | mine |",
+        r"| run | \<b\>\|\[mine\](x) |",
         "apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)",
         "| seed | 7 |",
         "abc123",

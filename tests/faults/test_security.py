@@ -356,6 +356,26 @@ def test_deeply_nested_model_json_is_refused(name, text, stranger):
         opened(stranger)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_regular_expression_that_backtracks_without_end_is_refused_in_one_message(
+    workers, stranger, cwd, monkeypatch, capfd
+):
+    file = stranger / "tokenizer.json"
+    content = json.loads(file.read_text())
+    slow = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [slow, content["pre_tokenizer"]]}
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr("fxtune.data.tokenized.tokenize.IN_PROCESS_BYTES", 0)
+    rows = [{"text": f"{number} {'a' * 40}b"} for number in range(3)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data.sources=[{path: rows.jsonl}]", "data.questions.path=null", f"data.workers={workers}"]
+    assert program.main(["preview", "+recipe=quickstart", f"model.tokenizer={stranger}", *data]) == 2
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "panicked" not in said
+    assert said.count("model.tokenizer") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

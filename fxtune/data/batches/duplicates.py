@@ -8,7 +8,8 @@ locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is 
 of SHINGLE tokens in it, and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity.
 Minima are compared in bands; documents that share a band are candidates. The similarity of candidates is then computed
 from the sets themselves, so no document is left out by chance. Shingles that a tenth of the documents have, such as
-those of a chat template and a system prompt, say nothing about a document and are not compared.
+those of a chat template and a system prompt, say nothing about a document and are not compared. The images of a
+document are part of each of its shingles, so documents with different images are never near-copies.
 
 Everything is a function of the tokens and the settings, in the order of the sources. The minima and the bands take
 0.75 KB a document at the default similarity. The result is kept beside the tokens.
@@ -47,7 +48,7 @@ _COMPARED = 100
 _BLOCK = 1 << 20
 """Tokens that are hashed at a time."""
 _SHOWN = 3
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,13 @@ class _Shingles:
     def of(self, document: int) -> np.ndarray:
         """Hashes of a document's shingles, uint64, each once, ascending. A shorter document is one shingle."""
         table, at = self.tables[self.owner[document]], int(self.inside[document])
-        ids = np.asarray(table.ids[int(table.offsets[at]) : int(table.offsets[at + 1])]).astype(np.uint64)
+        start, end = int(table.offsets[at]), int(table.offsets[at + 1])
+        ids = np.asarray(table.ids[start:end]).astype(np.uint64)
         size = min(SHINGLE, len(ids))
         hashed = np.zeros(len(ids) - size + 1, np.uint64)
+        if table.images is not None:
+            for image in table.images_in(start, end - start):
+                hashed = splitmix64(hashed ^ table.images["digest"][image])
         for place in range(size):
             hashed = splitmix64(hashed ^ ids[place : place + len(hashed)])
         hashes = np.unique(hashed)

@@ -403,7 +403,8 @@ class Plan:
             if table.format.answers:
                 cut = f"{table.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
                 if table.split.dropped:
-                    dropped = "were left out, because their answers alone are too long. Raise data.sequence_length"
+                    what = "answers alone are" if table.by_row.images is None else "answers, with the images, are"
+                    dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
             elif table.split.chats:
                 split += " at their turns, each with its system prompt"
                 cut = f"of these were cut, because an answer with its question is {over}"
@@ -419,6 +420,7 @@ class Plan:
                     f"{'groups' if table.is_grouped else 'documents or pieces'} had nothing to learn (no supervised "
                     "token after the first) and were left out.",
                 ),
+                (table.split.repeated_images, "images are repeated in later pieces of their chats."),
                 (counts.overlapping, f"{table.noun} are held out as well, and were left out of training."),
             ):
                 if count:

@@ -12,12 +12,12 @@ although its words stand elsewhere. Then each row's own strings are searched in 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, is_chat
-from fxtune.data.formats.image_parts import IMAGE
+from fxtune.data.formats.image_parts import COLUMNS, IMAGE, unread_image
 from fxtune.data.formats.registry import preference_columns
 from fxtune.data.formats.row_format import Conversation, RowFormat
 from fxtune.data.formats.values import RowError
@@ -71,16 +71,27 @@ CONTENT_REMARK = "the chat template writes no text beside a tool call, so that t
 
 
 class Coverage:
-    """Checks the rows of a source. `unused`: names that are left out on purpose. Not `enabled`: nothing is checked."""
+    """Checks the rows of a source. `unused`: names that are left out on purpose. Not `enabled`: nothing is checked.
+    `reads_images`: whether the model does, so that a row must not lose its images."""
 
-    def __init__(self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(
+        self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True, reads_images: bool = False
+    ) -> None:
+        self.enabled, self.reads_images = enabled, reads_images
         self.unused = frozenset(unused)
+        self._read = format.known_columns | self.unused
         self._columns = KNOWN | format.known_columns | self.unused
         self._names_answers = bool(format.answers)
         self._turn_keys = KNOWN | TURN_KEYS | self.unused
         self._unknown: dict[tuple[Any, ...], list[str]] = {}
         self._shapes: dict[Any, frozenset[tuple[int, str]]] = {}
+
+    def check_images(self, row: Mapping[str, Any], questions: Iterable[str] = ()) -> None:
+        """Raise RowError if a row without images should have one. `questions`: texts that may have marks of images."""
+        if self.enabled and self.reads_images:
+            questions = questions if self.unused.isdisjoint(COLUMNS) else ()
+            if reason := unread_image(row, self._read, questions):
+                raise RowError(reason)
 
     def check_columns(self, row: Mapping[str, Any], text: str) -> None:
         """Raise RowError if a column is neither known nor in the text."""

@@ -62,6 +62,7 @@ from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import ImageReference, find_image
 from fxtune.errors import DataError
 from fxtune.system.resource_limits import LimitExceeded, limit_resources, unlimited
+from fxtune.upstream.tokenizers import one_panic
 
 NO_TOKEN = "the tokenizer makes no token of this text"
 MAX_TEMPLATES = 100
@@ -179,7 +180,7 @@ class Encoder:
         self.learn = learn or LearnConfig()
         self.unused = tuple(unused or ())
         self._coverage = {
-            name: Coverage(row_format, self.unused, enabled=unused is not None)
+            name: Coverage(row_format, self.unused, unused is not None, images is not None)
             for name, row_format in (FORMATS if format.is_group else {format.name: format}).items()
         }
         self.system = system
@@ -297,11 +298,16 @@ class Encoder:
         self, row: Mapping[str, Any], content: Content, format: RowFormat, folder: Path | None
     ) -> _Text | Document:
         """The document of a row of `format` with this content, which is no group."""
+        coverage = self._coverage[format.name]
         if isinstance(content, Conversation):
+            if next(images_of(content), None) is None:
+                turns = [turn.get("content") or "" for turn in content.messages if turn["role"] != "assistant"]
+                coverage.check_images(row, turns)
             self._find_images(content, folder)
-            return self._rendered(self._with_system(content), self._coverage[format.name])
+            return self._rendered(self._with_system(content), coverage)
         if isinstance(content, PlainText):
-            self._coverage[format.name].check_columns(row, content.text)
+            coverage.check_images(row, [content.text[: content.first]])
+            coverage.check_columns(row, content.text)
             return _Text(content.text, [(content.first, len(content.text))], is_plain=True)
         assert isinstance(content, TokenIds)
         for index, token in enumerate(content.ids):
@@ -309,7 +315,8 @@ class Encoder:
                 raise RowError(
                     f"input_ids[{index}] is {short(token)}, outside the tokenizer's vocabulary of {self._vocabulary}"
                 )
-        self._coverage[format.name].check_columns(row, "")
+        coverage.check_images(row)
+        coverage.check_columns(row, "")
         self._require_no_placeholder(content.ids)
         return Document(content.ids, content.supervised)
 
@@ -545,14 +552,15 @@ class Encoder:
         return template.rewritten_turns(template.adapted(chat.messages), chat.supervised, chat.tools)
 
     def _tokenize(self, texts: list[_Text]) -> list[Document | str]:
-        encoded = self._tokenizer(
-            [text.text for text in texts],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning about the model's maximal length: documents are split later
-        )
+        with one_panic():
+            encoded = self._tokenizer(
+                [text.text for text in texts],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # no warning about the model's maximal length: documents are split later
+            )
         documents: list[Document | str] = []
         for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             if not ids:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fxtune.data.images.placed import cut_behind, without
+from fxtune.data.images.placed import without
 
 
 def prompt_tokens(document: Any) -> int:
@@ -45,7 +45,7 @@ def faults(documents: Sequence[Any], names: Sequence[str]) -> list[str]:
 
 def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: Sequence[int]) -> list[Any] | None:
     """The documents of a row, each without the same tokens at the beginning of its prompt, so that they fit; None if
-    this would cut an answer.
+    this would cut an answer, or an image that the answers may be about.
 
     Args:
         longest: tokens of a row; with `packing` it holds all documents, otherwise each has a row.
@@ -58,8 +58,9 @@ def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: 
     # A token of the prompt stays, because a document's first token is never a target.
     if over > prompt_tokens(first) - max(kept, 1):
         return None
-    cut = slice(kept, cut_behind(first.images, kept + max(over, 0)))
-    if cut.stop > prompt_tokens(first) - (not kept):  # it ends with an image
+    cut = slice(kept, kept + max(over, 0))
+    # A token before an image stays, because some templates write one that opens the image.
+    if over > 0 and any(image.start <= cut.stop for image in first.images):
         return None
     return [
         replace(

@@ -7,6 +7,9 @@ its calls), and each piece repeats the question. A step that does not fit alone 
 the template refuses a conversation that begins in the middle of the chat, the whole chat is cut at the end of a row.
 Tokens that are cut off are counted.
 
+Any question may be about any earlier image. So the first question of a piece repeats the images of all earlier turns
+that the piece leaves out.
+
 Some templates change the text of an answer once another turn follows. Such a chat is first split into one document for
 each question, and each document ends with an answer (split_questions).
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxtune.data.formats.chat_format import SYSTEM_ROLES
+from fxtune.data.formats.image_parts import IMAGE
 from fxtune.data.formats.row_format import Conversation
 from fxtune.data.images.placed import cut_before, without
 
@@ -36,14 +40,16 @@ class SplitCounts:
     truncated: int = 0
     """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""
     dropped: int = 0
-    """Rows of preferences that are left out, because their answers alone are longer than a row; and pieces of chats
-    whose first tokens teach nothing."""
+    """Rows of preferences that are left out, because their answers, with the images, are longer than a row; and pieces
+    of chats whose first tokens teach nothing."""
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0
     """Documents of one question each, from chats that are divided at their questions."""
     refused: int = 0
     """Questions that the template refuses at the end of a chat; nothing of them is learned."""
+    repeated_images: int = 0
+    """Images that later pieces of a chat repeat."""
 
     def __add__(self, other: SplitCounts) -> SplitCounts:
         return SplitCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -67,8 +73,11 @@ def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> 
         splitter.split(list(range(first)), _units(chat, range(first, len(chat.messages)), "user"))
     except _RefusedError:
         return truncate_chat(whole, longest)
-    splitter.found.counts.pieces = len(splitter.found.pieces)
-    return splitter.found
+    found = splitter.found
+    found.counts.pieces = len(found.pieces)
+    shown = [len(piece.images) for piece in found.pieces]  # each piece has all images up to its end
+    found.counts.repeated_images = sum(shown) - max(shown, default=0)
+    return found
 
 
 def split_questions(chat: Conversation, rewritten: list[int], encode: Encode, longest: int | None) -> SplitChat:
@@ -193,12 +202,33 @@ class _Splitter:
         return fitting, piece
 
     def _encode(self, indices: list[int]) -> Any:
-        messages = [self.chat.messages[index] for index in indices]
-        part = replace(self.chat, messages=messages, supervised=[self.chat.supervised[index] for index in indices])
+        part = replace(
+            self.chat, messages=self._messages(indices), supervised=[self.chat.supervised[index] for index in indices]
+        )
         document = self.encode(part)
         if document is None:
             raise _RefusedError
         return document
+
+    def _messages(self, indices: list[int]) -> list[dict[str, Any]]:
+        """The messages with these indices. The first question also gets the images of earlier turns that are left
+        out, in the order of the chat. Raises _RefusedError if there is no question."""
+        every = self.chat.messages
+        messages = [every[index] for index in indices]
+        earlier = [index for index in range(max(indices)) if every[index].get("images") and index not in indices]
+        if not earlier:
+            return messages
+        at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+        if at is None:
+            raise _RefusedError
+        question = messages[at]
+        before, behind = (
+            [image for index in earlier if (index < indices[at]) == is_before for image in every[index]["images"]]
+            for is_before in (True, False)
+        )
+        content = IMAGE * len(before) + question["content"] + IMAGE * len(behind)
+        messages[at] = {**question, "content": content, "images": [*before, *question.get("images", ()), *behind]}
+        return messages
 
 
 def _units(chat: Conversation, indices: range | list[int], role: str) -> list[list[int]]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from fxtune.data.formats import image_parts
 from fxtune.data.formats.image_parts import place_images, read_content
 from fxtune.data.formats.row_format import BEGUN, OPEN, ChatRole, Content, Conversation, LearnConfig, RowFormat
-from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name, without_nulls
+from fxtune.data.formats.values import RowError, parse_json, require_text, short, spelled, type_name, without_nulls
 
 ROLES = tuple(role.value for role in ChatRole)
 
@@ -233,11 +233,11 @@ def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
             raise RowError(f"{where}.role is {'missing' if 'role' not in turn else type_name(role)}")
         role = "tool" if role == "function" else role  # OpenAI's older name
         if role not in (*ROLES, *SYSTEM_ROLES):
-            raise RowError(f"{where}: role {short(role)} is unknown; use system, user, assistant or tool")
+            raise RowError(f"{where}: role {spelled(role)} is unknown; use system, user, assistant or tool")
         return role, "content" if "content" in turn or "value" not in turn else "value"
     role = turn["from"]
     if not isinstance(role, str) or role not in SHAREGPT_ROLES:
-        named = short(role) if isinstance(role, str) else type_name(role)
+        named = spelled(role) if isinstance(role, str) else type_name(role)
         raise RowError(f"{where}: from {named} is unknown; use one of {', '.join(SHAREGPT_ROLES)}")
     return SHAREGPT_ROLES[role], "value" if "value" in turn or "content" not in turn else "content"
 

@@ -6,13 +6,14 @@ image take theirs from the column, too. A content stays one text here, in which 
 message has its images as `images`, in order.
 
 Only questions, system prompts and results of tools have images, as models write none. So `<image>` in an answer is
-text, and so is `<image>` in rows without images.
+text, and so is `<image>` in rows without images if the model reads text alone. For a model that reads images, these
+rows are bad, as are rows that name an image in another column: they would be learned without it (unread_image).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fxtune.data.formats.row_format import Conversation
@@ -22,8 +23,11 @@ IMAGE = "\U0010fad3"
 """A private-use character in place of an image."""
 MARK = "<image>"
 COLUMNS = ("images", "image")
-_PAYLOADS = ("image", "path", "url", "bytes", "image_url")
+_PAYLOADS = ("image", "path", "url", "bytes", "image_url", "source")
 _KNOWN = frozenset((*_PAYLOADS, "type", "detail"))
+_NAME = re.compile(r"data:image/|[^\n]{1,255}\.(png|jpe?g|gif|webp|bmp|tiff?|avif|hei[cf])(\?\S*)?\s*$", re.IGNORECASE)
+_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*", re.DOTALL)
+"""Names of images, and the first bytes of images."""
 _PLACES = re.compile(f"({IMAGE}|{re.escape(MARK)})")
 
 
@@ -80,9 +84,44 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
     if places != len(listed):
         raise RowError(
             f"{column} has {_count(len(listed), 'image')}, and the messages have {_count(places, 'place')} for them: "
-            f"{MARK} in a text that is no answer, or a part of type image. If {column} is not needed, set the "
-            f"source's `unused: [{column}]`"
+            f"{MARK} in a text that is no answer, or a part of type image. Write one for each image; the source's "
+            f"`unused: [{column}]` would train without the images"
         )
+
+
+def unread_image(row: Mapping[str, Any], read: Collection[str], questions: Iterable[str]) -> str | None:
+    """Why a model that reads images cannot learn a row without images; None if nothing in the row stands for one.
+    `read`: columns that are read, or unused on purpose. `questions`: texts in which MARK stands for an image."""
+    column = next((name for name, value in row.items() if name not in read and _is_image(value)), None)
+    if column is not None:
+        return (
+            f"column {short(column)} has an image, and the row would be learned without it: name the column `images` "
+            "(the source's `columns`) beside a chat, such as `messages` or `instruction` and `output`, and write "
+            f"{MARK} into the question. `unused: [{column}]` would train without the image"
+        )
+    if any(MARK in text for text in questions):
+        return (
+            f"a question has {MARK}, and the row has no image: name its images in a column `images`. If {MARK} is "
+            "text, set the source's `unused: [images]`"
+        )
+    return None
+
+
+def _is_image(value: Any) -> bool:
+    """Whether the value of a column is an image or names one, or is a list of such values."""
+    if isinstance(value, Mapping):
+        return any(_is_image(value.get(key)) for key in _PAYLOADS)
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_image, value[:1]))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _BYTES.match(value) is not None
+    return isinstance(value, str) and _NAME.match(value) is not None
+
+
+def for_chats(column: str, names: str) -> str:
+    """Why `column` is refused beside a text without a chat template. `names`: columns that make a chat of the row."""
+    way = f". The columns {names} make a chat (the source's `columns`); write {MARK} where the image belongs"
+    return f"{column} is for chats, and this prompt is a text{way if column in COLUMNS else ''}"
 
 
 def images_of(chat: Conversation) -> Iterator[tuple[str, Any]]:
@@ -106,7 +145,9 @@ def _payload(part: Mapping[str, Any], where: str) -> Any:
     if not given:
         return None
     ((key, value),) = given
-    return value.get("url") if key == "image_url" and isinstance(value, Mapping) else value
+    if key == "source" and isinstance(value, Mapping) and "data" in value:  # Anthropic's
+        return f"data:{value.get('media_type')};base64,{value['data']}"
+    return value.get("url") if key in ("image_url", "source") and isinstance(value, Mapping) else value
 
 
 def _is_given(value: Any) -> bool:

@@ -25,7 +25,7 @@ from fxtune.data.formats.chat_format import (
     require_answer,
     with_parsed_lists,
 )
-from fxtune.data.formats.image_parts import COLUMNS
+from fxtune.data.formats.image_parts import COLUMNS, for_chats
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText, Preference, RowFormat
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
 
@@ -113,7 +113,7 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
 def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
     """Two texts without a chat template, which may repeat the prompt. Raises RowError."""
     if wrong := next((name for name in FOR_CHATS if row.get(name)), None):
-        raise RowError(f"{wrong} is for chats, and this prompt is a text")
+        raise RowError(for_chats(wrong, "`instruction`, `chosen` and `rejected`"))
     if not require_text(prompt, "prompt"):
         raise RowError("prompt is empty")
     answers = [require_text(row.get(name), name) for name in (CHOSEN, REJECTED)]

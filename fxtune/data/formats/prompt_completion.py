@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fxtune.data.formats.chat_format import VARIABLES, ChatFormat, add_answer, add_prompt, is_chat, require_answer
-from fxtune.data.formats.image_parts import COLUMNS
+from fxtune.data.formats.image_parts import COLUMNS, for_chats
 from fxtune.data.formats.row_format import Content, Conversation, LearnConfig, PlainText
 from fxtune.data.formats.values import RowError, require_text
 
@@ -28,14 +28,14 @@ class PromptCompletionFormat(ChatFormat):
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             return super().read(row, learn, unused)
         if wrong := next((name for name in (VARIABLES, *COLUMNS) if row.get(name) and name not in unused), None):
-            raise RowError(f"{wrong} is for chats, and this prompt is a text")
+            raise RowError(for_chats(wrong, "`instruction` and `output`"))
         prompt, completion = require_text(prompt, "prompt"), require_text(completion, "completion")
         require_answer(completion, "completion")
         return PlainText(prompt + completion, len(prompt))
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
-        """A list of messages on one side or both. No turn of the prompt is learned, not even the assistant's; if it ends
-        with one, the completion goes on with it."""
+        """A list of messages on one side or both. No turn of the prompt is learned, not even the assistant's; if it
+        ends with one, the completion goes on with it."""
         chat = Conversation()
         add_prompt(chat, row.get("prompt"))
         add_answer(chat, row.get("completion"), "completion")

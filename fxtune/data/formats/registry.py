@@ -12,6 +12,7 @@ from typing import Any
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import is_chat
 from fxtune.data.formats.group import GroupFormat
+from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.pair_format import is_answer
@@ -157,6 +158,8 @@ def _suggested_renames(rows: list[dict[str, Any]], columns: list[str]) -> dict[s
         found = _closest_column(wanted, [column for column in columns if column not in rename])
         if found is not None:
             rename[found] = wanted
+    if len(rename) == 2 and not set(COLUMNS).isdisjoint(columns):  # only chats have images
+        return {old: {"prompt": "instruction", "completion": "output"}[new] for old, new in rename.items()}
     if len(rename) == 2:
         return {old: new for old, new in rename.items() if old != new}
     found = _closest_column("text", columns)

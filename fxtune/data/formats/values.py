@@ -36,6 +36,12 @@ def short(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def spelled(word: str) -> str:
+    """A word, shortened for a message, with the code of its first letter beyond ASCII, which may look like another."""
+    letter = next((letter for letter in word if not letter.isascii()), None)
+    return short(word) + (f" (with U+{ord(letter):04X})" if letter else "")
+
+
 def require_text(value: Any, where: str) -> str:
     """`value`, which must be a string that UTF-8 can encode. Raises RowError that names `where`."""
     if not isinstance(value, str):

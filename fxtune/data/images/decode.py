@@ -11,6 +11,7 @@ decompressed.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ MAX_PIXELS = 1 << 27
 """134 million: more than a phone's camera has (108 million); 400 MB as RGB."""
 SIDE = 256
 """Pixels of the longer side of a thumbnail, at most."""
+_HEIC = re.compile(rb"....ftyp(hei|hev|mif1|msf1)", re.DOTALL)
+"""How the files of phones begin that are no AVIF."""
 _ORIENTATION = 0x0112
 """The EXIF tag of the rotation. The values 5 to 8 exchange height and width."""
 
@@ -82,7 +85,8 @@ def _opened(data: bytes) -> Iterator[Image]:
     except Image.DecompressionBombError:
         raise RowError(f"it has more than {MAX_PIXELS:,} pixels") from None
     except Image.UnidentifiedImageError:
-        raise RowError(f"it is no image of the formats {', '.join(FORMATS)}") from None
+        heic = "a HEIC image; convert it to JPEG. It is " if _HEIC.match(data) else ""
+        raise RowError(f"it is {heic}no image of the formats {', '.join(FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - Pillow's readers raise anything on broken bytes
         raise RowError(f"it cannot be decoded ({first_line(error)})") from None
 

@@ -24,11 +24,6 @@ def cut_before(images: Sequence[PlacedImage], at: int) -> int:
     return next((image.start for image in images if image.start < at < image.end), at)
 
 
-def cut_behind(images: Sequence[PlacedImage], at: int) -> int:
-    """The first place from `at` on for a cut: `at`, or the end of the image around it."""
-    return next((image.end for image in images if image.start < at < image.end), at)
-
-
 def without(images: Sequence[PlacedImage], start: int, stop: int) -> tuple[PlacedImage, ...]:
     """The images of a document without its tokens from `start` to `stop`."""
     return tuple(

@@ -26,6 +26,8 @@ MAX_BYTES = 128 << 20
 """A larger file is refused."""
 EMBEDDED = "an image in the row"
 """The name of an image without a path, for messages."""
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{100,}={0,2}\s*$")
+"""More than a path without a dot may have."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
@@ -113,10 +115,14 @@ def _name_and_data(value: Any) -> tuple[str, bytes | None]:
             f"an image is {'empty' if value == '' else type_name(value)}: give a path, a data: URI or bytes"
         )
     if not value.startswith("data:"):
+        if _BASE64.match(value):
+            raise RowError(f"{EMBEDDED}: it looks like base64; write data:image/png;base64, in front of it")
         return value, None
     head, _, body = value.partition(",")
     try:
-        return EMBEDDED, base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
+        if head.endswith(";base64"):
+            return EMBEDDED, base64.b64decode("".join(body.split()), validate=True)  # MIME breaks lines
+        return EMBEDDED, unquote_to_bytes(body)
     except (binascii.Error, ValueError) as problem:
         raise RowError(f"{EMBEDDED}: its data: URI is no base64 ({problem})") from None
 

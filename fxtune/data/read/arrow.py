@@ -9,7 +9,7 @@ from typing import Any
 
 from fxtune.data.formats.values import without_nulls
 from fxtune.data.read.row import Row, bad_row, length_fault, longest_row, too_long
-from fxtune.errors import DataError
+from fxtune.errors import DataError, first_line
 
 Decoder = Callable[[Any], Iterable[dict[str, Any]]]
 """Makes rows of an Arrow table."""
@@ -25,7 +25,7 @@ def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[
     try:
         # No memory map: if the file shrinks while it is read, a map ends the process (SIGBUS) and raises no error.
         with pq.ParquetFile(path, buffer_size=1 << 20) as file:
-            decode, columns = _decoder(file.schema_arrow, keeps_images)
+            decode, columns = _decoder(file.schema_arrow, name, keeps_images)
             for batch in file.iter_batches(batch_size=rows_at_once(keeps_images), columns=columns):
                 for row in arrow_rows(batch, name, number, decode, keeps_images):
                     number += 1
@@ -37,15 +37,22 @@ def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[
         ) from problem
 
 
-def _decoder(schema: Any, keeps_images: bool) -> tuple[Decoder, list[str] | None]:
+def _decoder(schema: Any, name: str, keeps_images: bool) -> tuple[Decoder, list[str] | None]:
     """A decoder for batches of a schema, and the columns to read (None: all): none with audio, and none with images
-    unless `keeps_images`."""
+    unless `keeps_images`. Raises DataError if the schema describes columns in a way that `datasets` cannot read."""
     if b"huggingface" not in (schema.metadata or {}):
         return (lambda batch: batch.to_pylist()), None
     import pyarrow as pa
     from datasets import Dataset, DatasetInfo, Features
 
-    features = Features(without_decoding(Features.from_arrow_schema(schema)))
+    try:
+        features = Features(without_decoding(Features.from_arrow_schema(schema)))
+    except Exception as problem:
+        raise DataError(
+            f"{name}: `datasets` cannot read the entry `huggingface` of its schema, which describes the columns "
+            f"({first_line(problem)}). Write the file without the entry (pyarrow: "
+            "table.replace_schema_metadata(None)), or with the installed version of `datasets`."
+        ) from problem
     left_out = media_columns(features, keeps_images)
     kept = Features({name: feature for name, feature in features.items() if name not in left_out})
 

@@ -77,7 +77,8 @@ def _build(folder: Path, table: TokenTable, longest: int | None, packing: bool) 
             if not writer.documents:
                 raise DataError(
                     f"{table.name}: in each of its {len(table):,} rows the answer and the mismatched answer of "
-                    f"objective=kto are longer than data.sequence_length={longest:,}. Raise it."
+                    f"objective=kto, with the images of the prompt, are longer than "
+                    f"data.sequence_length={longest:,}. Raise it."
                 )
             writer.finish(name=table.name, format=table.format.name, beginning=table.beginning)
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.signals import leave_signals_to_main_process
+from fxtune.upstream.tokenizers import panics_as_errors
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -93,8 +94,9 @@ def _worker_main(pipe: Any, setup: Callable[[Any], Callable[[Any], Any]], argume
         except (EOFError, OSError):
             return
         try:
-            work = work or setup(argument)
-            answer: tuple[bool, Any] = True, work(task)
+            with panics_as_errors():
+                work = work or setup(argument)
+                answer: tuple[bool, Any] = True, work(task)
         except Exception as error:  # noqa: BLE001 - the main process raises it
             error.add_note(f"In a worker process:\n{''.join(traceback.format_exception(error))}")
             answer = False, error

@@ -48,7 +48,7 @@ SPLIT_VERSION = 2
 """Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
 SHORTEN_VERSION = 1
 """Part of the cache's key of a table with shorter prompts. Raise it when the code shortens them otherwise."""
-IMAGES_VERSION = 1
+IMAGES_VERSION = 2
 """Part of the cache's key of a table for a model that reads images, as ENCODING_VERSION."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
@@ -225,8 +225,8 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
         )
     if not writer.documents and writer.split.dropped and encoder.format.answers:
         raise DataError(
-            f"{source.name}: in each of its {writer.split.dropped:,} rows the answers alone are longer than "
-            f"data.sequence_length={data.sequence_length:,}. Raise it."
+            f"{source.name}: in each of its {writer.split.dropped:,} rows the answers, with the images of the "
+            f"prompt, are longer than data.sequence_length={data.sequence_length:,}. Raise it."
         )
     if not writer.documents and writer.split.chats:
         raise DataError(

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
+from support import processors
+from support.rows import write_jsonl
 from support.tables import table, training
 
 from fxtune.data.batches.build import plan_evaluation, plan_training, prepare_data
 from fxtune.data.batches.duplicates import SHINGLE, find_duplicates, first_copies
 from fxtune.data.config import DataConfig, Dedup, SourceConfig
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.models.load import ModelConfig, load_tokenizer
 
 
@@ -161,3 +165,26 @@ def test_report_names_files_and_lines_and_the_result_is_cached(tmp_path, capsys)
     assert prepare(Dedup.near).training.fingerprint == prepared.training.fingerprint
     assert prepare(Dedup.exact).training.summary()["documents"] == 10
     assert prepare(Dedup.off).training.summary()["documents"] == 12
+
+
+def test_documents_with_different_images_are_never_near_copies(tmp_path):
+    """Twenty rows with one question: ten pictures, each with two answers that differ in a word of many."""
+    rows = []
+    for number in range(20):
+        Image.new("RGB", (30, 30), (25 * (number // 2), 0, 0)).save(tmp_path / f"{number}.png")
+        answer = {
+            "role": "assistant",
+            "content": "It is the same answer in all of these rows, " * 3 + "ab"[number % 2],
+        }
+        rows.append({"messages": [{"role": "user", "content": "<image>What?"}, answer], "images": [f"{number}.png"]})
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = DataConfig(
+        sources=[SourceConfig(path=str(path))], dedup=Dedup.near, eval_fraction=0.0, cache_dir=str(tmp_path / "cache")
+    )
+    images = ImageProcessor(processors.processor("llava", tmp_path / "model"))
+    prepared = prepare_data(
+        data, processors.tokenizer("llava"), micro_batch_size=1, global_batch_size=1, progress=False, images=images
+    )
+    used = {index for step in range(prepared.training.steps) for _, index in prepared.training.documents(step, 0)}
+    assert used == set(range(0, 20, 2))
+    assert prepared.training.summary()["documents"] == 10

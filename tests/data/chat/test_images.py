@@ -132,7 +132,8 @@ def test_a_quoted_placeholder_is_text_and_never_an_image(images, folder):
         assert document.ids[placed.start : placed.end] == own
         rest = document.ids[: placed.start] + document.ids[placed.end :]
         assert not set(rest) & set(images.placeholders.values())
-        alone = encoded(images, {"messages": [{"role": "user", "content": name}, ANSWER]}, folder)
+        row = {"messages": [{"role": "user", "content": name}, ANSWER]}
+        alone = encoded(images, row, folder, unused=["images"])
         assert not set(alone.ids) & set(images.placeholders.values())
 
 
@@ -141,6 +142,51 @@ def test_a_placeholder_in_plain_text_or_ids_is_a_bad_row(images):
     assert "stands for an image" in refused(images, {"text": f"a {name} b"}, None)
     assert "stands for an image" in refused(images, {"input_ids": [5, number, 6]}, None)
     assert isinstance(encoder(images, {"text": "a b"}).encode([{"text": "a b"}])[0], Document)
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+SPOKEN = [{"role": "user", "content": "What?"}, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"file_name": "pics/a.png", "text": "a red circle"}, "file_name"),
+        ({"image": "a.png", "text": "a red circle"}, "image"),
+        ({"url": "https://example.org/a b.JPG?width=3", "prompt": "What?", "completion": "red"}, "url"),
+        ({"messages": SPOKEN, "image_url": "a.png"}, "image_url"),
+        ({"messages": SPOKEN, "file": {"bytes": b"\x89PNG\r", "path": None}}, "file"),
+        ({"messages": SPOKEN, "image_url": [{"url": PNG}]}, "image_url"),
+        ({"prompt": "What?", "chosen": "red", "rejected": "a cat", "file_path": "a.webp"}, "file_path"),
+        ({"prompt": "What?", "completion": "red", "label": True, "file_path": "a.webp"}, "file_path"),
+        ({"messages": [{"role": "user", "content": "<image>What?"}, ANSWER]}, "images"),
+        ({"prompt": "<image>What?", "completion": "red"}, "images"),
+    ],
+)
+def test_a_row_that_would_lose_its_image_is_bad(tmp_path, folder, row, column):
+    """For a model that reads images; `unused` says that it is meant."""
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    reason = refused(images, row, folder)
+    assert "`images`" in reason
+    assert f"`unused: [{column}]`" in reason
+    for found in (
+        encoder(images, row, unused=[column]).encode([row], [folder]),
+        Encoder(images.processor.tokenizer, row_format(row), unused=["image"]).encode([row], [folder]),
+    ):
+        assert not isinstance(found[0], str), found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"images": ["a.png"], "messages": [{"role": "user", "content": "<image>What?"}, ANSWER], "file_name": "a.png"},
+        {"messages": SPOKEN, "file_name": "rows.jsonl", "url": "https://example.org/page", "images": None},
+        {"messages": [SPOKEN[0], {"role": "assistant", "content": "Write <image>."}]},
+        {"text": "In SVG, <image> shows a.png"},
+    ],
+)
+def test_a_row_with_its_images_and_a_row_of_text_are_used(tmp_path, folder, more):
+    encoded(ImageProcessor(processor("qwen2_5_vl", tmp_path / "model")), more, folder)
 
 
 def test_images_are_never_learned_even_in_a_turn_that_is(images, folder):
@@ -210,10 +256,41 @@ def test_a_long_chat_is_divided_at_its_turns_with_its_images(images, folder):
     whole = encoded(images, row, folder)
     made.longest = len(whole.ids) - 1
     found = made.split(row, whole, folder).pieces
-    assert [[image.image.name for image in piece.images] for piece in found] == [NAMES[:3], NAMES[3:]]
+    assert [[image.image.name for image in piece.images] for piece in found] == [NAMES[:3], NAMES]
     for piece in found:
         for image in piece.images:
             assert piece.ids[image.start : image.end] == images.image_ids(*image.image.size)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_each_piece_of_a_long_chat_has_all_earlier_images_or_is_counted(images, folder, steps):
+    """Exchanges, or the steps of an agent whose tools return images; each answer says how many images precede it."""
+    names, turns = ["a.png", "b.png"] * 2, []
+    for number in range(8):
+        shown = [part(names[number // 2])] if number % 2 == 0 else []
+        role = "tool" if steps and number else "user"
+        turns.append({"role": role, "content": [text(f"question {number}"), *shown]})
+        turns.append({"role": "assistant", "content": f"<{number // 2 + 1}>"})
+    row = {"messages": turns}
+    made, whole = encoder(images, row), encoded(images, row, folder)
+    lengths = []
+    for longest in range(len(whole.ids) - 1, 30, -23):
+        made.longest = longest
+        found = made.split(row, whole, folder)
+        answers = 0
+        for piece in found.pieces:
+            assert len(piece.ids) <= longest
+            *_, last = learned(piece, images).split("<|im_end|>")[:-1] or [""]
+            if last:  # else the answer is cut, and counted
+                end = max(index for index, learn in enumerate(piece.supervised) if learn)
+                seen = [image.image.name for image in piece.images if image.start < end]
+                assert seen == names[: int(last[1:-1])]
+            answers += sum(piece.supervised)
+        assert answers + found.counts.lost_supervised == sum(whole.supervised)
+        shown = [len(piece.images) for piece in found.pieces]
+        assert found.counts.repeated_images == sum(shown) - max(shown, default=0)
+        lengths.append(len(found.pieces))
+    assert max(lengths) > 2
 
 
 def test_a_cut_leaves_each_image_whole(images, folder):
@@ -244,12 +321,29 @@ def test_answers_of_a_pair_have_the_same_images(images, folder):
     assert [[image.image.name for image in document.images] for document in group.documents] == [
         ["a.png", "b.png"]
     ] * 2
-    made.longest = 2 * len(group.documents[0].ids) - 30
-    short = made.shorten(group.documents).pieces
-    for document in short:
-        (image,) = document.images[-1:]
-        assert document.ids[image.start : image.end] == images.image_ids(*image.image.size)
-        assert not set(document.ids[: document.images[0].start]) & set(images.placeholders.values())
+
+
+def test_a_prompt_loses_the_text_before_its_images_or_the_pair_is_left_out(images, folder):
+    row = {
+        "prompt": [{"role": "user", "content": [text("one:"), part("a.png"), text("what?")]}],
+        "chosen": [ANSWER],
+        "rejected": [{"role": "assistant", "content": "some"}],
+    }
+    made = encoder(images, row)
+    (group,) = made.encode([row], [folder])
+    assert isinstance(group, EncodedGroup), group
+    lengths = [len(document.ids) for document in group.documents]
+    first = group.documents[0].images[0].start
+    for over in (first - 1, first):  # one token is left before the image, because some templates open it
+        made.longest = sum(lengths) - 2 * over
+        found = made.shorten(group.documents)
+        assert [len(document.ids) for document in found.pieces] == (
+            [length - over for length in lengths] if over < first else []
+        )
+        assert found.counts.dropped == (over == first)
+        for document in found.pieces:
+            assert [image.start for image in document.images] == [1]
+            assert document.ids[1 : 1 + document.images[0].tokens] == images.image_ids(56, 56)
 
 
 def test_another_image_in_the_prompt_of_one_answer_is_a_bad_row(images, folder):

@@ -227,6 +227,7 @@ def calling(arguments: Any, **function: Any) -> dict[str, Any]:
             messages({"role": "asistant", "content": "a"}),
             "messages[1]: role 'asistant' is unknown; use system, user, assistant or tool",
         ),
+        ("messages", messages({"role": "\u0430ssistant", "content": "a"}), "(with U+0430) is unknown"),
         ("messages", messages({"content": "a"}), "messages[1].role is missing"),
         ("messages", messages({"role": None, "content": "a"}), "messages[1].role is null"),
         ("messages", messages("a"), "messages[1] is a string, not an object"),

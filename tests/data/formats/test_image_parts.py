@@ -8,7 +8,7 @@ import pytest
 
 from fxtune.data.formats.image_parts import IMAGE
 from fxtune.data.formats.registry import FORMATS, row_format
-from fxtune.data.formats.row_format import Conversation, LearnConfig
+from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
 from fxtune.data.formats.values import RowError
 
 ANSWER = {"role": "assistant", "content": "A."}
@@ -42,6 +42,11 @@ def question(*parts: Any) -> list[dict[str, Any]]:
         ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "a.png"),
         ({"type": "image_url", "image_url": "a.png"}, "a.png"),
         ({"type": "image", "image": "a.png", "text": None, "url": None}, "a.png"),
+        (
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+            "data:image/png;base64,AA==",
+        ),
+        ({"type": "image", "source": {"type": "url", "url": "a.png"}}, "a.png"),
         ({"type": "image", "image": "a.png", "image_url": {"url": None, "detail": None}}, "a.png"),
         ({"type": "image_url", "image": {"bytes": None, "path": None}, "image_url": {"url": "a.png"}}, "a.png"),
     ],
@@ -143,8 +148,14 @@ def test_rows_whose_images_do_not_match(row, reason):
 def test_a_text_without_a_chat_template_has_no_images(row):
     format = row_format(row)
     assert format in FORMATS.values()
-    with pytest.raises(RowError, match="images is for chats"):
+    with pytest.raises(RowError, match="images is for chats") as raised:
         format.read(row, LearnConfig())
+    assert "`instruction`" in str(raised.value)  # which makes a chat
+    renamed = {("output" if key == "completion" else key): value for key, value in row.items() if key != "prompt"}
+    renamed["instruction"] = row["prompt"]
+    found = row_format(renamed).read(renamed, LearnConfig())
+    for chat in found.answers if isinstance(found, Preference) else [found]:
+        assert chat.messages[0]["content"] == IMAGE
 
 
 def test_both_answers_of_a_row_have_the_images():

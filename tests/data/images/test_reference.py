@@ -46,13 +46,14 @@ def test_a_file_beside_the_data(folder, form):
     assert not found.data
 
 
-@pytest.mark.parametrize("form", ["bytes", "object", "uri", "percent"])
+@pytest.mark.parametrize("form", ["bytes", "object", "uri", "lines", "percent"])
 def test_bytes_in_the_row(form):
     data = picture()
     value = {
         "bytes": data,
         "object": {"bytes": data, "path": "a.png"},
         "uri": "data:image/png;base64," + base64.b64encode(data).decode(),
+        "lines": "data:image/png;base64," + base64.encodebytes(data).decode(),
         "percent": "data:image/png," + "".join(f"%{byte:02x}" for byte in data),
     }[form]
     found = find_image(value, None)
@@ -107,6 +108,13 @@ def test_what_is_no_image_is_a_bad_row(folder, value):
     with pytest.raises(RowError) as raised:
         find_image(value, folder)
     assert len(str(raised.value)) < 500
+
+
+def test_base64_without_a_uri_and_heic_are_told_what_to_write(folder):
+    with pytest.raises(RowError, match="data:image/png;base64,"):
+        find_image(base64.b64encode(picture() * 2).decode(), folder)
+    with pytest.raises(RowError, match=r"HEIC.*convert"):
+        find_image(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", None)
 
 
 def test_a_large_file_is_refused(folder, monkeypatch):

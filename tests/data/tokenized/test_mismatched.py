@@ -107,7 +107,7 @@ def test_a_prompt_is_shortened_for_both_answers(packing, cwd):
 
 def test_rows_without_room_for_both_answers_are_refused(cwd):
     table = table_of(["a blue " * 15, "two lamps " * 15], sequence_length=50, on_long=OnLong.truncate)
-    with pytest.raises(DataError, match=r"the mismatched answer of objective=kto .*sequence_length=50\. Raise it"):
+    with pytest.raises(DataError, match=r"the mismatched answer of objective=kto.*sequence_length=50\. Raise it"):
         with_mismatched(table, 50)
 
 

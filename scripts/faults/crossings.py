@@ -49,7 +49,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.crossings import CHATS, FACTORS, GROUPS, ORACLES, PAIRS, REFERENCED, Bench, Case, Outcome
+from support.crossings import CHATS, FACTORS, GROUPS, ORACLES, PAIRS, REFERENCED, Bench, Case, Outcome, write_bases
 
 Values = dict[str, str]
 CONSTRAINTS: list[tuple[tuple[str, ...], Callable[[Values], bool]]] = [
@@ -211,6 +211,7 @@ def main() -> int:
         return 0
     os.nice(10)
     folder, began = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-crossings-")), time.monotonic()
+    write_bases(folder / "bases")
     queue: Queue[Case] = Queue()
     for case in asked:
         queue.put(case)

@@ -21,8 +21,8 @@ from typing import Any
 IMAGES = ("images", "image_pairs")
 
 WORDS = ("red", "lamp", "table", "from", "order", "seven", "small", "chair", "please", "blue", "four", "green")
-MARK = re.compile(r"[aq]\d{3}[\dx]")
-"""A unique number: of a question (q0042) or an answer (a0042; a004x in the near-copy of that row)."""
+MARK = re.compile(r"[aq]\d{3}[0-9a-j]")
+"""A unique number: of a question (q0042) or an answer (a0042; a004d in the near-copy of that row)."""
 
 
 @dataclass
@@ -37,6 +37,15 @@ class Row:
         """The unique numbers that its supervised tokens must have."""
         return {"everyone": [*self.answers, *self.questions], "last": self.answers[-1:]}.get(learn, self.answers)
 
+    def near_copy(self) -> Row:
+        """The same row, but for the last digit of each number."""
+
+        def changed(mark: str) -> str:
+            return f"{mark[:-1]}{'abcdefghij'[int(mark[-1])]}"
+
+        columns = json.loads(MARK.sub(lambda found: changed(found[0]), json.dumps(self.columns)))
+        return Row(columns, [changed(mark) for mark in self.answers], [changed(mark) for mark in self.questions])
+
 
 class Rows:
     """Writes the rows of a case: sources a.jsonl and b.jsonl, held.jsonl for evaluation. Row 3 occurs twice, row 4 has
@@ -49,8 +58,7 @@ class Rows:
         near = first[4].answers[-1]
         longer = json.dumps(first[4].columns).replace(near, self._say(near, 14))  # so that one digit is a small part
         first[4] = Row(json.loads(longer), first[4].answers, first[4].questions)
-        changed = json.loads(json.dumps(first[4].columns).replace(near, f"{near[:-1]}x"))
-        first += [first[3], Row(changed, [*first[4].answers[:-1], f"{near[:-1]}x"], first[4].questions)]
+        first += [first[3], first[4].near_copy()]
         first += [self.row(long=True) for _ in range(3 * long)]
         if self.kind in IMAGES:
             first.append(Row({**first[5].columns, "images": [self.picture()]}, first[5].answers, first[5].questions))
@@ -92,7 +100,7 @@ class Rows:
         return columns
 
     def _chat(self, long: bool) -> Row:
-        turns = (4 if self.kind in IMAGES else 6) if long else self.draw.randint(1, 2)
+        turns = (4 if self.kind in IMAGES else 6) if long else 1 if self.kind in IMAGES else self.draw.randint(1, 2)
         questions, answers = [self._mark("q") for _ in range(turns)], [self._mark("a") for _ in range(turns)]
         messages = [
             {"role": role, "content": self._say(mark, 8 if long else self.draw.randint(2, 4))}
@@ -116,12 +124,17 @@ class Rows:
         return Row({"messages": messages}, answers, questions, long)
 
     def _text(self, long: bool) -> Row:
+        # A first token is never a target, so a text begins with a word.
         marks = [self._mark("a") for _ in range(16 if long else self.draw.randint(1, 4))]
-        return Row({"text": " ".join(self._say(mark, 4) for mark in marks)}, marks, [], long)
+        return Row({"text": " ".join(["So", *(self._say(mark, 4) for mark in marks)])}, marks, [], long)
 
     def _pair(self, long: bool, chats: bool) -> Row:
         question, good, bad = self._mark("q"), self._mark("a"), self._mark("a")
-        prompt, chosen, rejected = self._say(question, 90 if long else 3), self._say(good, 3), self._say(bad, 5)
+        prompt, chosen, rejected = (
+            self._say(question, 90 if long else self.draw.randint(2, 14)),
+            self._say(good, 3),
+            self._say(bad, 5),
+        )
         if not chats:
             return Row({"prompt": prompt, "chosen": chosen, "rejected": rejected}, [good, bad], [question], long)
         messages = [{"role": "user", "content": prompt}]
@@ -133,7 +146,7 @@ class Rows:
 
     def _kto(self, long: bool) -> Row:
         question, answer = self._mark("q"), self._mark("a")
-        prompt, completion = self._say(question, 90 if long else 3), self._say(answer, 4)
+        prompt, completion = self._say(question, 90 if long else self.draw.randint(2, 14)), self._say(answer, 4)
         row = {"prompt": prompt, "completion": completion, "label": self.count % 3 > 0}
         return Row(row, [answer], [question], long)
 
@@ -264,9 +277,9 @@ class Conservation:
         kept = sum(max(held[mark] for mark in row.learned(self.learn)) for row, _ in units.values())
         left_out = sum(_number(text) for text in re.findall(r"data\.dedup=\w+ leaves out ([\d,]+)", self.log))
         said = sum(_number(text) for text in re.findall(r"held out for evaluation: ([\d,]+)", self.log))
-        of_files = {mark for row in self.rows.held for mark in row.answers}
-        if self.held and said != (kept or sum(held[mark] > 0 for mark in of_files)):
-            yield f"{said} documents are held out, says the run; {kept or len(self.held)} are evaluated"
+        evaluated = kept or sum(any(held[mark] for mark in row.answers) for row in self.rows.held)
+        if self.held and said != evaluated:
+            yield f"{said} documents are held out, says the run; {evaluated} are evaluated"
         told = {name: self.summary[name] for name in ("dropped", "overlapping", "without_targets")}
         missing = count - trained - (said if kept else 0) - left_out - told["dropped"] - told["overlapping"]
         if not 0 <= missing <= told["without_targets"]:

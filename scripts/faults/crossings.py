@@ -49,7 +49,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.crossings import CHATS, FACTORS, GROUPS, ORACLES, PAIRS, REFERENCED, Bench, Case, Outcome, write_bases
+from support.crossings import CHATS, FACTORS, GROUPS, ORACLES, PAIRS, REFERENCED, Bench, Case, Outcome
 
 Values = dict[str, str]
 CONSTRAINTS: list[tuple[tuple[str, ...], Callable[[Values], bool]]] = [
@@ -211,7 +211,6 @@ def main() -> int:
         return 0
     os.nice(10)
     folder, began = given.folder or Path(tempfile.mkdtemp(prefix="fxtune-crossings-")), time.monotonic()
-    write_bases(folder / "bases")
     queue: Queue[Case] = Queue()
     for case in asked:
         queue.put(case)
@@ -222,7 +221,6 @@ def main() -> int:
     ]
     for worker in workers:
         worker.start()
-        time.sleep(1)
     for worker in workers:
         worker.join()
     done.sort(key=lambda outcome: outcome.case.number)

@@ -19,6 +19,7 @@ import random
 import re
 import shlex
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -203,6 +204,26 @@ def load_plainly(words: list[str]) -> int:
     return 0
 
 
+def write_bases(words: list[str]) -> int:
+    """Write two bases in float32 into the folder that the only word names, with plain transformers: a small random Llama
+    with the tokenizer of builtin:tiny, and builtin:tiny-vision."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+    folder = Path(words[0])
+    text, vision = (ROOT / "fxtune" / "assets" / name for name in ("tiny", "tiny-vision"))
+    config = AutoConfig.from_pretrained(text)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for name, size in {**sizes, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}.items():
+        setattr(config, name, size)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "text")
+    AutoTokenizer.from_pretrained(text).save_pretrained(folder / "text")
+    shutil.copytree(vision, folder / "vision")
+    AutoModelForImageTextToText.from_pretrained(vision, dtype=torch.float32).save_pretrained(folder / "vision")
+    return 0
+
+
 @dataclass
 class Done:
     code: int
@@ -246,6 +267,8 @@ ORACLES = (
     "kill -9",
     "two ranks",
 )
+BASES = threading.Lock()
+"""One of several benches of a folder writes the bases."""
 EVERY = {"kill -9": 3}
 """An oracle that costs much is asked of every so many-th case, unless it is named."""
 REFERENCE_ELSEWHERE = re.compile(r"Evaluate a checkpoint|model with what its run started from")
@@ -264,8 +287,11 @@ class Bench:
         self.server = ForkServer(environ={"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> Bench:
-        write_bases(self.model)
         self.server.__enter__()
+        with BASES:
+            if not self.model.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                assert self.call([str(self.model)], self.folder, "support.crossings:write_bases").code == 0
         return self
 
     def __exit__(self, *given: object) -> None:
@@ -290,26 +316,6 @@ class Bench:
             if not attempt.drop_factor():
                 break
         return outcome
-
-
-def write_bases(folder: Path) -> None:
-    """Two bases in float32, written by plain transformers: a small random Llama with the tokenizer of builtin:tiny, and
-    builtin:tiny-vision."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-
-    if folder.exists():
-        return
-    text, vision = (ROOT / "fxtune" / "assets" / name for name in ("tiny", "tiny-vision"))
-    config = AutoConfig.from_pretrained(text)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    for name, size in {**sizes, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}.items():
-        setattr(config, name, size)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "text")
-    AutoTokenizer.from_pretrained(text).save_pretrained(folder / "text")
-    shutil.copytree(vision, folder / "vision")
-    AutoModelForImageTextToText.from_pretrained(vision, dtype=torch.float32).save_pretrained(folder / "vision")
 
 
 class Attempt:
@@ -523,21 +529,18 @@ class Attempt:
                 return (
                     [] if one and words is self.single else [f"{words[0]} ends with {done.code}: {done.text[-300:]}"]
                 )
-        newest = max((self.run_folder / "checkpoints").glob("step-*"))
-        other = place / newest.relative_to(self.place)
-        if not other.exists():
-            return [f"ends with {[path.name for path in other.parent.glob('step-*')]}, not {newest.name}"]
+        # The steps of a decay that an extension drops count on.
+        newest, other = (max((folder / "run" / "checkpoints").glob("step-*")) for folder in (self.place, place))
         sums = [
             {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
             for folder in (newest, other)
         ]
-        if sums[0] != sums[1]:
-            tokens = [
-                json.loads((folder / "state.json").read_text())["figures"].get("train/tokens")
-                for folder in (newest, other)
-            ]
-            return [f"{newest.name} has other weights; tokens of the whole run and of the extended run: {tokens}"]
-        return []
+        if sums[0] == sums[1]:
+            return []
+        tokens = [
+            json.loads((folder / "state.json").read_text())["figures"]["train/tokens"] for folder in (newest, other)
+        ]
+        return [f"other weights than in the whole run; tokens of the whole run and of the extended run: {tokens}"]
 
     def killed(self) -> Iterable[str]:
         """A run that is killed before a file operation, and started again, has the same bits."""

@@ -178,7 +178,7 @@ def serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401  so that no child imports it
 
     import fxtune.cli.main
-    import fxtune.training.trainer
+    import fxtune.training.trainer  # noqa: F401
 
     assert peft
     gc.freeze()

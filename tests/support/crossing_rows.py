@@ -91,7 +91,8 @@ class Rows:
         return f"{letter}{self.count:04d}"
 
     def _say(self, mark: str, words: int) -> str:
-        return " ".join([mark, *self.draw.choices(WORDS, k=words)])
+        # The tokenizer of builtin:tiny-vision has half as many words.
+        return " ".join([mark, *self.draw.choices(WORDS, k=words // 2 if self.kind in IMAGES else words)])
 
     def _with_picture(self, columns: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
         if self.kind in IMAGES:
@@ -131,7 +132,7 @@ class Rows:
     def _pair(self, long: bool, chats: bool) -> Row:
         question, good, bad = self._mark("q"), self._mark("a"), self._mark("a")
         prompt, chosen, rejected = (
-            self._say(question, 90 if long else self.draw.randint(2, 14)),
+            self._say(question, 120 if long else self.draw.randint(2, 14)),
             self._say(good, 3),
             self._say(bad, 5),
         )
@@ -146,7 +147,7 @@ class Rows:
 
     def _kto(self, long: bool) -> Row:
         question, answer = self._mark("q"), self._mark("a")
-        prompt, completion = self._say(question, 90 if long else self.draw.randint(2, 14)), self._say(answer, 4)
+        prompt, completion = self._say(question, 120 if long else self.draw.randint(2, 14)), self._say(answer, 4)
         row = {"prompt": prompt, "completion": completion, "label": self.count % 3 > 0}
         return Row(row, [answer], [question], long)
 

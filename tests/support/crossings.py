@@ -491,7 +491,7 @@ class Attempt:
         bounds = (
             {"export": 1e-5, "merged": 1e-4}
             if self.case.value("precision") != "bfloat16"
-            else {"export": 1e-2, "merged": 3e-2}
+            else {"export": 2e-2, "merged": 3e-2}
         )
         off = json.loads(out.read_text())["off"]
         return [

@@ -78,7 +78,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "two": (),
         "weights": (),
         "long": ("data.mix.long_share=0.4", "data.mix.threshold=40"),
-        "growing": (f"data.length_schedule=[[0.0,64],[0.5,{LENGTH}]]",),
+        "growing": (f"data.length_schedule=[[0.0,64],[0.2,{LENGTH}]]",),
     },
     "batch": {
         "2 of 4": ("train.micro_batch_size=2", "train.global_batch_size=4"),
@@ -105,7 +105,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "rslora": ("techniques=rslora", "techniques.lora.dropout=0.1", "techniques.lora.r=16"),
         "pissa": (LORA, "techniques.lora.init=pissa"),
         "olora": (LORA, "techniques.lora.init=olora"),
-        "tokens": (LORA, "model.add_tokens=['<|note|>']", "techniques.lora.train_tokens=['<|im_end|>']"),
+        "tokens": (LORA, "model.add_tokens=['<|note|>']", "techniques.lora.train_tokens=['0','1']"),
         "head": (LORA, "techniques.lora.modules_to_save=[lm_head]"),
         "recompute": ("techniques=[lora,low_memory]",),
         "yarn": (LORA, "techniques.rope.enabled=true", "techniques.rope.factor=2"),
@@ -391,18 +391,19 @@ class Attempt:
         return True
 
     def _named(self, text: str) -> str | None:
-        """The factor with the first key in a message that it sets otherwise than by its first value."""
-        factors = {
-            factor: words for factor, words in self.case.factor_words(self.bench.model).items() if factor != "rows"
-        }
-        for key in (found.group() for found in KEY.finditer(text)):
-            for factor, words in factors.items():
-                names = {word.partition("=")[0] for word in words}
-                if self.case.value(factor) != next(iter(FACTORS[factor])) and any(
-                    name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in names
-                ):
-                    return factor
-        return None
+        """The first factor that a message names, by a key or the last part of a key, of those that have not their first
+        value."""
+        found = list[tuple[int, str]]()
+        for factor, words in self.case.factor_words(self.bench.model).items():
+            if factor != "rows" and self.case.value(factor) != next(iter(FACTORS[factor])):
+                for key in (word.partition("=")[0] for word in words):
+                    place = min((match.start() for match in KEY.finditer(text) if _same(match[0], key)), default=-1)
+                    last = re.search(rf"\b{key.rpartition('.')[2]}\b", text)
+                    if place >= 0:
+                        found.append((place, factor))
+                    elif last and "." in key:
+                        found.append((len(text) + last.start(), factor))
+        return min(found, default=(0, None))[1]
 
     # --- the oracles --------------------------------------------------------------------------------------------
 
@@ -581,3 +582,8 @@ class Attempt:
         )
         off = max(abs(one - two) / max(abs(one), 0.1) for one, two in zip(*losses, strict=True))
         return [f"losses differ by {off:.1e}: {losses}"] * (off > bound)
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two keys are equal, or one is a group of the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

@@ -38,6 +38,8 @@ PAIRS = ("dpo", "reward", "image_pairs")
 REFERENCED = ("dpo", "kto", "image_pairs")
 CHATS = ("chat", "tools", "images")
 LORA = "techniques=lora"
+DROPOUT = "rslora"
+"""The technique with dropout."""
 FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "rows": {
         "chat": (),
@@ -519,8 +521,9 @@ class Attempt:
 
     def extended(self) -> Iterable[str] | None:
         """A shorter run that is extended to the case's length has the weights of the case's run."""
-        if self.case.value("schedule") not in ("constant", "wsd"):
-            return None
+        schedule = self.case.value("schedule")
+        if schedule not in ("constant", "wsd") or (schedule == "wsd" and self.case.value("technique") == DROPOUT):
+            return None  # others are refused; where the steps of a decay count on, dropout differs
         place, length = self.inputs("longer"), FACTORS["length"][self.case.value("length")]
         shorter = [SHORTER[self.case.value("length")] if word in length else word for word in self.single]
         for words in (shorter, self.single):
@@ -575,7 +578,7 @@ class Attempt:
             return [f"{len(losses[1])} steps, and {len(losses[0])} with one rank"]
         bound = (
             1.0
-            if self.case.value("technique") == "rslora"
+            if self.case.value("technique") == DROPOUT
             else 1e-3
             if self.case.value("precision") == "float32"
             else 3e-2

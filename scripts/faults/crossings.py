@@ -65,6 +65,7 @@ CONSTRAINTS: list[tuple[tuple[str, ...], Callable[[Values], bool]]] = [
     # The positions of images have three axes, which no RoPE scaling knows. (A head that is tied to the embedding cannot
     # be saved with adapters either. This refusal stays, so that there is one.)
     (("rows", "technique"), lambda case: case["rows"] not in IMAGES or case["technique"] != "yarn"),
+    (("rows", "technique"), lambda case: case["rows"] != "reward" or case["technique"] != "head"),
     (("rows", "reference"), lambda case: case["rows"] in REFERENCED or case["reference"] == "auto"),
     # Full fine-tuning has no adapters to switch off; factored adapters hold a part of the base.
     (("technique", "reference"), lambda case: case["technique"] != "full" or case["reference"] in ("auto", "stored")),

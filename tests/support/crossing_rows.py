@@ -162,7 +162,7 @@ def record(words: list[str]) -> int:
     import fxtune.cli.main
     from fxtune.training import evaluation, trainer
 
-    out = Path("documents.jsonl").open("a")  # noqa: SIM115  until the process ends
+    out = Path("documents.jsonl").open("a", buffering=1)  # noqa: SIM115  a line at a time: the process ends abruptly
     step, evaluate, seen = trainer.Trainer.step, evaluation.evaluate, list[int]()
 
     def recorded_step(self: Any, given: Any, lr: float) -> Any:
@@ -171,9 +171,7 @@ def record(words: list[str]) -> int:
                 out.write(json.dumps({"step": given.index, **documents(batch)}) + "\n")
                 yield batch
 
-        outcome = step(self, replace(given, micro_batches=noted(given.micro_batches)), lr)
-        out.flush()
-        return outcome
+        return step(self, replace(given, micro_batches=noted(given.micro_batches)), lr)
 
     def recorded_evaluation(model: Any, objective: Any, loader: Any, *rest: Any) -> Any:
         plan = loader.plan
@@ -250,15 +248,14 @@ class Conservation:
         units = dict[str, tuple[Row, int]]()
         for row in self.rows.sources:
             units[row.answers[-1]] = (row, units.get(row.answers[-1], (row, 0))[1] + 1)
-        missing = trained = 0
+        trained = 0
         for last, (row, times) in units.items():
             expected = row.learned(self.learn)
             most = max(learned[mark] for mark in expected)
-            twin = self.rows.kind in IMAGES and last == self.rows.sources[5].answers[-1]  # two pictures, two documents
-            if most and any(held[mark] for mark in expected) and not twin:
+            if self.rows.kind in IMAGES and last == self.rows.sources[5].answers[-1]:
+                times -= held[last]  # the same text with two pictures: two documents, each with its side
+            elif most and any(held[mark] for mark in expected):
                 yield f"row {last} is trained and held out"
-            if not most and not any(held[mark] for mark in expected):
-                missing += times
             least = 1 if self.dedup and last in self.rows.removable else times
             low, high = least * math.floor(self.epochs), times * math.ceil(self.epochs)
             if self.epochs == math.floor(self.epochs):

@@ -147,7 +147,9 @@ class TrainStep:
         sums, failed = torch.full((self.objective.needs.step_sums,), math.nan, device=device), None
         try:
             with torch.no_grad(), self.precision.context(device):
-                sums = torch.stack([self.objective.step_sums(self.model, batch) for batch in batches[:counted]]).sum(0)
+                parts = [self.objective.step_sums(self.model, batch) for batch in batches[:counted]]
+                # In a short last step a rank may have no micro-batch that counts.
+                sums = torch.stack([torch.zeros_like(sums), *parts]).sum(0)
         except Exception as error:  # noqa: BLE001  raised below: the other ranks wait for this rank's sums
             failed = error
         self.world.sum(sums, "adding up sums of the step")

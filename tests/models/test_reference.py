@@ -58,6 +58,24 @@ def test_reference_stays_while_the_adapter_is_trained(model, keeps_start):
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+def test_autocast_mixes_up_neither_the_weights_nor_the_gradients(model):
+    """Autocast keeps the casts of trained weights, which it would use for the reference and the policy alike."""
+    reference = ReferenceModel(PreparedModel(model.eval()), keeps_start=True)
+    found = []
+    for first in ("reference", "policy"):
+        train(model)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            policy = model(IDS).logits if first == "policy" else None
+            with reference.active():
+                found.append(model(IDS).logits)
+            policy = model(IDS).logits if policy is None else policy
+        assert not torch.equal(policy, found[-1])
+        policy.float().logsumexp(-1).sum().backward()
+        assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+    assert torch.equal(*found)
+
+
 def test_weights_come_back_after_an_error(model):
     reference = ReferenceModel(PreparedModel(model), keeps_start=True)
     train(model)

@@ -39,6 +39,8 @@ BACKGROUND = ("saving", "pruning")
 class ForkServer:
     """A parent process that forks runs, also several at a time. Use it as a context manager."""
 
+    environ: dict[str, str] = field(default_factory=dict)
+    """Further variables of the parent process, and so of each run."""
     process: subprocess.Popen[bytes] = field(init=False)
     ended: dict[int, int] = field(default_factory=dict)
     """The exit codes of runs that ended, until somebody asks."""
@@ -54,7 +56,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             bufsize=0,  # so that select() sees a second line that has arrived with the first
             stderr=self.noise,
-            env=user_environment(),
+            env=user_environment(**self.environ),
             start_new_session=True,
         )
         assert self._heard(START)["ready"]
@@ -70,9 +72,15 @@ class ForkServer:
         self.noise.close()
 
     def start(
-        self, words: list[str], folder: Path, trace: str = "trace.jsonl", last_operation: int = 0, **environ: str
+        self,
+        words: list[str],
+        folder: Path,
+        trace: str = "trace.jsonl",
+        last_operation: int = 0,
+        function: str = "fxtune.cli.main:main",
+        **environ: str,
     ) -> Forked:
-        """Start a run in `folder`.
+        """Start a run in `folder`, or another `function` ("module:name") of a list of words, which returns an exit code.
 
         Its output is appended to `folder`/log.txt, and its trace file is replaced. See traced.watch().
         """
@@ -85,6 +93,7 @@ class ForkServer:
             "trace": str(folder / trace),
             "last_operation": last_operation,
             "environ": environ,
+            "function": function,
         }
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         while "started" not in (answer := self._heard(START)):

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import importlib
 import json
 import os
 import select
@@ -166,7 +167,8 @@ def documents(batch: Any) -> list[str]:
 
 
 def serve() -> None:
-    """Read requests from stdin, one line each: {argv, cwd, log, trace, last_operation, environ}.
+    """Read requests from stdin, one line each: {argv, cwd, log, trace, last_operation, environ, function}. `function`,
+    "module:name", is called in place of fxtune's main function.
 
     Answers {started: pid} at the start of a run and {ended: pid, status} at its end. Several runs may go on at a time.
     The end of stdin ends them.
@@ -176,7 +178,7 @@ def serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401  so that no child imports it
 
     import fxtune.cli.main
-    import fxtune.training.trainer
+    import fxtune.training.trainer  # noqa: F401
 
     assert peft
     gc.freeze()
@@ -197,7 +199,8 @@ def serve() -> None:
                     for other in running:
                         os.close(other)
                     _become_run(request)
-                    sys.exit(fxtune.cli.main.main(request["argv"]))
+                    module, _, name = request["function"].partition(":")
+                    sys.exit(getattr(importlib.import_module(module), name)(request["argv"]))
                 _own_group(child)
                 running[ended := os.pidfd_open(child)] = child  # it can be read when the child has ended
                 events.register(ended, select.POLLIN)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support import processors
+from support import families, processors
 from transformers import AutoTokenizer
 
 from fxtune.data.config import DataConfig, SourceConfig
@@ -51,6 +51,21 @@ def test_the_end_of_a_document_ends_a_run(table, monkeypatch, block):
     monkeypatch.setattr(ends, "BLOCK", block)
     built, tokenizer = table(row([5, 0], [1, 1]), row([6, 7, 8], [1, 1, 1]))
     assert ends.learned_ends([built], tokenizer) == [0]
+
+
+@pytest.mark.parametrize(
+    ("family", "end"), [("kimi", "<|end_of_msg|>"), ("command", "<|END_OF_TURN_TOKEN|>"), ("glm", "<|user|>")]
+)
+def test_a_turn_with_several_special_tokens_has_one_end(tmp_path, family, end):
+    tokenizer, file = families.tokenizer(family), tmp_path / "rows.jsonl"
+    chat = [
+        {"role": "user", "content": "2 and 2?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"},
+    ]
+    file.write_text(json.dumps({"messages": chat}))
+    source = SourceConfig(path=str(file), unused=["reasoning_content"])
+    built = tokenize(source, DataConfig(cache_dir=str(tmp_path / "cache")), tokenizer, progress=False)
+    assert tokenizer.convert_ids_to_tokens(ends.learned_ends([built], tokenizer)) == [end]
 
 
 def test_the_shortest_question_that_ends_is_tried(table):

@@ -11,10 +11,11 @@ faster; `length_chosen` and `length_rejected` show whether the data prefers long
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -108,6 +109,22 @@ def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
     }
 
 
+def contradictions(plan: Plan) -> Iterator[str]:
+    """Yield a line if the plan trains on two answers to one prompt in both orders."""
+    found = plan.stream.spans(np.arange(len(plan.stream.segments)))
+    texts = [
+        hash(plan.tables[source].ids[slice(*plan.tables[source].offsets[document : document + 2])].tobytes())
+        for source, document in zip(found.source.tolist(), found.document.tolist(), strict=True)
+    ]
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    known = {*pairs}
+    if count := sum((rejected, chosen) in known for chosen, rejected in pairs):
+        yield (
+            f"{count:,} of {len(pairs):,} pairs contradict others, which choose the answer that these reject: they "
+            "teach nothing together. Keep one order."
+        )
+
+
 @dataclass(frozen=True)
 class GroupLosses:
     """The loss and the metrics of each group of a micro-batch, which are in the slot of one document of the group."""
@@ -149,6 +166,9 @@ class PairObjective(GroupObjective):
 
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None)
     metrics: ClassVar[Mapping[str, str]] = METRICS
+
+    def plan_notes(self, plan: Plan) -> Iterator[str]:
+        yield from contradictions(plan)
 
     @abstractmethod
     def pair_losses(self, pairs: ScoredPairs) -> torch.Tensor:

@@ -21,7 +21,14 @@ from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
-from fxtune.objectives.preferences import Answers, GroupLosses, GroupObjective, is_first_of_pair, pair_metrics
+from fxtune.objectives.preferences import (
+    Answers,
+    GroupLosses,
+    GroupObjective,
+    contradictions,
+    is_first_of_pair,
+    pair_metrics,
+)
 
 
 def _margins(plan: Plan) -> np.ndarray:
@@ -47,6 +54,7 @@ class Reward(GroupObjective):
             )
 
     def plan_notes(self, plan: Plan) -> Iterator[str]:
+        yield from contradictions(plan)
         margins = _margins(plan) if self.margin else np.zeros(0)
         if low := int((margins <= 0).sum()):
             yield (

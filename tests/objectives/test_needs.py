@@ -46,7 +46,7 @@ ANSWERS = replace(JUDGED, format=FORMATS["kto"])
             PREFERENCES,
             "(preference), and objective=mine would learn good and bad answers alike. Set objective=dpo.",
         ),
-        (Needs(), ANSWERS, "(kto), and objective=mine would learn good and bad answers alike. Set objective=kto."),
+        (Needs(), ANSWERS, "(kto), and objective=mine would learn good and bad answers alike. Set objective=kto;"),
         (
             Needs((2, 2)),
             ANSWERS,

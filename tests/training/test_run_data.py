@@ -126,12 +126,17 @@ def test_only_what_is_left_to_train_on_counts_as_good_and_bad(cwd):
     assert found == found[:1] * 3
 
 
-def test_margins_of_zero_and_below_and_few_good_answers_are_counted(cwd):
+def test_low_margins_contradictions_and_few_good_answers_are_counted(cwd):
     write_jsonl(Path("rows.jsonl"), ROWS["scored"])
     words = [*WORDS, "objective=reward", "objective.margin=true"]
     preview.run(compose.load(words), json=Path("page.json"))
     notes = json.loads(Path("page.json").read_text())["notes"]
     assert any("6 of 17 pairs have a margin of 0 or below" in note for note in notes)
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in ROWS["pairs"][:3]]
+    write_jsonl(Path("rows.jsonl"), [*ROWS["pairs"], *turned])
+    preview.run(compose.load([*WORDS, "objective=dpo"]), json=Path("page.json"))
+    notes = json.loads(Path("page.json").read_text())["notes"]
+    assert any("6 of 20 pairs contradict others" in note for note in notes)
     write_jsonl(Path("rows.jsonl"), [judged(number, number == 0) for number in range(17)])
     preview.run(compose.load([*WORDS, "objective=kto"]), json=Path("page.json"))
     notes = json.loads(Path("page.json").read_text())["notes"]

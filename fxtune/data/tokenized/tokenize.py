@@ -42,7 +42,7 @@ from fxtune.system.host import cores
 from fxtune.system.progress import phase
 from fxtune.upstream.transformers import import_code_of_models
 
-ENCODING_VERSION = 11
+ENCODING_VERSION = 12
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
 SPLIT_VERSION = 2
 """Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""

@@ -44,8 +44,8 @@ class ReferenceModel:
 
     @contextmanager
     def _start_values(self) -> Iterator[None]:
-        """The copies in place of the trained weights. Autocast keeps casts of trained weights until its context ends: each
-        change of the values makes it forget them, or policy and reference would compute with the same weights."""
+        """The copies in place of the trained weights. Autocast keeps casts of trained weights until its context ends:
+        each change of the values makes it forget them, or policy and reference would compute with the same weights."""
         current = [parameter.detach().clone() for parameter in self.trained]
         upstream.foreach("copy_", self.trained, self.start)
         torch.clear_autocast_cache()

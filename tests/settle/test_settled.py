@@ -22,7 +22,7 @@ from fxtune.system.facts import PACKAGES, MachineFacts
 
 GB = 10**9
 INSTALLED = {
-    **dict.fromkeys(PACKAGES, "1.0"),
+    **dict.fromkeys(PACKAGES, "0.1"),
     "flash-attn-4": "4.0.0b36",
     "bitsandbytes": "0.50.2",
     "torchao": "0.18.0",
@@ -50,7 +50,7 @@ CPU = MachineFacts(
     packages=INSTALLED,
 )
 BARE = replace(
-    H200, packages=dict.fromkeys(("torch", "transformers", "peft", "datasets", "tokenizers", "wandb"), "1.0")
+    H200, packages=dict.fromkeys(("torch", "transformers", "peft", "datasets", "tokenizers", "wandb"), "0.1")
 )
 
 SIZES = "hidden_size:512,intermediate_size:1024,num_hidden_layers:2,num_attention_heads:4,vocab_size:1024"

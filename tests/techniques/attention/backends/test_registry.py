@@ -27,7 +27,7 @@ H200 = Facts(
     packing=True,
     sequence_length=65536,
     rows=(65536,),
-    packages={**dict.fromkeys(PACKAGES, "1.0"), "flash-attn-4": "4.0.0b36"},
+    packages={**dict.fromkeys(PACKAGES, "0.1"), "flash-attn-4": "4.0.0b36"},
 )
 A100 = replace(H200, device_name="NVIDIA A100", capability=(8, 0))
 SHAPE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 131072}

@@ -56,7 +56,7 @@ class Rows:
         self.folder, self.kind, self.draw, self.count = folder, kind, random.Random(seed), 0
         first = [self.row() for _ in range(17)]
         near = first[4].answers[-1]
-        longer = json.dumps(first[4].columns).replace(near, self._say(near, 14))  # so that one digit is a small part
+        longer = json.dumps(first[4].columns).replace(near, self._say(near, 10))  # so that one digit is a small part
         first[4] = Row(json.loads(longer), first[4].answers, first[4].questions)
         first += [first[3], first[4].near_copy()]
         first += [self.row(long=True) for _ in range(3 * long)]
@@ -137,7 +137,7 @@ class Rows:
     def _pair(self, long: bool, chats: bool) -> Row:
         question, good, bad = self._mark("q"), self._mark("a"), self._mark("a")
         prompt, chosen, rejected = (
-            self._ask(question, 120 if long else self.draw.randint(2, 14)),
+            self._ask(question, 120 if long else self.draw.randint(2, 9)),
             self._say(good, 3),
             self._say(bad, 5),
         )
@@ -152,7 +152,7 @@ class Rows:
 
     def _kto(self, long: bool) -> Row:
         question, answer = self._mark("q"), self._mark("a")
-        prompt, completion = self._ask(question, 120 if long else self.draw.randint(2, 14)), self._say(answer, 4)
+        prompt, completion = self._ask(question, 120 if long else self.draw.randint(2, 9)), self._say(answer, 4)
         row = {"prompt": prompt, "completion": completion, "label": self.count % 3 > 0}
         return Row(row, [answer], [question], long)
 

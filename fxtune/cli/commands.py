@@ -296,6 +296,21 @@ COMMANDS = {
         positional="run",
         positional_only=True,
     ),
+    "import": Command(
+        "fxtune.cli.import_config",
+        "a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI: import FILE [NAME]",
+        positional="run",
+        positional_only=True,
+        options={
+            "--tool": {"choices": ["axolotl", "llamafactory", "swift", "trl", "openai"], "help": "whose config it is"},
+            "--method": {"choices": ["sft", "dpo", "kto", "reward", "orpo"], "help": "of TRL: trl METHOD (sft)"},
+            "--model": {"metavar": "ID", "help": "train this model instead"},
+            "--data": {"metavar": "PATH", "help": "train on these rows instead"},
+            "--gpus": {"metavar": "N", "type": whole_number(1), "help": "on how many cards the config ran (1)"},
+            "--without": {"metavar": "KEY,KEY", "help": "leave out keys that fxtune cannot do"},
+            **_JSON,
+        },
+    ),
     "help": Command(
         "fxtune.cli.help",
         "explain a key: its type, range, default, meaning and where it acts",

@@ -296,6 +296,17 @@ COMMANDS = {
         positional="run",
         positional_only=True,
     ),
+    "new": Command(
+        "fxtune.cli.new",
+        "a recipe for your rows, with a reason on each line: new NAME --data FILE",
+        positional="run",
+        positional_only=True,
+        options={
+            "--data": {"metavar": "PATH", "help": "a file, a folder or a hub id of rows"},
+            "--model": {"metavar": "ID", "help": "the model (the largest proposed one that fits the card)"},
+            "--gpu": {"metavar": "NAME", "help": "the card (this machine's)"},
+        },
+    ),
     "import": Command(
         "fxtune.cli.import_config",
         "a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI: import FILE [NAME]",

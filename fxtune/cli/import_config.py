@@ -22,9 +22,9 @@ import yaml
 
 from fxtune.cli.options import write_json
 from fxtune.config import discovery
-from fxtune.config.compose import load
+from fxtune.drafts import recipe
 from fxtune.errors import ConfigError, StorageError, did_you_mean
-from fxtune.migration import axolotl, draft, llamafactory, openai, swift, trl
+from fxtune.migration import axolotl, llamafactory, openai, swift, trl
 from fxtune.migration.account import Account, Fate
 from fxtune.system.console import say, table
 
@@ -129,22 +129,12 @@ def _report(account: Account, file: Path, tool: str) -> None:
 
 
 def _write(account: Account, name: str, file: Path, tool: str) -> None:
-    path = draft.target(name)
-    text = draft.text(account, f"{account.recipe.get('model.path')}, from {file} of {tool}", f"fxtune +recipe={name}")
+    title = f"{account.recipe.get('model.path')}, from {file} of {tool}"
+    comments = [title, "", f"  fxtune +recipe={name}", "", *(f"Differs: {line}." for line in account.differences)]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as written:
-            written.write(text)
-    except FileExistsError as error:
-        raise StorageError(f"{path} exists. Give another name: fxtune import {file} NAME") from error
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
-    try:
-        load([f"+recipe={name}"])
+        path = recipe.write(name, recipe.text(comments, account.recipe))
     except ConfigError as error:
-        path.unlink()
         raise ConfigError(f"{file}: its recipe would be refused:\n{error}") from error
-    say(
-        f"{path} is written. Next:\n"
-        + "\n".join(f"  fxtune {word}+recipe={name}" for word in ("preview ", "plan ", ""))
-    )
+    say(f"{path} is written. Next:")
+    for word in ("preview ", "plan ", ""):
+        say(f"  fxtune {word}+recipe={name}")

@@ -42,7 +42,8 @@ PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SpectrumPlu
 KERNELS = """
     liger_rope liger_rms_norm liger_layer_norm liger_glu_activation liger_swiglu liger_cross_entropy
     liger_rms_norm_gated liger_fused_linear_cross_entropy liger_use_token_scaling cut_cross_entropy use_kernels
-    use_scattermoe use_sonicmoe experts_implementation lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel chunked_cross_entropy
+    use_scattermoe use_sonicmoe experts_implementation lora_mlp_kernel
+    lora_qkv_kernel lora_o_kernel lora_embedding_kernel chunked_cross_entropy
     quantize_moe_experts autotune_profiles
 """
 ATTENTION = """

@@ -16,7 +16,8 @@ from fxtune.config.root import Config
 from fxtune.drafts import models, recipe
 from fxtune.drafts.rows import Rows, spread
 from fxtune.errors import ConfigError
-from fxtune.models.load import ModelConfig, load_config, with_shipped_config
+from fxtune.models.load import Init, ModelConfig, load_config, with_shipped_config
+from fxtune.models.shipped import shipped_configs
 from fxtune.system.facts import MachineFacts
 from fxtune.system.units import GIB
 from fxtune.training.run_forecast import RunForecast, forecast_run
@@ -116,8 +117,9 @@ def _model(rows: Rows, model: str | None, card: MachineFacts) -> ModelConfig:
     if card.device == "cpu":
         return ModelConfig(path=models.TINY[rows.has_images])
     for name in models.IMAGES if rows.has_images else models.TEXT:
-        config = _config({"model.path": name, "techniques": BUNDLES[0], "data.sequence_length": 2048})
-        config = replace(config, model=with_shipped_config(config.model, plans=True))
+        config = _config({"techniques": BUNDLES[0], "data.sequence_length": 2048})
+        shape = ModelConfig(path=None, init=Init.random, architecture=shipped_configs()[name].config)
+        config = replace(config, model=shape)
         if _fits(forecast_run(config, card, 1, None)):
             return ModelConfig(path=name)
     raise ConfigError(f"No model of `fxtune new` fits {card.device_name}. Name one: --model ID.")

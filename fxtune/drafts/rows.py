@@ -61,7 +61,8 @@ def read_rows(path: str) -> Rows:
     config = SourceConfig(path=path)
     source = open_source(config)
     head = source.head()
-    if not any(row_format(row) for row in head) and (columns := suggested_columns(head)):
+    names = list(dict.fromkeys(key for row in head for key in row))
+    if not any(row_format(row) for row in head) and (columns := suggested_columns(head, names)):
         config = replace(config, columns=columns)
         source = open_source(config)
         head = source.head()

@@ -29,10 +29,10 @@ ALLOWED = {
     "tracking": "errors system models checkpoint facts techniques",
     "reports": "errors system checkpoint",
     "config": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking",
-    "drafts": "errors system data models config settle training",
     "migration": "errors config",
     "settle": "errors system plugins distributed data models facts techniques objectives optim config",
     "training": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle",
+    "drafts": "errors system data models config settle training",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim config settle training",
     "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts techniques objectives tracking config training tuning",
     "cli": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle training "

@@ -322,6 +322,12 @@ COMMANDS = {
             **_JSON,
         },
     ),
+    "schema": Command(
+        "fxtune.cli.schema",
+        "the JSON Schema of recipes, for editors and programs: schema [FILE]",
+        positional="run",
+        positional_only=True,
+    ),
     "help": Command(
         "fxtune.cli.help",
         "explain a key: its type, range, default, meaning and where it acts",

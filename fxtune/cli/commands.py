@@ -296,6 +296,38 @@ COMMANDS = {
         positional="run",
         positional_only=True,
     ),
+    "new": Command(
+        "fxtune.cli.new",
+        "a recipe for your rows, with a reason on each line: new NAME --data FILE",
+        positional="run",
+        positional_only=True,
+        options={
+            "--data": {"metavar": "PATH", "help": "a file, a folder or a hub id of rows"},
+            "--model": {"metavar": "ID", "help": "the model (the largest proposed one that fits the card)"},
+            "--gpu": {"metavar": "NAME", "help": "the card (this machine's)"},
+        },
+    ),
+    "import": Command(
+        "fxtune.cli.import_config",
+        "a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI: import FILE [NAME]",
+        positional="run",
+        positional_only=True,
+        options={
+            "--tool": {"choices": ["axolotl", "llamafactory", "swift", "trl", "openai"], "help": "whose config it is"},
+            "--method": {"choices": ["sft", "dpo", "kto", "reward", "orpo"], "help": "of TRL: trl METHOD (sft)"},
+            "--model": {"metavar": "ID", "help": "train this model instead"},
+            "--data": {"metavar": "PATH", "help": "train on these rows instead"},
+            "--gpus": {"metavar": "N", "type": whole_number(1), "help": "on how many cards the config ran (1)"},
+            "--without": {"metavar": "KEY,KEY", "help": "leave out keys that fxtune cannot do"},
+            **_JSON,
+        },
+    ),
+    "schema": Command(
+        "fxtune.cli.schema",
+        "the JSON Schema of recipes, for editors and programs: schema [FILE]",
+        positional="run",
+        positional_only=True,
+    ),
     "help": Command(
         "fxtune.cli.help",
         "explain a key: its type, range, default, meaning and where it acts",

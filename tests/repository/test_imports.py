@@ -29,12 +29,14 @@ ALLOWED = {
     "tracking": "errors system models checkpoint facts techniques",
     "reports": "errors system checkpoint",
     "config": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim tracking",
+    "migration": "errors config",
     "settle": "errors system plugins distributed data models facts techniques objectives optim config",
     "training": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle",
+    "drafts": "errors system data models config settle training",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim config settle training",
     "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts techniques objectives tracking config training tuning",
     "cli": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle training "
-    "tuning diagnostics",
+    "tuning diagnostics drafts migration",
     "api": "errors system distributed data models checkpoint facts techniques reports config settle training tuning diagnostics cli",
     "__main__": "cli",
 }

@@ -68,7 +68,7 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
     if found:
         return FORMATS[found.most_common(1)[0][0]]
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    rename = _suggested_renames(rows, columns)
+    rename = suggested_columns(rows, columns)
     pairs = ", ".join(f"{old}: {new}" for old, new in rename.items())
     hint = f"Perhaps this source needs `columns: {{{pairs}}}`. " if rename else ""
     known = "; ".join(f"{format.name}: {', '.join(format.columns)}" for format in FORMATS.values())
@@ -145,7 +145,7 @@ def _renamed(row: Mapping[str, Any]) -> tuple[RowFormat, dict[str, str]] | None:
     return None
 
 
-def _suggested_renames(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, str]:
+def suggested_columns(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, str]:
     """The `columns` setting that may make these rows readable; empty if there is no guess."""
     for column in columns:
         value = next((row[column] for row in rows if row.get(column)), None)

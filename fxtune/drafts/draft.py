@@ -1,0 +1,188 @@
+"""`fxtune new`: what a recipe for these rows on this card should say, and why."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fxtune.config import compose, discovery
+from fxtune.config.root import Config
+from fxtune.drafts import models, recipe
+from fxtune.drafts.rows import Rows, spread
+from fxtune.errors import ConfigError
+from fxtune.models.load import Init, ModelConfig, load_config, with_shipped_config
+from fxtune.models.shipped import shipped_configs
+from fxtune.system.facts import MachineFacts
+from fxtune.system.units import GIB
+from fxtune.training.run_forecast import RunForecast, forecast_run
+
+EPOCHS = ((1_000, 3), (10_000, 2))
+"""(rows below which, epochs); else 1."""
+STEPS = 100
+"""A step has 32 documents, or fewer so that there are as many steps as this."""
+ROOM = 0.9
+"""The share of the card's free memory that a proposed micro-batch may take."""
+HELD_OUT = 200
+"""Rows that are held out, at least 2 % and at most 10 % of all."""
+QUESTIONS = 20
+BUNDLES = (["lora", "fast"], ["qlora", "fast"])
+"""Techniques, from the fastest to the smallest."""
+PAIR_RATE = 5.0e-6
+"""Of LoRA on pairs and judged answers: as in recipes/llama_dpo.yaml."""
+
+
+@dataclass
+class Draft:
+    """A recipe that grows: {key: value}, {key: why}."""
+
+    keys: dict[str, Any]
+    reasons: dict[str, str]
+
+    def set(self, key: str, value: Any, why: str = "") -> None:
+        self.keys[key] = value
+        if why:
+            self.reasons[key] = why
+
+
+def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> Draft:
+    """The recipe of `rows`. `model`: a hub id or a folder; None: the largest of drafts/models.py that fits `card`.
+
+    Raises ConfigError if no model fits, and the errors of reading the rows and the model.
+    """
+    found = Draft({}, {})
+    if rows.objective != "causal_lm":
+        found.set("objective", rows.objective, f"rows of {rows.format.name}")
+    chosen = _model(rows, model, card)
+    lengths = rows.lengths(chosen)
+    _data(found, name, rows, lengths, chosen)
+    _training(found, rows, lengths)
+    _fit(found, chosen, card, model is None)
+    return found
+
+
+def _data(found: Draft, name: str, rows: Rows, lengths: np.ndarray, model: ModelConfig) -> None:
+    source = {"path": rows.source.path} | ({"columns": dict(rows.source.columns)} if rows.source.columns else {})
+    found.set("data.sources", [source], f"{rows.count:,} rows of {rows.format.name}")
+    found.set("data.sequence_length", *_length(lengths, model))
+    if rows.format.answers:
+        found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
+    if rows.count >= 50:
+        share = round(min(0.1, max(0.02, HELD_OUT / rows.count)), 3)
+        found.set(
+            "data.eval_fraction", share, f"about {round(share * rows.count):,} rows are held out, to evaluate on"
+        )
+    if rows.are_chats and rows.count >= 5 * QUESTIONS:
+        file = discovery.LOCAL / f"{name}_questions.jsonl"
+        found.set("data.questions.path", str(file), f"{QUESTIONS} rows of your file, asked before and after training")
+        found.set("data.on_overlap", "drop", "so these rows are not trained on")
+
+
+def _length(lengths: np.ndarray, model: ModelConfig) -> tuple[int, str]:
+    """data.sequence_length and its reason: the 99th percentile, in steps of 128."""
+    most = int(np.percentile(lengths, 99))
+    text = load_config(with_shipped_config(model, plans=True)).get_text_config()
+    limit = int(getattr(text, "max_position_embeddings", 0) or 2**24)
+    length = min(max(256, -(-most // 128) * 128), limit)
+    longer = float((lengths > length).mean())
+    return length, f"99 % of the documents have at most {most:,} tokens; {longer:.1%} are longer and split"
+
+
+def _training(found: Draft, rows: Rows, lengths: np.ndarray) -> None:
+    epochs = next((epochs for below, epochs in EPOCHS if rows.count < below), 1)
+    found.set("train.epochs", epochs, f"{rows.count:,} rows, {int(lengths.mean() * rows.count):,} tokens")
+    packed = max(1.0, found.keys["data.sequence_length"] / float(lengths.mean()))
+    documents = 32
+    while documents > 4 and epochs * rows.count / documents < STEPS:
+        documents //= 2
+    batch = 1 << int(np.log2(max(1.0, documents / packed)))
+    steps = int(epochs * rows.count / packed / batch)
+    found.set(
+        "train.global_batch_size", batch, f"rows of a step: about {batch * packed:.0f} documents, {steps:,} steps"
+    )
+    if rows.objective == "causal_lm":
+        found.set("optimizer.lr", "auto", "from the size of the model and the adapters (docs/learning_rate.md)")
+    else:
+        found.set("optimizer.lr", PAIR_RATE, "of a published recipe for preferences with LoRA")
+
+
+def _model(rows: Rows, model: str | None, card: MachineFacts) -> ModelConfig:
+    if model is not None:
+        return ModelConfig(path=model)
+    if card.device == "cpu":
+        return ModelConfig(path=models.TINY[rows.has_images])
+    for name in models.IMAGES if rows.has_images else models.TEXT:
+        config = _config({"techniques": BUNDLES[0], "data.sequence_length": 2048})
+        shape = ModelConfig(path=None, init=Init.random, architecture=shipped_configs()[name].config)
+        config = replace(config, model=shape)
+        if _fits(forecast_run(config, card, 1, None)):
+            return ModelConfig(path=name)
+    raise ConfigError(f"No model of `fxtune new` fits {card.device_name}. Name one: --model ID.")
+
+
+def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -> None:
+    """The techniques, and the largest micro-batch that fits."""
+    found.set("model.path", model.path, f"the largest proposed model that fits, of {models.DATE}" if proposed else "")
+    if card.device == "cpu":
+        found.set("techniques", ["lora"], "adapters; without a GPU the fast bundle has nothing to act on")
+        found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
+        return
+    for bundle in BUNDLES:
+        best: tuple[int, RunForecast] | None = None
+        for micro in _divisors(found.keys["train.global_batch_size"]):
+            config = _config({**found.keys, "techniques": bundle, "train.micro_batch_size": micro})
+            config = replace(config, model=with_shipped_config(config.model, plans=True))
+            forecast = forecast_run(config, card, 1, None)
+            if not _fits(forecast):
+                break
+            best = micro, forecast
+        if best is not None:
+            micro, forecast = best
+            memory = f"{forecast.need.device / GIB:.0f} of {forecast.facts.free_memory / GIB:.0f} GiB"
+            found.set("techniques", bundle, f"{memory} of {card.device_name} by forecast")
+            found.set("train.micro_batch_size", micro, "the largest that fits")
+            return
+    raise ConfigError(
+        f"{model.path} does not fit {card.device_name}, not even with qlora. `fxtune plan` says what would."
+    )
+
+
+def _fits(forecast: RunForecast) -> bool:
+    return forecast.need.device <= ROOM * forecast.facts.free_memory
+
+
+def _divisors(batch: int) -> Iterator[int]:
+    micro = 1
+    while micro <= min(batch, 64):
+        yield micro
+        micro *= 2
+
+
+def _config(keys: dict[str, Any]) -> Config:
+    """The config of these keys."""
+    with tempfile.TemporaryDirectory(prefix="fxtune-new-") as folder:
+        file = Path(folder) / "draft.yaml"
+        file.write_text(recipe.text([], keys), encoding="utf-8")
+        return compose.load([f"+recipe='{file}'"])
+
+
+def write(found: Draft, name: str, rows: Rows, command: str) -> None:
+    """Write the recipe, and its questions."""
+    if path := found.keys.get("data.questions.path"):
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS)]
+        discovery.LOCAL.mkdir(parents=True, exist_ok=True)
+        discovery.LOCAL.joinpath(path.rpartition("/")[2]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    title = f"{found.keys['model.path']} on {rows.source.path}"
+    comments = [
+        title,
+        "",
+        f"  fxtune +recipe={name}",
+        "",
+        f"Written by `{command}`. Each line is a guess that you can change.",
+    ]
+    recipe.write(name, recipe.text(comments, found.keys, found.reasons))

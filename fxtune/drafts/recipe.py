@@ -1,0 +1,87 @@
+"""A recipe as text: comments, keys by section, and a reason behind each key that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fxtune.config import discovery
+from fxtune.config.compose import load
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError, StorageError
+
+GROUPS = ("objective", "techniques")
+"""Keys that choose a config group."""
+WIDTH = 50
+"""The column at which reasons begin."""
+
+
+def text(comments: Iterable[str], keys: Mapping[str, Any], reasons: Mapping[str, str] = {}) -> str:
+    """The file. `keys`: {key with dots: value}; `reasons`: {key: why it has this value}."""
+    defaults = [f"  - override /{key}: {_value(keys[key])}" for key in GROUPS if key in keys]
+    lines = [f"# {line}".rstrip() for line in comments] + ["# @package _global_"]
+    why = {f"override /{key}": reasons[key] for key in GROUPS if key in reasons}
+    if defaults:
+        lines += [
+            "defaults:",
+            *(_with(line, why.get(line.split(":")[0].strip(" -"), "")) for line in defaults),
+            "  - _self_",
+        ]
+    body: dict[str, Any] = {}
+    for key, value in keys.items():
+        if key not in GROUPS:
+            *path, last = key.split(".")
+            section = body
+            for part in path:
+                section = section.setdefault(part, {})
+            section[last] = value
+    for group in (name for name in Config.__dataclass_fields__ if name in body):
+        lines += ["", *_section({group: body[group]}, "", 0, reasons)]
+    return "\n".join(lines) + "\n"
+
+
+def write(name: str, content: str) -> Path:
+    """Write recipes/NAME.yaml, and read it again as a run does. Raises StorageError if it is there, ConfigError if it
+    would be refused."""
+    path = discovery.LOCAL / f"{name}.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise StorageError(f"{path} exists and is not overwritten. Give another name.") from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}") from error
+    try:
+        load([f"+recipe={name}"])
+    except ConfigError:
+        path.unlink()
+        raise
+    return path
+
+
+def _section(values: Mapping[str, Any], path: str, depth: int, reasons: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, value in values.items():
+        name, indent = f"{path}.{key}".lstrip("."), "  " * depth
+        if isinstance(value, dict) and value and depth < 3:
+            lines += [_with(f"{indent}{key}:", reasons.get(name, "")), *_section(value, name, depth + 1, reasons)]
+        elif isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            lines.append(_with(f"{indent}{key}:", reasons.get(name, "")))
+            lines += [f"{indent}  - {_value(entry)}" for entry in value]
+        else:
+            lines.append(_with(f"{indent}{key}: {_value(value)}", reasons.get(name, "")))
+    return lines
+
+
+def _value(value: Any) -> str:
+    """A value on one line of YAML."""
+    plain = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return plain.removesuffix("\n").removesuffix("\n...")
+
+
+def _with(line: str, reason: str) -> str:
+    return f"{line:{WIDTH}}  # {reason}" if reason else line

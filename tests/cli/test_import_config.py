@@ -1,0 +1,225 @@
+"""`fxtune import`: each key of another tool's config is translated, without effect here, or refused; nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from fxtune.cli.main import main
+from fxtune.config.compose import load
+from fxtune.migration import axolotl, llamafactory, openai, swift, trl
+
+AXOLOTL = {
+    "base_model": "org/base",
+    "revision_of_model": "abc",
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "lora_r": 32,
+    "lora_alpha": 64,
+    "lora_dropout": 0.05,
+    "lora_target_modules": r"model.layers.[\d]+.(mlp|self_attn).(up|down|q|v)_proj",
+    "datasets": [{"path": "rows.jsonl", "type": "chat_template", "field_messages": "turns", "split": "train[:20%]"}],
+    "chat_template": "chatml",
+    "val_set_size": 0.1,
+    "sequence_len": 1024,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 3,
+    "learning_rate": "2e-5",
+    "optimizer": "adamw_bnb_8bit",
+    "lr_scheduler": "constant_with_warmup",
+    "warmup_steps": 10,
+    "bf16": "auto",
+    "gradient_checkpointing": True,
+    "flash_attention": True,
+    "special_tokens": {"pad_token": "<pad>"},
+    "fsdp_config": {"offload_params": False},
+    "resume_from_checkpoint": None,
+    "wandb_project": "mine",
+    "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+}
+FACTORY = {
+    "model_name_or_path": "org/base",
+    "stage": "dpo",
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_target": "all",
+    "pref_beta": 0.2,
+    "pref_loss": "simpo",
+    "dataset": "mine, other",
+    "template": "qwen3",
+    "cutoff_len": 512,
+    "max_samples": 100,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 5.0e-6,
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+    "val_size": 200,
+    "report_to": "wandb",
+    "deepspeed": "ds_z3_config.json",
+}
+TRL = {
+    "model_name_or_path": "org/base",
+    "dataset_name": "org/rows",
+    "use_peft": True,
+    "lora_r": 4,
+    "load_in_8bit": True,
+    "beta": 0.3,
+    "loss_type": "ipo",
+    "max_length": 256,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-6,
+    "bf16": True,
+}
+SWIFT = {
+    "model": "org/base",
+    "tuner_type": "lora",
+    "target_modules": "all-linear",
+    "dataset": ["org/rows:en#500", "mine.jsonl"],
+    "torch_dtype": "bfloat16",
+    "split_dataset_ratio": 0.01,
+    "per_device_train_batch_size": 1,
+    "max_length": 2048,
+    "freeze_vit": True,
+}
+JOB = {
+    "training_file": "train.jsonl",
+    "validation_file": "test.jsonl",
+    "suffix": "mine",
+    "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}},
+}
+EXPECTED = {
+    "axolotl": {
+        "model.path": "org/base",
+        "techniques.quantize.type": "nf4",
+        "techniques.lora.target_modules": ["up_proj", "down_proj", "q_proj", "v_proj"],
+        "data.sources.0.columns": {"turns": "messages"},
+        "data.sources.0.split": "train[:20%]",
+        "train.global_batch_size": 16,
+        "train.epochs": 3,
+        "optimizer.lr": 2e-5,
+        "optimizer.name": "adamw_8bit",
+        "schedule.name": "constant",
+        "schedule.warmup_steps": 10,
+        "data.on_long": "drop",
+        "tracking.wandb.project": "mine",
+        "techniques.liger.enabled": "auto",
+    },
+    "llamafactory": {
+        "objective.name": "simpo",
+        "objective.beta": 0.2,
+        "data.sources.0.columns": {"prompt": "instruction", "better": "chosen", "worse": "rejected"},
+        "data.sources.1.path": "org/other",
+        "data.sources.1.limit": 100,
+        "data.eval_limit": 200,
+        "techniques.lora.alpha": 16,
+        "tracking.wandb.mode": "online",
+    },
+    "trl": {
+        "objective.name": "ipo",
+        "techniques.quantize.type": "int8",
+        "techniques.lora.alpha": 32,
+        "objective.beta": 0.3,
+    },
+    "swift": {
+        "data.sources.0.subset": "en",
+        "data.sources.0.limit": 500,
+        "data.eval_fraction": 0.01,
+        "optimizer.lr": 1e-4,
+    },
+    "openai": {"model.path": "org/base", "train.epochs": 2, "run.name": "mine", "optimizer.lr": "auto"},
+}
+CONFIGS = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "trl": TRL, "swift": SWIFT, "openai": JOB}
+OPTIONS = {"axolotl": ["--gpus", "2"], "trl": ["--method", "dpo"], "openai": ["--model", "org/base"]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {
+        "mine": {"file_name": "pairs.json", "ranking": True, "columns": {"prompt": "prompt", "chosen": "better", "rejected": "worse"}},
+        "other": {"hf_hub_url": "org/other", "ranking": True},
+    }  # fmt: skip
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(known))
+    return tmp_path
+
+
+def imported(folder, tool, **changes):
+    """The exit code of importing a config of `tool` with `changes`, and what `--json` wrote."""
+    file = folder / f"{tool}.yaml"
+    file.write_text(yaml.safe_dump(CONFIGS[tool] | changes))
+    code = main(["import", str(file), *OPTIONS.get(tool, []), "--json", "out.json"])
+    return code, json.loads((folder / "out.json").read_text()) if (folder / "out.json").exists() else None
+
+
+def value(config, path):
+    for part in path.split("."):
+        config = config[int(part)] if isinstance(config, list) else getattr(config, part)
+    return getattr(config, "value", config)
+
+
+@pytest.mark.parametrize("tool", CONFIGS)
+def test_config_becomes_a_recipe_with_every_key_accounted_for(folder, tool):
+    code, found = imported(folder, tool)
+    assert code == 0
+    assert {entry["key"] for entry in found["keys"]} == {*CONFIGS[tool]}
+    assert found["tool"] == tool
+    config = load([f"+recipe={tool}"])
+    assert {path: value(config, path) for path in EXPECTED[tool]} == EXPECTED[tool]
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes"),
+    [
+        ("axolotl", {"qat": {"weight_dtype": "int4"}}),
+        ("axolotl", {"optimizer": "shampoo"}),
+        ("axolotl", {"fsdp_config": {"offload_params": True}}),
+        ("axolotl", {"datasets": [{"path": "x", "type": "chat_template", "field_thinking": "why"}]}),
+        ("axolotl", {"lora_target_modules": r"layers\.(1|3)\.mlp\.(up|down)_proj"}),
+        ("axolotl", {"no_such_key": 1}),
+        ("llamafactory", {"finetuning_type": "oft"}),
+        ("llamafactory", {"dataset": "unknown"}),
+        ("trl", {"loss_type": "bco_pair"}),
+        ("swift", {"rlhf_type": "grpo"}),
+    ],
+)
+def test_what_fxtune_cannot_do_is_refused_and_no_recipe_written_unless_it_is_left_out(folder, tool, changes, capsys):
+    (key,) = changes
+    assert imported(folder, tool, **changes)[0] == 2
+    assert f"\n  {key}: " in capsys.readouterr().err
+    assert not (folder / f"recipes/{tool}.yaml").exists()
+    command = ["import", f"{tool}.yaml", *OPTIONS.get(tool, []), "--data", "rows.jsonl", "--without", key]
+    assert main(command) == 0
+    assert f"{key}=" in (folder / f"recipes/{tool}.yaml").read_text()
+
+
+def test_what_is_trained_otherwise_stands_in_the_recipe(folder):
+    _, found = imported(folder, "axolotl")
+    text = (folder / "recipes/axolotl.yaml").read_text()
+    assert all(f"# Differs: {line}." in text for line in found["differences"])
+    assert any("chatml" in line for line in found["differences"])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "x: 1"])
+def test_a_file_that_is_no_config_is_one_message(folder, capsys, text):
+    (folder / "odd.yaml").write_text(text)
+    assert main(["import", "odd.yaml"]) == 2
+    assert "odd.yaml" in capsys.readouterr().err
+
+
+def test_no_file_is_overwritten(folder):
+    assert imported(folder, "swift")[0] == 0
+    assert imported(folder, "swift")[0] == 6
+
+
+@pytest.mark.parametrize("module", [axolotl, llamafactory, swift, trl, openai])
+def test_each_key_has_one_rule(module):
+    assert all(callable(rule) for rule in module.RULES.values())

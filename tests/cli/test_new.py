@@ -1,0 +1,140 @@
+"""`fxtune new`: rows of each kind become a recipe that passes the checks of a run, and that trains."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from support.processors import write_picture_rows
+
+from fxtune.cli.main import main
+from fxtune.config.compose import load
+
+ASKED = [(f"What is {n} and {n}?", f"It is {2 * n}.") for n in range(120)]
+
+
+def jsonl(file, rows):
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def table(file, columns, rows=ASKED):
+    with Path(file).open("w", newline="") as opened:
+        csv.writer(opened).writerows([columns, *rows])
+
+
+def parquet(file, columns):
+    import pyarrow
+    from pyarrow import parquet as files
+
+    files.write_table(pyarrow.table(dict(zip(columns, zip(*ASKED, strict=True), strict=True))), file)
+
+
+def folder(name):
+    Path(name).mkdir()
+    table(f"{name}/train.csv", ["prompt", "completion"])
+    table(f"{name}/test.csv", ["prompt", "completion"], ASKED[:10])
+
+
+def turns(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+FILES = {
+    "chats.jsonl": lambda file: jsonl(file, [{"messages": turns(*pair)} for pair in ASKED]),
+    "dialogs.jsonl": lambda file: jsonl(file, [{"dialog": turns(*pair)} for pair in ASKED]),
+    "sharegpt.json": lambda file: Path(file).write_text(
+        json.dumps([{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in ASKED])
+    ),
+    "alpaca.csv": lambda file: table(file, ["instruction", "output"]),
+    "questions.csv": lambda file: table(file, ["question", "answer"]),
+    "asked.tsv": lambda file: Path(file).write_text("prompt\tcompletion\n" + "".join(f"{q}\t{a}\n" for q, a in ASKED)),
+    "rows.parquet": lambda file: parquet(file, ["prompt", "completion"]),
+    "texts.jsonl": lambda file: jsonl(file, [{"text": f"{q} {a}"} for q, a in ASKED]),
+    "book.txt": lambda file: Path(file).write_text("\n\n".join(f"{q} {a}" for q, a in ASKED)),
+    "pairs.jsonl": lambda file: jsonl(
+        file, [{"prompt": q, "chosen": a, "rejected": "I do not know."} for q, a in ASKED]
+    ),
+    "judged.jsonl": lambda file: jsonl(
+        file, [{"prompt": q, "completion": a, "label": n % 2 == 0} for n, (q, a) in enumerate(ASKED)]
+    ),
+    "folder": folder,
+}
+OBJECTIVES = {"pairs.jsonl": "dpo", "judged.jsonl": "kto"}
+NAMES = {file: file.replace(".", "_") for file in FILES}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def drafted(file, *words):
+    FILES[file](file)
+    assert main(["new", NAMES[file], "--data", file, *words]) == 0
+    return load([f"+recipe={NAMES[file]}"])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_rows_of_each_kind_become_a_recipe_that_trains(place, file):
+    config = drafted(file)
+    assert config.objective.name == OBJECTIVES.get(file, "causal_lm")
+    text = (place / f"recipes/{NAMES[file]}.yaml").read_text()
+    assert all("  # " in line for line in text.splitlines() if line.strip().startswith(("sequence_length", "epochs")))
+    assert config.data.sequence_length >= 16
+    assert (
+        main(["train", f"+recipe={NAMES[file]}", "train.max_steps=1", "tracking.display=none", "run.report=false"])
+        == 0
+    )
+
+
+def test_pictures_get_a_model_that_sees_them(place):
+    file = write_picture_rows(place, rows=8)
+    assert main(["new", "seen", "--data", str(file)]) == 0
+    assert load(["+recipe=seen"]).model.path == "builtin:tiny-vision"
+
+
+def test_questions_are_rows_of_the_file_that_are_not_trained_on():
+    config = drafted("chats.jsonl")
+    asked = [json.loads(line) for line in Path(config.data.questions.path).read_text().splitlines()]
+    assert len(asked) == 20
+    assert {row["messages"][0]["content"] for row in asked} <= {question for question, _ in ASKED}
+    assert config.data.on_overlap.value == "drop"
+
+
+@pytest.mark.parametrize(
+    ("card", "model"),
+    [
+        ("B200", "Qwen/Qwen3-32B"),
+        ("H200", "Qwen/Qwen3-32B"),
+        ("H100", "Qwen/Qwen3-14B"),
+        ("A100-40GB", "Qwen/Qwen3-8B"),
+        ("RTX 4090", "Qwen/Qwen3-4B-Instruct-2507"),
+        ("L4", "Qwen/Qwen3-4B-Instruct-2507"),
+    ],
+)
+def test_the_proposed_model_is_the_largest_that_fits_the_card_and_offline_its_name_is_said(capsys, card, model):
+    FILES["chats.jsonl"]("chats.jsonl")
+    assert main(["new", "mine", "--data", "chats.jsonl", "--gpu", card]) == 6
+    assert f"hf download {model}`" in capsys.readouterr().err
+    assert not Path("recipes/mine.yaml").exists()
+
+
+def test_a_card_gets_the_fast_bundle_and_a_micro_batch_that_fits():
+    config = drafted("chats.jsonl", "--gpu", "H100", "--model", "builtin:tiny")
+    assert config.techniques.lora.enabled
+    assert config.techniques.compile.enabled == "auto"
+    assert config.train.global_batch_size % config.train.micro_batch_size == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["mine"], ["--data", "chats.jsonl"], ["a/b", "--data", "chats.jsonl"], ["mine", "--data", "odd.jsonl"]]
+)
+def test_what_is_missing_is_one_message(capsys, words):
+    FILES["chats.jsonl"]("chats.jsonl")
+    jsonl("odd.jsonl", [{"x": 1, "y": 2}])
+    assert main(["new", *words]) in (2, 3)
+    assert capsys.readouterr().err.count("fxtune: ") == 1

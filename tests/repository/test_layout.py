@@ -26,6 +26,18 @@ ELSEWHERE = {
     "kernels/swiglu_lora_triton.py": "test_fused_lora.py, in Triton's interpreter",
     "kernels/swiglu_reduce_triton.py": "test_fused_lora.py, in Triton's interpreter",
     "kernels/triton_matrix.py": "runs inside Triton kernels only",
+    "cli/schema.py": "config/test_schema.py",
+    **dict.fromkeys(
+        [f"drafts/{name}.py" for name in ("draft", "models", "recipe", "rows")],
+        "cli/test_new.py, through the command",
+    ),
+    **dict.fromkeys(
+        [
+            f"migration/{name}.py"
+            for name in ("account", "axolotl", "llamafactory", "openai", "swift", "trainer_arguments", "trl")
+        ],
+        "cli/test_import_config.py, through the command",
+    ),
     "objectives/base.py": "a protocol",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",

@@ -1,6 +1,6 @@
 """Trains cases in which features cross, and compares each with what must hold of every run.
 
-    python scripts/faults/crossings.py [--jobs 2]            # all cases: 25 minutes on two quiet cores; a table at the end
+    python scripts/faults/crossings.py [--jobs 4]            # 82 cases: 20 minutes on two busy cores; a table at the end
     python scripts/faults/crossings.py --list                # the cases, nothing is run
     python scripts/faults/crossings.py --only 7 31           # two of them
     python scripts/faults/crossings.py --cases 10            # the first ten
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--oracles", help=f"some of {', '.join(ORACLES)}; preview, plan and training always run")
     parser.add_argument("--salt", default="", help="another array")
     parser.add_argument(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="cases at a time (one for each core)"
+        "--jobs", type=int, default=2 * (os.cpu_count() or 1), help="cases at a time (two for each core)"
     )
     parser.add_argument(
         "--folder", type=Path, help="folder of the runs, which are kept; else those of wrong cases are"

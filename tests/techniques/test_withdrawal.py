@@ -1,5 +1,4 @@
-"""What nobody demanded steps aside: each extension point vanishes in turn, and a run with `techniques=[lora,fast]`
-goes on."""
+"""What nobody demanded steps aside, and a run with `techniques=[lora,fast]` goes on."""
 
 from __future__ import annotations
 
@@ -19,11 +18,6 @@ from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.upstream.transformers import with_rotation
 
-MIXTURE = (
-    "model.architecture={model_type:olmoe,hidden_size:64,intermediate_size:32,num_hidden_layers:2,"
-    "num_attention_heads:4,num_key_value_heads:2,num_experts:4,num_experts_per_tok:2,vocab_size:1024,"
-    "max_position_embeddings:2048,bos_token_id:1,eos_token_id:1,pad_token_id:0}"
-)
 TWO_STEPS = [
     "+recipe=quickstart",
     "techniques=[lora,fast]",
@@ -81,7 +75,7 @@ def test_rope_that_cannot_be_replaced_is_off_and_the_run_goes_on(cwd, monkeypatc
     monkeypatch.setattr("fxtune.techniques.liger.technique._unrotatable", lambda facts: None)  # found in apply() only
     assert main(TWO_STEPS) == 0, capsys.readouterr().err
     output = "".join(capsys.readouterr())
-    assert output.count("liger: rope off, because transformers") == 1
+    assert output.count("liger: rope off, because ") == 1
     found = [observation for observation in evidence(cwd) if observation["key"] == "liger.rope"]
     assert len(found) == 1
     assert "off, because" in str(found[0]["observed"])
@@ -110,38 +104,8 @@ def test_compiler_that_fails_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys
     assert "techniques.compile.enabled: the layer cannot be one graph. Set it to false." in capsys.readouterr().err
 
 
-def test_what_was_demanded_is_refused_with_the_versions_that_have_it(cwd, monkeypatch, capsys):
+def test_what_was_demanded_is_refused(cwd, monkeypatch, capsys):
     monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
     for command, code in (([], 2), (["plan"], 0)):  # a plan shows a refusal for each machine
         assert main([*command, *TWO_STEPS, "techniques.liger.rope=on"]) == code
-        output = "".join(capsys.readouterr())
-        assert "techniques.liger.rope: transformers" in output
-        assert "(versions 5.17 to 5.24 do)" in output
-
-
-@pytest.mark.parametrize(
-    ("gone", "words", "line"),
-    [
-        (
-            ["PreTrainedModel.can_record_outputs"],
-            [MIXTURE, "model.path=null", "model.init=random"],
-            "router",
-        ),
-        (
-            [
-                "models.olmoe.modeling_olmoe.load_balancing_loss_func",
-                "modeling_utils.remove_tied_weights_from_state_dict",
-                "modeling_flash_attention_utils.lazy_import_flash_attention",
-                "core_model_loading.revert_weight_conversion",
-            ],
-            [],
-            "",
-        ),
-    ],
-)
-def test_run_goes_on_without_extension_points(gone, words, line, cwd, monkeypatch, capsys):
-    as_on_a_gpu(monkeypatch, rope=not words)
-    for name in gone:
-        monkeypatch.delattr(f"transformers.{name}")
-    assert main([*TWO_STEPS, *words]) == 0, capsys.readouterr().err
-    assert line in "".join(capsys.readouterr())
+        assert "techniques.liger.rope: LlamaAttention" in "".join(capsys.readouterr())

@@ -40,11 +40,11 @@ def _of(slot: Slot) -> dict[str, Any]:
     if slot.container in (list, dict):
         entry = slot.below("0")
         below = _of(entry) if entry is not None else {}
-        shape = {"type": "array", "items": below} if slot.container is list else {"type": "object"}
+        shape: dict[str, Any] = {"type": "array", "items": below} if slot.container is list else {"type": "object"}
     elif slot.choices:
         shape = {"enum": slot.choices}
     else:
         shape = {"type": _TYPES.get(slot.kind, "string")} | {_LIMITS[name]: end for name, end in slot.limits.items()}
-    other = [{"enum": [*slot.words]}] if slot.words and not slot.choices else []
+    other: list[dict[str, Any]] = [{"enum": [*slot.words]}] if slot.words and not slot.choices else []
     other += [{"type": "null"}] if slot.nullable else []
     return {"anyOf": [shape, *other, POINTER]}

@@ -144,6 +144,7 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
             try:
                 for matrix in matrices:  # a new adapter has the base's rows
                     matrix.copy_(matrix.roll(1, -1) + matrix.abs().mean() + 0.01)
+                torch.clear_autocast_cache()  # autocast keeps casts of weights that get a gradient
                 own = outputs(adapted, **probe)
                 as_peft(adapted)
                 peft = outputs(adapted, **probe)
@@ -151,6 +152,7 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
                 _run_apart(adapted)
                 for matrix, rows in zip(matrices, before, strict=True):
                     matrix.copy_(rows)
+                torch.clear_autocast_cache()
             base = outputs(adapted, **probe)
     return Observed(learning, expected, relative_distance(own, peft), relative_distance(own, base))
 

@@ -15,7 +15,7 @@ from fxtune.config import compose, discovery
 from fxtune.config.root import Config
 from fxtune.drafts import models, recipe
 from fxtune.drafts.rows import Rows, spread
-from fxtune.errors import ConfigError
+from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, with_shipped_config
 from fxtune.models.shipped import shipped_configs
 from fxtune.system.facts import MachineFacts
@@ -90,7 +90,7 @@ def _length(lengths: np.ndarray, model: ModelConfig) -> tuple[int, str]:
     limit = int(getattr(text, "max_position_embeddings", 0) or 2**24)
     length = min(max(256, -(-most // 128) * 128), limit)
     longer = float((lengths > length).mean())
-    return length, f"99 % of the documents have at most {most:,} tokens; {longer:.1%} are longer and split"
+    return length, f"99 % of the documents have at most {most:,} tokens; {longer:.1%} are longer"
 
 
 def _training(found: Draft, rows: Rows, lengths: np.ndarray) -> None:
@@ -127,11 +127,12 @@ def _model(rows: Rows, model: str | None, card: MachineFacts) -> ModelConfig:
 
 def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -> None:
     """The techniques, and the largest micro-batch that fits."""
-    found.set("model.path", model.path, f"the largest proposed model that fits, of {models.DATE}" if proposed else "")
     if card.device == "cpu":
+        found.set("model.path", model.path, "ships with fxtune; with a card, --gpu NAME" if proposed else "")
         found.set("techniques", ["lora"], "adapters; without a GPU the fast bundle has nothing to act on")
         found.set("train.micro_batch_size", found.keys["train.global_batch_size"])
         return
+    found.set("model.path", model.path, f"the largest proposed model that fits, of {models.DATE}" if proposed else "")
     for bundle in BUNDLES:
         best: tuple[int, RunForecast] | None = None
         for micro in _divisors(found.keys["train.global_batch_size"]):
@@ -172,17 +173,14 @@ def _config(keys: dict[str, Any]) -> Config:
 
 
 def write(found: Draft, name: str, rows: Rows, command: str) -> None:
-    """Write the recipe, and its questions."""
-    if path := found.keys.get("data.questions.path"):
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS)]
-        discovery.LOCAL.mkdir(parents=True, exist_ok=True)
-        discovery.LOCAL.joinpath(path.rpartition("/")[2]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Write the recipe and its questions. Raises StorageError if one of the files is there."""
+    questions = Path(found.keys.get("data.questions.path", ""))
+    if questions.is_file():
+        raise StorageError(f"{questions} exists and is not overwritten. Give another name.")
     title = f"{found.keys['model.path']} on {rows.source.path}"
-    comments = [
-        title,
-        "",
-        f"  fxtune +recipe={name}",
-        "",
-        f"Written by `{command}`. Each line is a guess that you can change.",
-    ]
+    written = f"Written by `{command}`. Each line is a guess that you can change."
+    comments = [title, "", f"  fxtune +recipe={name}", "", written]
     recipe.write(name, recipe.text(comments, found.keys, found.reasons))
+    if questions.name:
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in spread(rows, QUESTIONS)]
+        questions.write_text("\n".join(lines) + "\n", encoding="utf-8")

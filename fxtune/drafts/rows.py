@@ -43,8 +43,9 @@ class Rows:
 
     @property
     def are_chats(self) -> bool:
-        """Whether each row is a question with its answer, so that a model can be asked."""
-        return not self.format.answers and self.format.name not in ("text", "tokens")
+        """Whether rows are questions of text with their answers, so that copies of rows elsewhere can be asked. The
+        path of an image is relative to the file of its row."""
+        return not (self.format.answers or self.has_images) and self.format.name not in ("text", "tokens")
 
     def lengths(self, model: ModelConfig) -> np.ndarray:
         """Tokens of each document, int64 [documents], of the first MOST_ROWS rows. Raises the errors of reading the

@@ -32,6 +32,13 @@ COLUMNS = {
 READ_AS = {"conversations": "messages"}
 """Columns that fxtune reads without being told."""
 ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")
+ROLES = {
+    "system": ("system",),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "model"),
+    "tool": ("tool",),
+}
+"""Names of roles that fxtune reads."""
 LEARNS_DEFAULT = {
     "train_on_eos": ("turn", "all"),
     "train_on_eot": ("turn", "all"),
@@ -44,7 +51,7 @@ KERNELS = """
     liger_rms_norm_gated liger_fused_linear_cross_entropy liger_use_token_scaling cut_cross_entropy use_kernels
     use_scattermoe use_sonicmoe experts_implementation lora_mlp_kernel
     lora_qkv_kernel lora_o_kernel lora_embedding_kernel chunked_cross_entropy
-    quantize_moe_experts autotune_profiles
+    autotune_profiles
 """
 ATTENTION = """
     flash_attention sdp_attention flex_attention xformers_attention eager_attention gemma4_hybrid_attn_impl
@@ -125,6 +132,7 @@ RULES: dict[str, Rule] = {
         "unfrozen_parameters freeze_mm_modules",
         refused("some weights in full, the others frozen: fxtune trains all weights, or adapters (techniques=lora)"),
     ),
+    "quantize_moe_experts": without("techniques.quantize.experts=auto decides it"),
     **each("qat", refused("training for a quantized model (QAT) is not supported")),
     **each("relora relora_steps relora_prune_ratio jagged_restart_steps", refused("ReLoRA is not supported")),
     "eta_min": lambda account, key: account.set(
@@ -151,7 +159,8 @@ def read(account: Account) -> None:
     pairs = _objective(account)
     _rows(account, pairs)
     shared.batches(account, "micro_batch_size")
-    shared.rate(account)
+    if account.has("learning_rate"):
+        account.set("optimizer.lr", number(account.get("learning_rate")), "learning_rate")
     shared.optimizer(account, "optimizer", "adamw_torch_fused")
     shared.schedule(account, "lr_scheduler", "cosine", warmup_ratio=0.03)
     shared.checkpointing(account)
@@ -195,8 +204,7 @@ def _adapter(account: Account) -> None:
         account.note("there is no adapter", *(key for key in unused if key != "lora_model_dir"))
     for key, form in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if account.get(key) and kind in ("lora", "qlora"):
-            account.set("techniques.quantize.enabled", True, key)
-            account.set("techniques.quantize.type", form, key)
+            shared.quantize(account, form, key)
         elif account.get(key):
             account.refuse(
                 "a quantized model is trained through adapters alone: set adapter, or load_in_*: false", key
@@ -246,7 +254,7 @@ def _rows(account: Account, pairs: bool) -> None:
     sources = [
         source for entry in account.get("datasets", []) if (source := _source(account, "datasets", entry, pairs))
     ]
-    for entry in _list(account.get("pretraining_dataset", [])):
+    for entry in shared.entries(account.get("pretraining_dataset", [])):
         entry = {"path": entry} if isinstance(entry, str) else entry
         sources += filter(None, [_source(account, "pretraining_dataset", {"type": "pretrain", **entry}, pairs)])
     for key in ("datasets", "pretraining_dataset"):
@@ -283,10 +291,7 @@ def _template(account: Account) -> None:
     elif name == "jinja":
         account.refuse("write the template to a file NAME.jinja, and name the file here", "chat_template_jinja")
     elif name != "tokenizer_default":
-        account.differ(
-            f"chat_template={name}: Axolotl writes its own template of this name, fxtune the tokenizer's "
-            "(data.chat_template=FILE.jinja sets another)"
-        )
+        shared.own_template(account, "chat_template", "Axolotl")
 
 
 def _source(account: Account, key: str, entry: Any, pairs: bool) -> dict[str, Any] | None:
@@ -297,8 +302,8 @@ def _source(account: Account, key: str, entry: Any, pairs: bool) -> dict[str, An
     files = left.pop("data_files", None)
     left.pop("ds_type", None)
     if files:
-        files = _list(files)
-        if len(files) > 1 and source["path"] not in ("json", "csv", "parquet", "text"):
+        files = shared.entries(files)
+        if len(files) > 1:
             account.refuse(f"{key}: give each of data_files as an entry with its own path", key)
             return None
         source["path"] = files[0] if "://" not in str(files[0]) else f"{source['path']}"
@@ -322,16 +327,10 @@ def _source(account: Account, key: str, entry: Any, pairs: bool) -> dict[str, An
         return None
     if fields.pop("chat_template", "tokenizer_default") != "tokenizer_default":
         account.differ(f"{key}: a chat template for one dataset; fxtune has one for all (data.chat_template)")
-    for name in (
-        "roles",
-        "trust_remote_code",
-        "shards",
-        "conversation",
-        "no_input_format",
-        "system_prompt",
-        "system_format",
-    ):
+    for name in ("trust_remote_code", "conversation"):
         fields.pop(name, None)
+    if all(given in ROLES.get(role, ()) for role, names in fields.get("roles", {}).items() for given in names):
+        fields.pop("roles", None)
     for name, usual in LEARNS_DEFAULT.items():
         if name in fields and fields[name] in usual:
             fields.pop(name)
@@ -363,9 +362,9 @@ def _source(account: Account, key: str, entry: Any, pairs: bool) -> dict[str, An
 def _nested(account: Account) -> None:
     """Keys whose value is a section, and lists of plugins."""
     if account.has("special_tokens"):
-        account.note(
-            "fxtune needs no padding token, and finds the ends of answers in the chat template", "special_tokens"
-        )
+        account.note("fxtune needs no padding token, and takes the others from the tokenizer", "special_tokens")
+        if changed := {*account.get("special_tokens")} - {"pad_token"}:
+            account.differ(f"special_tokens: {', '.join(sorted(changed))} stay those of the tokenizer's files")
     for key in ("fsdp_config", "accelerator_config", "deepspeed"):
         config = account.get(key)
         if isinstance(config, dict) and (config.get("offload_params") or config.get("fsdp_offload_params")):
@@ -386,7 +385,3 @@ def _nested(account: Account) -> None:
         )
     else:
         account.note("fxtune sets this itself", "overrides_of_model_config", "model_config")
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

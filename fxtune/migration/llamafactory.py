@@ -52,7 +52,6 @@ RULES: dict[str, Rule] = {
     ),
     "mask_history": to("data.learn.last_turn_only", bool),
     "default_system": to("data.system", str),
-    "image_max_pixels": without("images keep the size that the model's processor gives them (data.image_tokens.max)"),
     "pref_ftx": to("objective.sft_weight", number),
     "simpo_gamma": to("objective.gamma", number),
     "kto_chosen_weight": to("objective.desirable_weight", number),
@@ -64,15 +63,19 @@ RULES: dict[str, Rule] = {
     "use_unsloth_gc": without(shared.KERNELS),
     "bnb_4bit_compute_dtype": without("products run in the dtype of the model"),
     **each(
-        "video_max_pixels image_min_pixels media_dir tokenized_path cache_dir hf_hub_token streaming buffer_size "
-        "data_shared_file_system print_param_status use_swanlab ray_run_name shift_attn upcast_layernorm "
-        "disable_gradient_checkpointing use_reentrant_gc mix_strategy ref_model reward_model quant_config "
-        "double_quantization quantization_device_map predict_with_generate use_fast_tokenizer bnb_4bit_quant_type",
+        "video_max_pixels tokenized_path cache_dir hf_hub_token streaming buffer_size data_shared_file_system "
+        "print_param_status ray_run_name use_reentrant_gc quant_config double_quantization quantization_device_map "
+        "predict_with_generate bnb_4bit_quant_type",
         without("fxtune decides this itself, or it changes nothing that is trained"),
     ),
     **each(
         "loraplus_lr_ratio loraplus_lr_embedding", refused("fxtune has one rate and its schedule for all text weights")
     ),
+    **each(
+        "ref_model reward_model mix_strategy shift_attn upcast_layernorm media_dir use_swanlab",
+        refused("it has no counterpart here"),
+    ),
+    "disable_gradient_checkpointing": to("techniques.checkpointing.enabled", lambda value: not value),
     **each("pissa_init", to("techniques.lora.init", lambda value: "pissa" if value else "default")),
     **each("pissa_convert pissa_iter", without("the export is a plain adapter (docs/techniques.md)")),
     **each(OTHER_METHODS, refused("fxtune does not train so")),
@@ -105,8 +108,7 @@ def read(account: Account, folder: Path = Path()) -> None:
         shared.targets(account, "lora_target", "all")
     bits = account.get("quantization_bit")
     if bits in (4, 8):
-        account.set("techniques.quantize.enabled", True, "quantization_bit")
-        account.set("techniques.quantize.type", "nf4" if bits == 4 else "int8", "quantization_bit")
+        shared.quantize(account, "nf4" if bits == 4 else "int8", "quantization_bit")
     elif bits:
         account.refuse(f"{bits} bits: techniques.quantize.type has nf4, int8, fp8 and mxfp4", "quantization_bit")
     method = account.get("quantization_method", "bnb")
@@ -116,19 +118,7 @@ def read(account: Account, folder: Path = Path()) -> None:
         account.refuse(f"{method}: techniques.quantize.type has nf4, int8, fp8 and mxfp4", "quantization_method")
     _objective(account)
     _rows(account, folder)
-    shared.batches(account, "per_device_train_batch_size")
-    account.recipe.setdefault("optimizer.lr", 5e-5)  # their default
-    shared.rate(account)
-    shared.optimizer(account, "optim")
-    shared.schedule(account, "lr_scheduler_type", "linear")
-    shared.checkpointing(account)
-    shared.saving(account)
-    shared.evaluation(account, "eval_strategy")
-    shared.stop_early(account, "early_stopping_steps")
-    shared.tracking(account)
-    account.recipe.setdefault("train.epochs", 3.0)  # their default
-    if account.has("max_steps") and int(account.get("max_steps")) > 0 and not account.has("num_train_epochs"):
-        del account.recipe["train.epochs"]
+    shared.trainer(account, 5e-5, "linear", patience="early_stopping_steps")
     account.follow(RULES)
 
 
@@ -201,13 +191,12 @@ def _rows(account: Account, folder: Path) -> None:
     account.differ("documents longer than cutoff_len are left out, where LLaMA-Factory cuts them (data.on_long)")
     if account.get("train_on_prompt"):
         account.set("data.learn.roles", ["system", "user", "assistant"], "train_on_prompt")
-    name = account.get("template")
-    if name is not None:
-        account.note("the tokenizer's chat template", "template")
-        account.differ(
-            f"template={name}: LLaMA-Factory writes its own template of this name, fxtune the tokenizer's "
-            "(data.chat_template=FILE.jinja sets another)"
-        )
+    if account.has("template"):
+        shared.own_template(account, "template", "LLaMA-Factory")
+    for key in ("image_max_pixels", "image_min_pixels"):
+        if account.has(key):
+            account.note("images keep the size that the model's processor gives them", key)
+            account.differ(f"{key}: images keep the processor's size (data.image_tokens.min and max bound it)")
     if account.has("enable_thinking"):
         account.set(
             "data.chat_template_kwargs", {"enable_thinking": bool(account.get("enable_thinking"))}, "enable_thinking"

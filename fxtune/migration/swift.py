@@ -36,10 +36,11 @@ RULES: dict[str, Rule] = {
     **each(
         "model_type task_type model_author model_name load_from_cache_file check_model use_hf "
         "dataset_shuffle train_dataloader_shuffle val_dataset_shuffle create_checkpoint_symlink add_version strict "
-        "truncation_strategy stream custom_register_path bnb_4bit_compute_dtype bnb_4bit_quant_type "
-        "bnb_4bit_use_double_quant response_prefix logging_first_step",
+        "stream bnb_4bit_compute_dtype bnb_4bit_quant_type "
+        "bnb_4bit_use_double_quant logging_first_step",
         without("fxtune decides this itself, or it changes nothing that is trained"),
     ),
+    **each("custom_register_path response_prefix", refused("rows of yours and their prefix: see docs/plugins.md")),
     **each("loss_scale", refused("weights of tokens: give a turn `weight` 0 or 1, or see data.learn")),
     **each(
         "loss_type num_generations vllm_mode reward_funcs teacher_model galore_rank",
@@ -63,8 +64,7 @@ def read(account: Account) -> None:
         shared.targets(account, "target_modules")
     bits = account.get("quant_bits")
     if bits in (4, 8):
-        account.set("techniques.quantize.enabled", True, "quant_bits")
-        account.set("techniques.quantize.type", "nf4" if bits == 4 else "int8", "quant_bits")
+        shared.quantize(account, "nf4" if bits == 4 else "int8", "quant_bits")
         account.note("by techniques.quantize", "quant_method")
     rlhf = account.get("rlhf_type")
     if rlhf in OBJECTIVES:
@@ -75,26 +75,19 @@ def read(account: Account) -> None:
         account.refuse(f"{rlhf}: fxtune has {', '.join(OBJECTIVES)} and rm", "rlhf_type")
     for key, target in (("dataset", "data.sources"), ("val_dataset", "data.eval_sources")):
         if account.has(key):
-            account.set(target, [_source(name) for name in _list(account.get(key))], key)
+            account.set(target, [_source(name) for name in shared.entries(account.get(key))], key)
     if account.has("val_dataset"):
         account.note("val_dataset decides", "split_dataset_ratio")
     else:
         shared.held_out(account, "split_dataset_ratio")
     account.recipe["data.on_long"] = "truncate" if rlhf else "drop"
     if account.has("template"):
-        account.note("the tokenizer's chat template", "template")
-        account.differ("template: ms-swift writes its own template, fxtune the tokenizer's (data.chat_template)")
-    shared.batches(account, "per_device_train_batch_size")
-    account.recipe.setdefault("optimizer.lr", 1e-4 if adapters else 1e-5)
-    shared.rate(account)
-    shared.optimizer(account, "optim")
-    shared.schedule(account, "lr_scheduler_type", "cosine", warmup_ratio=0.05)
-    shared.checkpointing(account)
-    shared.saving(account)
-    shared.evaluation(account, "eval_strategy")
-    shared.stop_early(account, "early_stop_interval")
-    shared.tracking(account)
-    account.recipe.setdefault("train.epochs", 3.0)
+        shared.own_template(account, "template", "ms-swift")
+    if account.get("truncation_strategy", "delete") == "delete":
+        account.note("data.on_long", "truncation_strategy")
+    else:
+        account.refuse("set data.on_long after the import: fxtune leaves long chats out", "truncation_strategy")
+    shared.trainer(account, 1e-4 if adapters else 1e-5, "cosine", 0.05, "early_stop_interval")
     account.follow(RULES)
 
 
@@ -104,7 +97,3 @@ def _source(name: Any) -> dict[str, Any]:
     path, _, subset = path.partition(":") if "://" not in path else (path, "", "")
     source: dict[str, Any] = {"path": path}
     return source | ({"subset": subset} if subset else {}) | ({"limit": int(limit)} if limit else {})
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -87,9 +87,39 @@ def batches(account: Account, micro: str, accumulation: str = "gradient_accumula
     )
 
 
-def rate(account: Account, key: str = "learning_rate") -> None:
-    if account.has(key):
-        account.set("optimizer.lr", number(account.get(key)), key)
+def trainer(account: Account, rate: float, schedule_: str, warmup_ratio: float = 0.0, patience: str = "") -> None:
+    """The keys that tools hand to transformers' Trainer by its own names. `rate`, `schedule_`, `warmup_ratio`: the
+    tool's defaults; `patience`: its key of early stopping."""
+    batches(account, "per_device_train_batch_size")
+    account.set("optimizer.lr", number(account.get("learning_rate", rate)), "learning_rate")
+    optimizer(account, "optim")
+    schedule(account, "lr_scheduler_type", schedule_, warmup_ratio)
+    checkpointing(account)
+    saving(account)
+    evaluation(account, "eval_strategy")
+    stop_early(account, patience or "early_stopping_patience")
+    tracking(account)
+    limited = int(account.get("max_steps", 0)) > 0
+    if not limited:
+        account.recipe["train.epochs"] = 3.0  # the Trainer's default
+
+
+def quantize(account: Account, form: str, key: str) -> None:
+    account.set("techniques.quantize.enabled", True, key)
+    account.set("techniques.quantize.type", form, key)
+
+
+def own_template(account: Account, key: str, tool: str) -> None:
+    """A chat template that the tool brings along."""
+    account.note("the tokenizer's chat template", key)
+    account.differ(
+        f"{key}={account.get(key)}: {tool} writes its own template of this name, fxtune the tokenizer's "
+        "(data.chat_template=FILE.jinja sets another)"
+    )
+
+
+def entries(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def optimizer(account: Account, key: str, default: str = "adamw") -> None:
@@ -186,7 +216,11 @@ def held_out(account: Account, key: str) -> None:
         )
     else:
         account.note("nothing is held out", key)
-    account.differ("held-out rows are chosen by their content, so they are other rows than the other tool's")
+        return
+    account.differ(
+        "held-out rows are chosen by their content, and the weights of the lowest held-out loss are exported "
+        "(run.export=last: of the end)"
+    )
 
 
 def stop_early(account: Account, key: str = "early_stopping_patience") -> None:

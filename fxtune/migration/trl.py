@@ -39,8 +39,11 @@ RULES: dict[str, Rule] = {
     "activation_offloading": to("techniques.checkpointing.offload", bool),
     **each(
         "dataset_streaming ignore_bias_buffers bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant "
-        "pad_token eos_token pad_to_multiple_of dtype torch_dtype lora_task_type model_init_kwargs disable_dropout",
+        "pad_token pad_to_multiple_of dtype torch_dtype lora_task_type disable_dropout",
         without("fxtune decides this itself, or it changes nothing that is trained"),
+    ),
+    **each(
+        "eos_token model_init_kwargs", refused("fxtune takes the tokenizer and the model as their files have them")
     ),
     **each(
         "loss_weights sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
@@ -63,8 +66,7 @@ def read(account: Account, method: str = "sft") -> None:
         shared.targets(account, "lora_target_modules")
     for key, form in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if account.get(key):
-            account.set("techniques.quantize.enabled", True, key)
-            account.set("techniques.quantize.type", form, key)
+            shared.quantize(account, form, key)
         else:
             account.note("off", key)
     if METHODS[method]:
@@ -98,17 +100,11 @@ def read(account: Account, method: str = "sft") -> None:
     else:
         account.note("nothing is evaluated", "dataset_test_split")
     account.recipe["data.on_long"] = "drop" if method == "sft" else "truncate"
-    account.differ(
-        "documents longer than max_length are left out, where TRL cuts them (data.on_long)"
-    ) if method == "sft" else None
-    shared.batches(account, "per_device_train_batch_size")
-    account.recipe.setdefault("optimizer.lr", 2e-5 if method == "sft" else 1e-6)
-    shared.rate(account)
-    shared.optimizer(account, "optim")
-    shared.schedule(account, "lr_scheduler_type", "linear")
-    shared.checkpointing(account)
-    shared.saving(account)
-    shared.evaluation(account, "eval_strategy")
-    shared.tracking(account)
-    account.recipe.setdefault("train.epochs", 3.0)
+    if method == "sft":
+        account.differ("documents longer than max_length are left out, where TRL cuts them (data.on_long)")
+        if not account.get("assistant_only_loss") and account.get("completion_only_loss") is not True:
+            account.differ(
+                "chats teach the assistant's turns alone; TRL learns all tokens of a chat (data.learn.roles)"
+            )
+    shared.trainer(account, 2e-5 if method == "sft" else 1e-6, "linear")
     account.follow(RULES)

@@ -185,6 +185,10 @@ def test_config_becomes_a_recipe_with_every_key_accounted_for(folder, tool):
         ("axolotl", {"datasets": [{"path": "x", "type": "chat_template", "field_thinking": "why"}]}),
         ("axolotl", {"lora_target_modules": r"layers\.(1|3)\.mlp\.(up|down)_proj"}),
         ("axolotl", {"no_such_key": 1}),
+        ("axolotl", {"datasets": [{"path": "x", "type": "chat_template", "shards": 10}]}),
+        ("axolotl", {"datasets": [{"path": "json", "type": "completion", "data_files": ["a.jsonl", "b.jsonl"]}]}),
+        ("llamafactory", {"ref_model": "org/other"}),
+        ("swift", {"truncation_strategy": "left"}),
         ("llamafactory", {"finetuning_type": "oft"}),
         ("llamafactory", {"dataset": "unknown"}),
         ("trl", {"loss_type": "bco_pair"}),
@@ -213,6 +217,21 @@ def test_a_file_that_is_no_config_is_one_message(folder, capsys, text):
     (folder / "odd.yaml").write_text(text)
     assert main(["import", "odd.yaml"]) == 2
     assert "odd.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tool", "changes", "word"),
+    [
+        ("axolotl", {"special_tokens": {"eos_token": "<end>"}}, "eos_token"),
+        ("llamafactory", {"image_max_pixels": 262144}, "image_max_pixels"),
+        ("trl", {"loss_type": "nll"}, "all tokens"),
+    ],
+)
+def test_a_key_that_trains_otherwise_here_is_a_difference(folder, tool, changes, word):
+    file = folder / "changed.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in CONFIGS[tool].items() if key != "beta"} | changes))
+    assert main(["import", str(file), "--tool", tool, "--json", "out.json"]) == 0
+    assert any(word in line for line in json.loads((folder / "out.json").read_text())["differences"])
 
 
 def test_no_file_is_overwritten(folder):

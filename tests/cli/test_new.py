@@ -97,6 +97,22 @@ def test_pictures_get_a_model_that_sees_them(place):
     assert load(["+recipe=seen"]).model.path == "builtin:tiny-vision"
 
 
+def test_rows_with_pictures_are_not_copied_as_questions(place):
+    file = write_picture_rows(place, rows=120)
+    assert main(["new", "seen", "--data", str(file)]) == 0
+    assert load(["+recipe=seen"]).data.questions.path is None
+
+
+def test_no_file_is_overwritten():
+    config = drafted("chats.jsonl")
+    before = Path(config.data.questions.path).read_text()
+    assert main(["new", "chats_jsonl", "--data", "chats.jsonl"]) == 6
+    Path("recipes/chats_jsonl.yaml").unlink()
+    assert main(["new", "chats_jsonl", "--data", "chats.jsonl"]) == 6
+    assert Path(config.data.questions.path).read_text() == before
+    assert not Path("recipes/chats_jsonl.yaml").exists()
+
+
 def test_questions_are_rows_of_the_file_that_are_not_trained_on():
     config = drafted("chats.jsonl")
     asked = [json.loads(line) for line in Path(config.data.questions.path).read_text().splitlines()]

@@ -64,8 +64,8 @@ def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[
 
 
 def run(config: Config, trained: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Print and return the figures by metric name. `trained`: a checkpoint or an adapter of a run of this config,
-    whose weights replace those that the run starts from, its reference.
+    """Print and return the figures by metric name. `trained`: a checkpoint or an adapter of a run of this config.
+    Its weights replace the weights from which the run started; these stay the reference.
 
     Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as
     a run does.

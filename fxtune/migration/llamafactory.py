@@ -48,7 +48,7 @@ RULES: dict[str, Rule] = {
     "use_dora": to("techniques.lora.dora", bool),
     "use_rslora": to("techniques.lora.rslora", bool),
     "additional_target": to(
-        "techniques.lora.modules_to_save", lambda value: [str(one).strip() for one in str(value).split(",")]
+        "techniques.lora.modules_to_save", lambda value: [name.strip() for name in str(value).split(",")]
     ),
     "mask_history": to("data.learn.last_turn_only", bool),
     "default_system": to("data.system", str),
@@ -173,7 +173,7 @@ def _rows(account: Account, folder: Path) -> None:
     else:
         shared.held_out(account, "val_size")
     if account.has("interleave_probs"):
-        weights = [number(one) for one in str(account.get("interleave_probs")).split(",")]
+        weights = [number(share) for share in str(account.get("interleave_probs")).split(",")]
         for source, weight in zip(account.recipe.get("data.sources", []), weights, strict=False):
             source["weight"] = weight
         account.note("weight of each source", "interleave_probs")

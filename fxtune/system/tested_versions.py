@@ -25,7 +25,7 @@ def _requirements() -> list[Requirement]:
         requirements = [Requirement(text) for text in metadata.requires("fxtune") or ()]
     except metadata.PackageNotFoundError:
         return []
-    return [one for one in requirements if one.marker is None or "dev" not in str(one.marker)]
+    return [need for need in requirements if need.marker is None or "dev" not in str(need.marker)]
 
 
 def too_new(packages: Mapping[str, str]) -> list[str]:

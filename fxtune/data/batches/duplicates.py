@@ -8,7 +8,7 @@ locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is 
 of SHINGLE tokens in it, and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity.
 Minima are compared in bands; documents that share a band are candidates. The similarity of candidates is then computed
 from the sets themselves, so no document is left out by chance. Shingles that a tenth of the documents have, such as
-those of a chat template and a system prompt, say nothing about a document and are not compared. The images of a
+the shingles of a chat template or a system prompt, say nothing about a document and are not compared. The images of a
 document are part of each of its shingles, so documents with different images are never near-copies.
 
 Everything is a function of the tokens and the settings, in the order of the sources. The minima and the bands take

@@ -63,7 +63,7 @@ class Conversation:
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row, with its lists of messages parsed."""
     ends_prompt: bool = False
-    """Whether the last message is the last one of a prompt."""
+    """Whether the prompt ends with the last message."""
 
     def add(self, message: dict[str, Any], place: str, train_flag: bool | None = None) -> None:
         """Add a message. An assistant's message goes on with the turn before it where that turn is begun: it ends a

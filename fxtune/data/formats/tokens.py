@@ -20,7 +20,7 @@ class TokensFormat(RowFormat):
     known_columns = frozenset(
         ("input_ids", "labels", *MASKS, "attention_mask", "token_type_ids", "position_ids", "text")
     ) | {"special_tokens_mask"}
-    nothing_learned = f"all of its labels are -100, or all values of a mask are 0 ({', '.join(MASKS)})"
+    nothing_learned = f"its labels are all -100, or a mask is all 0 ({', '.join(MASKS)})"
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         ids = row.get("input_ids")

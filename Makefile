@@ -36,7 +36,8 @@ $(VENV)/.ready: pyproject.toml $(LOCK)
 lock:  ## Write requirements.lock: the newest versions that pyproject.toml allows, from the metadata of PyPI
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet uv
-	.venv-lock/bin/uv pip compile --quiet --upgrade --universal --fork-strategy fewest --python-version 3.11 --all-extras \
+	.venv-lock/bin/uv pip compile --quiet --upgrade --universal --fork-strategy fewest --python-version 3.11 \
+	  --extra flash --extra quant --extra tensorboard --extra dev \
 	  --annotation-style line --custom-compile-command 'make lock' --output-file $(LOCK) pyproject.toml >/dev/null
 	sed -i "s/ ; python_full_version < '3.14' and sys_platform == 'linux' / /" $(LOCK)
 

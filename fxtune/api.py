@@ -19,18 +19,21 @@ import dataclasses
 import html
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from fxtune.checkpoint.run_folder import EVIDENCE, REPORT, RESULT
+from fxtune.checkpoint.run_folder import EVIDENCE, REPORT
+from fxtune.cli.options import require_writable, write_json
 from fxtune.cli.run_output import find_output, run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, RankError, StorageError
 from fxtune.reports.run_files import RunFiles
+from fxtune.system.atomic_files import read_json
 from fxtune.techniques.base import Evidence
 
 
@@ -64,7 +67,11 @@ def preview(
     page and the samples to. Raises as train(), and StorageError for a file that cannot be written."""
     from fxtune.cli import preview as command
 
-    command.run(_config(recipe, overrides), html=html, json=json)
+    if json is not None:
+        require_writable(json)
+    found = command.run(_config(recipe, overrides), html=html)
+    if json is not None:
+        write_json(json, found)
 
 
 def verify(recipe: str | Path | Config, overrides: Sequence[str] = (), *, loss: bool = False) -> None:
@@ -237,10 +244,8 @@ class _Value:
 def _train_on_ranks(config: Config, ranks: int) -> Run:
     from fxtune.distributed.launch import launch
 
-    before = {folder: folder.stat().st_mtime for folder in Path("runs").glob("*") if folder.is_dir()}
-    if code := launch(ranks, ["train", *_words(config)]):
-        raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
-    if config.run.dir:
-        return Run(config.run.dir)
-    now = [folder for folder in Path("runs").glob("*") if folder.is_dir() and (folder / RESULT).exists()]
-    return Run(max(now, key=lambda folder: (folder.stat().st_mtime != before.get(folder), folder.stat().st_mtime)))
+    with tempfile.TemporaryDirectory(prefix="fxtune-json-") as scratch:
+        answer = Path(scratch) / "answer.json"
+        if code := launch(ranks, ["train", *_words(config), "--json", str(answer)]):
+            raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
+        return Run(read_json(answer)["folder"])

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
-from fxtune.cli.options import require_writable, write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.diagnostics.benchmark import STEPS, WARM_UP, measure, measure_in_process
 from fxtune.errors import CheckError, ConfigError
@@ -41,7 +40,6 @@ def run(
     steps: int = STEPS,
     warm_up: int = WARM_UP,
     price: Optional[float] = None,
-    json: Optional[Path] = None,
 ) -> None:
     """Measure and print.
 
@@ -49,12 +47,10 @@ def run(
     StorageError for a file that cannot be written, CheckError if `ablate` cannot measure the recipe as it is;
     otherwise as training does.
     """
-    if json is not None:
-        require_writable(json)
     if ablate and profile:
         raise ConfigError("--profile measures the recipe as it is, and --ablate also others: give one of them.")
     if ablate:
-        _ablate(list(overrides), steps, warm_up, price, json)
+        _ablate(list(overrides), steps, warm_up, price)
         return
     figures = with_price(dataclasses.asdict(measure(config, steps, warm_up, profile=profile)), price)
     for note in [*config.techniques.ignored_options(), *figures["decided"]]:
@@ -65,8 +61,7 @@ def run(
         if figures["ranks"] > 1 and (exchange := figures["exchange_seconds"]) is not None:
             share = exchange / figures["step_seconds"]
             say(f"Exchange with other GPUs that no other kernel hides: {exchange * 1e3:,.2f} ms a step, {share:.1%}.")
-    if json is not None:
-        write_json(json, figures)
+    ANSWER.put(figures)
 
 
 def with_price(figures: Figures, hour: Optional[float]) -> Figures:
@@ -127,7 +122,7 @@ def kernels_table(kernels: Sequence[tuple[str, float, float]]) -> Any:
     return table(f"A step by kernel: {total * 1e3:,.1f} ms in total", ["", "ms", "share", "calls"], rows)
 
 
-def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float], file: Optional[Path]) -> None:
+def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float]) -> None:
     say("as it is ...")
     base = with_price(measure_in_process(overrides, steps, warm_up), hour)
     if "error" in base:
@@ -144,8 +139,7 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
             without[name] = {"keys": keys, **figures}
             speed = "{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB"
             say(f"  {figures.get('error') or speed.format(**figures)}")
-        if file is not None:
-            write_json(file, {**base, "without": without})  # after each, so that killing the command loses nothing
+        ANSWER.put({**base, "without": without})  # after each, so that killing the command loses nothing
     say(ablation_table(base, without))
 
 

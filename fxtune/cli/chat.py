@@ -33,6 +33,7 @@ import torch
 from rich.live import Live
 from rich.table import Column, Table
 
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.merge import open_adapter, stored_dtype
 from fxtune.cli.run_output import OutputKind, RunOutput, find_output
 from fxtune.config import compose
@@ -174,6 +175,8 @@ class Chat:
         self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
         self.shown: list[str] = []
         """Image files for the next prompt."""
+        self.said: list[dict[str, Any]] = []
+        """Each prompt with what each speaker answered, for --json."""
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = config.get("data") or {}
         template, self.system = data.get("chat_template"), data.get("system")
@@ -214,6 +217,7 @@ class Chat:
                 self._require_readable(file)
         except RowError as reason:
             say(plain(f"({reason})"))
+            self._record(line, error=str(reason))
             return False
         self.shown += files
         if prompt:
@@ -228,22 +232,25 @@ class Chat:
             raise RowError("The model has no chat template, so an image has no place in its prompt.")
         find_image(file, ANYWHERE)
 
+    def _record(self, prompt: str, **answers: Any) -> None:
+        self.said.append({"prompt": prompt, **answers})
+        ANSWER.put({"answers": self.said})
+
     def reply(self, prompt: str) -> None:
         """Print what each speaker answers, as it writes."""
         shown, self.shown = self.shown, []
-        if len(self.speakers) == 1:
-            self.answer(self.speakers[0], prompt, _print_piece, shown)
-            _print_piece("\n")
-        elif console().is_terminal:
-            self._reply_side_by_side(prompt, shown)
+        answers: dict[str, Any] = {}
+        if len(self.speakers) > 1 and console().is_terminal:
+            answers = self._reply_side_by_side(prompt, shown)
         else:
             for speaker in self.speakers:
-                _print_piece(f"{speaker.label}: ")
-                self.answer(speaker, prompt, _print_piece, shown)
+                _print_piece(f"{speaker.label}: " * (len(self.speakers) > 1))
+                answers[speaker.label] = self.answer(speaker, prompt, _print_piece, shown)
                 _print_piece("\n")
+        self._record(prompt, **answers)
 
-    def _reply_side_by_side(self, prompt: str, shown: Sequence[str]) -> None:
-        texts = [""] * len(self.speakers)
+    def _reply_side_by_side(self, prompt: str, shown: Sequence[str]) -> dict[str, Any]:
+        texts, answers = [""] * len(self.speakers), dict[str, Any]()
 
         def page() -> Table:
             table = Table(*(Column(speaker.label, ratio=1) for speaker in self.speakers), expand=True)
@@ -257,11 +264,12 @@ class Chat:
                     texts[index] += piece
                     live.update(page(), refresh=True)
 
-                self.answer(speaker, prompt, write, shown)
+                answers[speaker.label] = self.answer(speaker, prompt, write, shown)
+        return answers
 
-    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> None:
-        """Write the answer of `speaker` to `prompt`, in pieces. The conversation gets the prompt and the answer.
-        `shown`: image files."""
+    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> dict[str, str]:
+        """Write the answer of `speaker` to `prompt`, in pieces, and return {"answer": text}, or {"error": why there is
+        none}. The conversation gets the prompt and the answer. `shown`: image files."""
         shown = [os.path.abspath(file) for file in shown]
         parts = [{"type": "image", "image": file} for file in shown]
         content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
@@ -274,12 +282,12 @@ class Chat:
         except (DataError, RowError) as error:  # the conversation goes on without this prompt
             speaker.messages.pop()
             write(f"({error})")
-            return
+            return {"error": str(error)}
         room = speaker.model.config.get_text_config().max_position_embeddings - len(ids)
         if room <= 0:
             speaker.messages.pop()
             write("(The conversation is longer than the model can read: /new starts another one.)")
-            return
+            return {"error": "The conversation is longer than the model can read."}
         with speaker.speaking() as model:
             known = end_tokens(model.generation_config)
             given = torch.tensor([ids], device=model.device)
@@ -302,6 +310,7 @@ class Chat:
             )
         text = self.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
         speaker.messages.append({"role": "assistant", "content": text.strip() or "..."})
+        return {"answer": text.strip()}
 
     def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], set[int], Sequence[ImageReference]]:
         """(token ids up to the answer, as in training; tokens that end the answer in training; images of the

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.options import positive_number, whole_number
 
 
@@ -14,14 +16,12 @@ class Command:
     module: str
     """Its `run(config)` is called, and its docstring is the command's help."""
     summary: str
-    about: str = ""
-    """Its help, where the docstring of its file is for readers of the code."""
     reads_data: bool = False
     """A config without data.sources is refused."""
     positional: str | None = None
     """The module's function for words that are not keys (`fxtune merge ADAPTER FOLDER`): each is an argument."""
     positional_only: bool = False
-    """It takes no config."""
+    """It takes no config: each word is an argument of `run`."""
     options: dict[str, dict[str, Any]] | None = None
     """The command's own options, as argparse takes them. `run` gets the options of the command line by name."""
     gets_overrides: bool = False
@@ -40,30 +40,17 @@ def _flag(text: str) -> dict[str, Any]:
     return {"action": "store_true", "help": text}
 
 
-_JSON = {"--json": {"metavar": "FILE", "type": Path, "help": "also write the results to FILE"}}
-_STEPS = {"metavar": "N", "type": whole_number(1)}
+def _value(metavar: str, text: str, kind: Callable[[str], Any] = str) -> dict[str, Any]:
+    return {"metavar": metavar, "type": kind, "help": text}
 
-TRAIN = """\
-`fxtune train`: trains the recipe's model. `train` may be left out.
 
-    fxtune +recipe=quickstart                        # runs/quickstart: adapter, checkpoints, metrics, result.json
-    fxtune +recipe=quickstart                        # the same command continues an unfinished run
-    fxtune +recipe=quickstart run.resume=never       # or starts another one
-    fxtune +recipe=quickstart train.max_steps=100    # any key; fxtune help KEY explains it"""
 _TRUST = {"--trust-remote-code": _flag("run the Python code that comes with the model")}
 
 COMMANDS = {
-    "train": Command(
-        "fxtune.training.trainer",
-        "train the recipe's model; this is the default",
-        TRAIN,
-        reads_data=True,
-        ranks=True,
-    ),
+    "train": Command("fxtune.cli.train", "train the recipe's model; this is the default", reads_data=True, ranks=True),
     "finish": Command(
         "fxtune.cli.finish",
         "end a run early, with a finished model: finish RUN",
-        positional="run",
         positional_only=True,
         ranks=True,
         options=_TRUST,
@@ -71,50 +58,34 @@ COMMANDS = {
     "refresh": Command(
         "fxtune.cli.refresh",
         "test a run on new rows, and if it is worse there, train it further: refresh RUN data.sources=[...]",
-        positional="run",
         positional_only=True,
-        options={
-            "--force": _flag("train although the new rows show no drift"),
-            **_JSON,
-            **_TRUST,
-        },
+        options={"--force": _flag("train although the new rows show no drift"), **_TRUST},
     ),
     "plan": Command(
         "fxtune.cli.plan",
         "memory, time, cost and disk of a run by arithmetic, for any card, without a GPU",
         reads_data=True,
         options={
-            "--gpu": {
-                "metavar": "NAME",
-                "help": "the card (H200, L4, ...), or cpu; without it: every known card",
-            },
-            "--gpus": {"metavar": "N", "type": whole_number(1), "help": "how many of them (1)"},
-            "--price": {
-                "metavar": "PER_HOUR",
-                "type": positive_number("what one GPU costs per hour"),
-                "help": "also the cost, if one GPU costs so much per hour",
-            },
-            "--tokens": {
-                "metavar": "N",
-                "type": positive_number("the tokens of an epoch"),
-                "help": "the tokens of an epoch, for data that is not here",
-            },
-            "--host-gib": {
-                "metavar": "N",
-                "type": positive_number("host memory for each GPU in GiB"),
-                "help": "host memory for each GPU (128)",
-            },
-            **_JSON,
+            "--gpu": _value("NAME", "the card (H200, L4, ...), or cpu; without it: every known card"),
+            "--gpus": _value("N", "how many of them (1)", whole_number(1)),
+            "--price": _value(
+                "PER_HOUR",
+                "also the cost, if one GPU costs so much per hour",
+                positive_number("what one GPU costs per hour"),
+            ),
+            "--tokens": _value(
+                "N", "the tokens of an epoch, for data that is not here", positive_number("the tokens of an epoch")
+            ),
+            "--host-gib": _value(
+                "N", "host memory for each GPU (128)", positive_number("host memory for each GPU in GiB")
+            ),
         },
     ),
     "preview": Command(
         "fxtune.cli.preview",
         "print the first samples as the model will see them",
         reads_data=True,
-        options={
-            "--html": {"metavar": "FILE", "type": Path, "help": "also write the page to FILE, in colour"},
-            **_JSON,
-        },
+        options={"--html": _value("FILE", "also write the page to FILE, in colour", Path)},
     ),
     "verify": Command(
         "fxtune.cli.verify",
@@ -124,7 +95,6 @@ COMMANDS = {
         options={
             "--loss": _flag("compare loss and gradients with plain transformers"),
             "--each": _flag("the same, also with each technique off in turn"),
-            **_JSON,
         },
         ranks=True,
     ),
@@ -135,14 +105,11 @@ COMMANDS = {
         options={
             "--ablate": _flag("also with each technique off in turn"),
             "--profile": _flag("also the time of each kernel in a step"),
-            "--steps": {**_STEPS, "help": "measured steps"},
-            "--warm-up": {**_STEPS, "type": whole_number(1), "help": "steps before them"},
-            "--price": {
-                "metavar": "PER_HOUR",
-                "type": positive_number("what this machine costs per hour"),
-                "help": "also the cost of a million tokens",
-            },
-            **_JSON,
+            "--steps": _value("N", "measured steps", whole_number(1)),
+            "--warm-up": _value("N", "steps before them", whole_number(1)),
+            "--price": _value(
+                "PER_HOUR", "also the cost of a million tokens", positive_number("what this machine costs per hour")
+            ),
         },
         gets_overrides=True,
         ranks=True,
@@ -153,17 +120,12 @@ COMMANDS = {
         "search for faster settings with the same loss, and write them as a recipe",
         reads_data=True,
         options={
-            "--axes": {"metavar": "A,B", "help": "vary only these"},
-            "--minutes": {
-                "metavar": "N",
-                "type": positive_number("the minutes of the search"),
-                "help": "how long to search",
-            },
-            "--steps": {**_STEPS, "help": "measured steps of a trial"},
-            "--output": {"metavar": "FILE.yaml", "help": "where the recipe goes"},
+            "--axes": _value("A,B", "vary only these"),
+            "--minutes": _value("N", "how long to search", positive_number("the minutes of the search")),
+            "--steps": _value("N", "measured steps of a trial", whole_number(1)),
+            "--output": _value("FILE.yaml", "where the recipe goes"),
             "--dry-run": _flag("list what would be tried, and run nothing"),
             "--again": _flag("measure anew, and do not read the cache"),
-            **_JSON,
         },
         gets_overrides=True,
     ),
@@ -172,19 +134,10 @@ COMMANDS = {
         "test learning rates in a short run, and suggest one",
         reads_data=True,
         options={
-            "--steps": {**_STEPS, "type": whole_number(20), "help": "steps of the test"},
-            "--lowest": {
-                "metavar": "LR",
-                "type": positive_number("the rate of the first step"),
-                "help": "the rate of the first step",
-            },
-            "--highest": {
-                "metavar": "LR",
-                "type": positive_number("the rate of the last step"),
-                "help": "the rate of the last step",
-            },
-            "--plot": {"metavar": "FILE.png", "type": Path, "help": "draw the curve (.png, .svg or .pdf)"},
-            **_JSON,
+            "--steps": _value("N", "steps of the test", whole_number(20)),
+            "--lowest": _value("LR", "the rate of the first step", positive_number("the rate of the first step")),
+            "--highest": _value("LR", "the rate of the last step", positive_number("the rate of the last step")),
+            "--plot": _value("FILE.png", "draw the curve (.png, .svg or .pdf)", Path),
         },
         ranks=True,
     ),
@@ -193,22 +146,19 @@ COMMANDS = {
         "search for good hyper-parameters and stop the losers early: sweep ... sweep.KEY=VALUES",
         reads_data=True,
         options={
-            "--trials": {"metavar": "N", "type": whole_number(2), "help": "configurations (8)"},
+            "--trials": _value("N", "configurations (8)", whole_number(2)),
             "--method": {
                 "choices": ["halving", "hyperband", "asha", "median", "none"],
                 "help": "how the losers are found (halving)",
             },
-            "--eta": {"metavar": "N", "type": whole_number(2), "help": "of N configurations one goes on (2)"},
-            "--rungs": {
-                "metavar": "N",
-                "type": whole_number(1),
-                "help": "how often they are compared, the end included; each rung is eta times as far",
-            },
+            "--eta": _value("N", "of N configurations one goes on (2)", whole_number(2)),
+            "--rungs": _value(
+                "N", "how often they are compared, the end included; each rung is eta times as far", whole_number(1)
+            ),
             "--sampler": {"choices": ["spread", "tpe"], "help": "how configurations are drawn (docs/sweeps.md)"},
-            "--seed": {"metavar": "N", "type": whole_number(0), "help": "the seed with which they are drawn (0)"},
-            "--workers": {"metavar": "N", "type": whole_number(1), "help": "runs at a time (all GPUs, or 1)"},
-            "--output": {"metavar": "FILE.yaml", "help": "where the recipe goes"},
-            **_JSON,
+            "--seed": _value("N", "the seed with which they are drawn (0)", whole_number(0)),
+            "--workers": _value("N", "runs at a time (all GPUs, or 1)", whole_number(1)),
+            "--output": _value("FILE.yaml", "where the recipe goes"),
         },
         gets_overrides=True,
         space_prefix="sweep.",
@@ -216,7 +166,6 @@ COMMANDS = {
     "doctor": Command(
         "fxtune.cli.doctor",
         "show what this machine has and whether it works; a recipe is optional",
-        options=_JSON,
         config_optional=True,
     ),
     "eval": Command(
@@ -236,23 +185,21 @@ COMMANDS = {
     "chat": Command(
         "fxtune.cli.chat",
         "talk to the model that a run has trained: chat RUN, or RUN/step-70",
-        positional="run",
         positional_only=True,
         options={
             "--show": {"choices": ["tuned", "base", "both"], "help": "who answers (tuned)"},
-            "--max-new-tokens": {"metavar": "N", "type": whole_number(1), "help": "the longest answer (512)"},
-            "--temperature": {
-                "metavar": "T",
-                "type": positive_number("the temperature at which tokens are drawn"),
-                "help": "draw tokens at random instead of the most likely tokens",
-            },
+            "--max-new-tokens": _value("N", "the longest answer (512)", whole_number(1)),
+            "--temperature": _value(
+                "T",
+                "draw tokens at random instead of the most likely tokens",
+                positive_number("the temperature at which tokens are drawn"),
+            ),
             **_TRUST,
         },
     ),
     "push": Command(
         "fxtune.cli.push",
         "upload a run's adapter or model to the hub: push RUN org/name",
-        positional="run",
         positional_only=True,
         options={
             "--merged": _flag("the base with the adapter in its weights, as one model"),
@@ -261,78 +208,60 @@ COMMANDS = {
         },
     ),
     "diff": Command(
-        "fxtune.cli.diff",
-        "how two runs differ, and from which step on: diff RUN RUN",
-        positional="run",
-        positional_only=True,
-        options=_JSON,
+        "fxtune.cli.diff", "how two runs differ, and from which step on: diff RUN RUN", positional_only=True
     ),
     "report": Command(
         "fxtune.cli.report",
         "a page about a run, or several side by side: report RUN [RUN ...]",
-        positional="run",
         positional_only=True,
         options={
-            "--output": {
-                "metavar": "FILE.html",
-                "type": Path,
-                "help": "where it goes (report.html in the run's folder; of several, beside the first run's)",
-            }
+            "--output": _value(
+                "FILE.html",
+                "where it goes (report.html in the run's folder; of several, beside the first run's)",
+                Path,
+            )
         },
     ),
     "why": Command(
-        "fxtune.cli.why",
-        "where the time of a run went, and what to change: why RUN",
-        positional="run",
-        positional_only=True,
-        options=_JSON,
+        "fxtune.cli.why", "where the time of a run went, and what to change: why RUN", positional_only=True
     ),
-    "sync": Command(
-        "fxtune.cli.sync", "send W&B the missing steps of a run: sync RUN", positional="run", positional_only=True
-    ),
+    "sync": Command("fxtune.cli.sync", "send W&B the missing steps of a run: sync RUN", positional_only=True),
     "recipes": Command(
         "fxtune.cli.recipes",
         "list the recipes; `recipes copy NAME FILE.yaml` copies one to edit",
-        positional="run",
         positional_only=True,
     ),
     "new": Command(
         "fxtune.cli.new",
         "a recipe for your rows, with a reason on each line: new NAME --data FILE",
-        positional="run",
         positional_only=True,
         options={
-            "--data": {"metavar": "PATH", "help": "a file, a folder or a hub id of rows"},
-            "--model": {"metavar": "ID", "help": "the model (the largest proposed one that fits the card)"},
-            "--gpu": {"metavar": "NAME", "help": "the card (this machine's)"},
+            "--data": _value("PATH", "a file, a folder or a hub id of rows"),
+            "--model": _value("ID", "the model (the largest proposed one that fits the card)"),
+            "--gpu": _value("NAME", "the card (this machine's)"),
+            "--columns": _value("COLUMN=NAME,...", "columns with other names than fxtune reads"),
         },
     ),
     "import": Command(
         "fxtune.cli.import_config",
         "a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI: import FILE [NAME]",
-        positional="run",
         positional_only=True,
         options={
             "--tool": {"choices": ["axolotl", "llamafactory", "swift", "trl", "openai"], "help": "whose config it is"},
             "--method": {"choices": ["sft", "dpo", "kto", "reward", "orpo"], "help": "of TRL: trl METHOD (sft)"},
-            "--model": {"metavar": "ID", "help": "train this model instead"},
-            "--data": {"metavar": "PATH", "help": "train on these rows instead"},
-            "--gpus": {"metavar": "N", "type": whole_number(1), "help": "on how many cards the config ran (1)"},
-            "--without": {"metavar": "KEY,KEY", "help": "leave out keys that fxtune cannot do"},
-            **_JSON,
+            "--model": _value("ID", "train this model instead"),
+            "--data": _value("PATH", "train on these rows instead"),
+            "--gpus": _value("N", "on how many cards the config ran (1)", whole_number(1)),
+            "--without": _value("KEY,KEY", "leave out keys that fxtune cannot do"),
         },
     ),
     "schema": Command(
         "fxtune.cli.schema",
-        "the JSON Schema of recipes, for editors and programs: schema [FILE]",
-        positional="run",
+        "the JSON Schema of recipes, for editors and programs",
         positional_only=True,
     ),
     "help": Command(
-        "fxtune.cli.help",
-        "explain a key: its type, range, default, meaning and where it acts",
-        positional="run",
-        positional_only=True,
+        "fxtune.cli.help", "explain a key: its type, range, default, meaning and where it acts", positional_only=True
     ),
 }
 
@@ -376,4 +305,5 @@ def print_result(result: Any) -> None:
     """Say where the model is that a command has written."""
     if isinstance(result, Path):
         kind = "adapter" if (result / "adapter_config.json").exists() else "merged model"
+        ANSWER.put({"folder": str(result), "kind": kind})
         print(f"The {kind} is in {result}")

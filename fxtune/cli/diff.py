@@ -10,16 +10,15 @@ metric step by step. The exit code is 0 also for runs that differ.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import run_folder
 from fxtune.reports.run_difference import Difference, Parting, compare_runs
 from fxtune.system.console import say, table
 
 
-def run(first: str, second: str, *, json: Optional[Path] = None) -> None:
+def run(first: str, second: str) -> None:
     """Print the difference of two runs. Raises ConfigError if one of them is no run, StorageError if it cannot be
     read."""
     folders = run_folder(first), run_folder(second)
@@ -35,8 +34,7 @@ def run(first: str, second: str, *, json: Optional[Path] = None) -> None:
         say(_changes_table("Last values", difference.figures, names))
     if difference.same:
         say(f"Equal: {', '.join(difference.same)}.")
-    if json is not None:
-        write_json(json, {"runs": names, **asdict(difference), "equal": difference.equal})
+    ANSWER.put({"runs": names, **asdict(difference), "equal": difference.equal})
 
 
 def _changes_table(title: str, changes: list[Difference], names: list[str]) -> Any:

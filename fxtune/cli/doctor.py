@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from rich.text import Text
 
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.diagnostics import links, system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
@@ -61,7 +61,7 @@ SIGNS = {
 REMEDIES = {State.broken: "To repair", State.warning: "To look at", State.missing: "To install what is missing"}
 
 
-def run(config: Optional[Config] = None, json: Optional[Path] = None) -> None:
+def run(config: Optional[Config] = None) -> None:
     """Print the page, and with a recipe whether the recipe can run. Raises CheckError if something is broken."""
     findings: list[Finding] = []
     for title, section in _sections(config):
@@ -72,8 +72,7 @@ def run(config: Optional[Config] = None, json: Optional[Path] = None) -> None:
     for state, title in REMEDIES.items():
         if lines := [f"  {item.what}: {item.remedy}" for item in findings if item.state is state and item.remedy]:
             say("\n".join([f"{title}:", *lines]))
-    if json is not None:
-        write_json(json, [asdict(finding) for finding in findings])
+    ANSWER.put([asdict(finding) for finding in findings])
     if broken := [f"  {finding.what}: {finding.seen}" for finding in findings if finding.state is State.broken]:
         raise CheckError("Broken here:\n" + "\n".join(broken))
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import OutputKind, find_output, is_checkpoint
 from fxtune.config import compose
 from fxtune.config.root import Config
@@ -145,15 +146,16 @@ def _show(
     questions: list[Question],
     answers: list[str],
 ) -> None:
+    shown = list(zip(questions, answers, strict=True))
+    answered = [{"question": asked.label, "right": asked.answer, "answer": answer} for asked, answer in shown]
+    ANSWER.put({"model": name, "figures": figures, "answers": answered, "notes": notes})
     rows = [[name, f"{value:.4f}"] for name, value in figures.items()]
     if plan is not None:
         rows.insert(0, ["supervised tokens", f"{plan.summary()['supervised_tokens']:,}"])
     if questions:
         rows.append(["questions", str(len(questions))])
-    if shown := list(zip(questions, answers, strict=True))[: config.data.questions.show]:
-        console.say(
-            console.answers_table([(question.label, question.answer, None, answer) for question, answer in shown])
-        )
+    if shown := shown[: config.data.questions.show]:
+        console.say(console.answers_table([(asked.label, asked.answer, None, answer) for asked, answer in shown]))
     for note in notes:
         console.say(note)
     console.say(console.table(f"Evaluation of {name}", ["figure", "value"], rows))

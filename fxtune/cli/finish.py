@@ -12,20 +12,20 @@ ranks of its recipe, or with the ranks that torchrun or srun has started.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RESULT, require_own_files
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config, Resume
 from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
 from fxtune.distributed.ranks import LAUNCHER, process_rank
-from fxtune.errors import ConfigError, StorageError
+from fxtune.errors import ConfigError, Ended, StorageError
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.console import say
 from fxtune.training.run_end import FINISH
@@ -46,10 +46,11 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
     if ranks == DONE:
         return
     if process_rank().size == 1 and int(ranks) > 1:
-        sys.exit(launch(int(ranks), ["finish", str(folder), *["--trust-remote-code"] * trust_remote_code]))
-    from fxtune.training import trainer
+        flags = ["--trust-remote-code"] * trust_remote_code
+        raise Ended(launch(int(ranks), ["finish", str(folder), *flags, *ANSWER.words]))
+    from fxtune.cli import train
 
-    trainer.run(config)
+    train.run(config)
 
 
 def _prepare(folder: Path, config: Config) -> str:

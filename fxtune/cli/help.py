@@ -5,6 +5,7 @@
     fxtune help data.sources.path       # a key of each entry of a list
     fxtune help techniques.lora         # a section: its keys, a line each
     fxtune help bench                   # a command: the same as fxtune bench --help
+    fxtune help --json                  # all keys, for programs; also after a key or a section
 
 Everything is read from the dataclasses that hold the config, and from the code that reads them.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -24,8 +26,9 @@ from typing import Any
 from rich.padding import Padding
 
 import fxtune
+from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
-from fxtune.config.introspection import Slot
+from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.root import Config
 from fxtune.config.validate import OTHER_NAMES, Validator, command_line_only, expected
 from fxtune.errors import ConfigError
@@ -37,20 +40,32 @@ PACKAGE = Path(fxtune.__file__).parent
 SHOWN_FILES = 4
 
 
-def run(key: str) -> None:
-    """Print the page of `key`. Raises ConfigError if there is no such key; the error names a similar key."""
-    keys = _entries(key)
+class NoDefault(str):
+    """Why a key has no default."""
+
+
+def run(key: str = "") -> None:
+    """Print the page of `key`; with --json also write it, with the keys below it, or without a key all keys. Raises
+    ConfigError if there is no such key; the error names a similar key."""
+    keys = _entries(key) if key else ()
     validator = Validator(Config, lambda _: "", from_file=False)
     slot = validator.find(keys)
     if slot is None:
         raise ConfigError(validator.problems[0].removeprefix(": "))
     name = ".".join(keys)
+    if ANSWER.file:
+        below = [known for known in all_keys(Config) if f"{known}.".startswith(f"{name}." if name else "")]
+        pages = [page for known in below or [name] for page in _pages(tuple(known.split(".")))]
+        plain_pages = [{k: v for k, v in page.items() if not isinstance(v, NoDefault)} for page in pages]
+        ANSWER.put({"keys": plain_pages})
+    if not key:
+        return
+    for page in _pages(keys):
+        say(f"{name} of {', '.join(page['of'])}" if page["of"] else name)
+        if page["meaning"]:
+            say(Padding(plain(page["meaning"]), (0, 0, 0, 2)))
+        say(table("", ["", ""], [(label.replace("_", " "), _text(page[label])) for label in [*page][3:]]))
     section = slot.below("0") if slot.container is list else slot
-    for owner, variants in _owners(keys).items():
-        say(f"{name} of {', '.join(f'{keys[-2]}={variant}' for variant in variants)}" if variants else name)
-        if text := _doc(owner, keys[-1]) or (_class_doc(section.kind) if section and section.fields else None):
-            say(Padding(plain(" ".join(text.split())), (0, 0, 0, 2)))
-        say(table("", ["", ""], list(_facts(name, slot, owner))))
     if section is not None and section.fields:
         prefix = f"{name}.0" if section is not slot else name
         say(table("", ["key", "", "default", ""], list(_listed(prefix, section))))
@@ -88,26 +103,38 @@ def _owners(keys: tuple[str, ...]) -> dict[type, list[str]]:
     return owners
 
 
-def _facts(name: str, slot: Slot, owner: Any) -> Iterator[tuple[str, str]]:
+def _pages(keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """What is known of a key; several times, if variants of its section define the key each for themselves."""
+    name, slot = ".".join(keys), Validator(Config, lambda _: "").find(keys)
+    assert slot is not None, "the key was found"
+    section = slot.below("0") if slot.container is list else slot
+    of_class = _class_doc(section.kind) if section and section.fields else None
+    for owner, variants in _owners(keys).items():
+        meaning = " ".join((_doc(owner, keys[-1]) or of_class or "").split())
+        of = [f"{keys[-2]}={variant}" for variant in variants]
+        yield {"key": name, "of": of, "meaning": meaning, **dict(_facts(name, slot, owner))}
+
+
+def _facts(name: str, slot: Slot, owner: Any) -> Iterator[tuple[str, Any]]:
     yield "type", _type(slot)
     if slot.choices:
-        yield "values", ", ".join(slot.choices)
+        yield "values", slot.choices
     if slot.range:
         yield "range", slot.range
     if not slot.fields:
         yield "default", _default(owner, name.rpartition(".")[2])
     if group := discovery.groups().get(name):
-        yield "config group", ", ".join(f"{name}={option}" for option in group)
+        yield "config_group", [f"{name}={option}" for option in group]
     if others := [other for other, key in OTHER_NAMES.items() if key == name]:
-        yield "also called", f"{', '.join(others)} (by other trainers)"
+        yield "also_called", f"{', '.join(others)} (by other trainers)"
     if command_line_only(name):
-        yield "set it", f"{name}=VALUE, on the command line only: a recipe may come from a stranger"
+        yield "set_it", f"{name}=VALUE, on the command line only: a recipe may come from a stranger"
     elif not slot.fields:
-        yield "set it", f"{name}=VALUE on the command line, or in a recipe"
+        yield "set_it", f"{name}=VALUE on the command line, or in a recipe"
     if slot.fields:
-        yield "its file", f"fxtune/{Path(inspect.getfile(slot.kind)).relative_to(PACKAGE).as_posix()}"
+        yield "its_file", f"fxtune/{Path(inspect.getfile(slot.kind)).relative_to(PACKAGE).as_posix()}"
     else:
-        yield "acts in", ", ".join(acts_in(name.split("."), owner))
+        yield "acts_in", acts_in(name.split("."), owner)
 
 
 def _listed(prefix: str, section: Slot) -> Iterator[list[str]]:
@@ -115,7 +142,7 @@ def _listed(prefix: str, section: Slot) -> Iterator[list[str]]:
         owner = section.owner(name)
         first = " ".join((_doc(owner, name) or "").split()).split(". ")[0].removesuffix(".")
         limits = f", {slot.range}" if slot.range else ""
-        default = "" if slot.fields else _default(owner, name)
+        default = "" if slot.fields else _text(_default(owner, name))
         yield [f"{prefix}.{name}", f"{_type(slot)}{limits}", default, first]
 
 
@@ -141,16 +168,21 @@ def _type(slot: Slot) -> str:
     return ("one of the values" if slot.choices else expected(slot)) + (" or null" if slot.nullable else "")
 
 
-def _default(owner: Any, name: str) -> str:
+def _default(owner: Any, name: str) -> Any:
     found = next((item for item in dataclasses.fields(owner) if item.name == name), None)
     if found is None:
-        return "none: a key of any name"
+        return NoDefault("none: a key of any name")
     value = found.default if found.default_factory is dataclasses.MISSING else found.default_factory()
     if value == "???" or value is dataclasses.MISSING:
-        return "none: it must be set"
-    value = value.value if isinstance(value, Enum) else value
+        return NoDefault("none: it must be set")
     if isinstance(value, list):
-        value = [entry.value if isinstance(entry, Enum) else entry for entry in value]
+        return [entry.value if isinstance(entry, Enum) else entry for entry in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) if value and all(isinstance(entry, str) for entry in value) else str(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -159,7 +191,7 @@ def acts_in(keys: list[str], owner: Any) -> list[str]:
     section, name = next((key for key in reversed(keys[:-1]) if not key.isdigit()), ""), keys[-1]
     classes = {base.__name__ for base in _classes(owner)}
     defined = Path(inspect.getfile(owner))
-    found = [file for file in sorted(PACKAGE.rglob("*.py")) if _reads(file, section, name, classes, file == defined)]
+    found = [file for file in _files() if _reads(file, section, name, classes, file == defined)]
     found = [file for file in found if file.relative_to(PACKAGE).parts[0] not in ("config", "cli")] or found
     found.sort(key=lambda file: (file.parent != defined.parent, file == defined, file))
     if not found and not defined.is_relative_to(PACKAGE):  # of a plugin
@@ -167,12 +199,22 @@ def acts_in(keys: list[str], owner: Any) -> list[str]:
     return [f"fxtune/{file.relative_to(PACKAGE).as_posix()}" for file in (found or [defined])[:SHOWN_FILES]]
 
 
+@functools.cache
+def _files() -> dict[Path, str]:
+    return {file: file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def _nodes(file: Path) -> list[ast.AST]:
+    kinds = (ast.arg, ast.AnnAssign, ast.Assign, ast.For, ast.comprehension, ast.Attribute)
+    return [node for node in ast.walk(ast.parse(_files()[file])) if isinstance(node, kinds)]
+
+
 def _reads(file: Path, section: str, name: str, classes: set[str], own: bool) -> bool:
     """Whether the code of `file` reads `name` of something that holds the section. `own`: it defines the section."""
-    text = file.read_text(encoding="utf-8")
-    if not re.search(rf"\.{name}\b", text):
+    if not re.search(rf"\.{name}\b", _files()[file]):
         return False
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = _nodes(file)
     holders = {section, *(["self"] if own else [])}
     for node in nodes:
         if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:

@@ -3,8 +3,7 @@
     fxtune import qlora.yaml                     # writes recipes/qlora.yaml, and says what became of each key
     fxtune import qlora.yaml mine --gpus 4       # recipes/mine.yaml; the config ran on 4 cards
     fxtune import dpo.yaml --method dpo          # TRL has its method in the command, and not in the file
-    fxtune import job.json --model Qwen/Qwen3-8B # another model
-    fxtune import qlora.yaml --data chats.jsonl  # other data
+    fxtune import job.json --model Qwen/Qwen3-8B --data chats.jsonl  # another model, other data
     fxtune import qat.yaml --without qat         # leave a key out that fxtune cannot do, after reading why
 
 Every key is translated, or has no effect here and the reason is said, or is refused. With a refused key no recipe is
@@ -13,36 +12,23 @@ written. What the recipe trains otherwise than the other tool stands in its firs
 
 from __future__ import annotations
 
-import json as json_
+import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Optional
 
 import yaml
 
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
+from fxtune.cli.new import written
 from fxtune.config import discovery
 from fxtune.drafts import recipe
 from fxtune.errors import ConfigError, StorageError, did_you_mean
 from fxtune.migration import axolotl, llamafactory, openai, swift, trl
-from fxtune.migration.account import Account, Fate
+from fxtune.migration.account import Fate, read
 from fxtune.system.console import say, table
 
-TOOLS: dict[str, ModuleType] = {
-    "axolotl": axolotl,
-    "llamafactory": llamafactory,
-    "swift": swift,
-    "trl": trl,
-    "openai": openai,
-}
-MARKS = {
-    "axolotl": ("base_model",),
-    "openai": ("training_file",),
-    "trl": ("dataset_name",),
-    "llamafactory": ("finetuning_type", "stage", "lora_target", "cutoff_len"),
-    "swift": ("train_type", "tuner_type", "rlhf_type", "lora_rank", "model"),
-}
-"""Keys by which a tool's config is known, the surest first."""
+TOOLS = {module.TOOL.name: module.TOOL for module in (axolotl, openai, trl, llamafactory, swift)}
+"""The tools whose keys are the surest marks first."""
 
 
 def run(
@@ -53,7 +39,6 @@ def run(
     data: Optional[str] = None,
     gpus: int = 1,
     without: str = "",
-    json: Optional[Path] = None,
 ) -> None:
     """Write the recipe. Raises ConfigError for a config that cannot be translated, StorageError for files."""
     if not 1 <= len(words) <= 2:
@@ -61,80 +46,53 @@ def run(
     file = Path(words[0])
     name = words[1] if len(words) == 2 else file.stem
     if not discovery.is_name(name):
-        raise ConfigError(
-            f"{name}: a recipe's name has {discovery.NAME_CHARACTERS}. Give one: fxtune import FILE NAME"
-        )
+        raise ConfigError(f"{name}: a name has {discovery.NAME_CHARACTERS}. Give one: fxtune import FILE NAME")
     values = _read(file)
     left_out = [key.strip() for key in without.split(",") if key.strip()]
     if unknown := [key for key in left_out if key not in values]:
         raise ConfigError(f"--without {unknown[0]}: {file} has no such key{did_you_mean(unknown[0], values)}")
-    tool = tool or _tool(values, file)
-    account = Account({key: value for key, value in values.items() if key not in left_out}, gpus)
+    tool = tool or next((name for name in TOOLS if values.keys() & {*TOOLS[name].table["marks"].split()}), "")
+    if tool not in TOOLS:
+        raise ConfigError(f"{file} is no config of {', '.join(TOOLS)} that fxtune knows. Is it one? Say --tool NAME.")
+    kept = {key: value for key, value in values.items() if key not in left_out}
+    account = read(TOOLS[tool], kept, gpus=gpus, file=file, method=method)
+    if model:
+        account.set("model.path", model, "model_name_or_path")
+    if data:
+        account.set("data.sources", [{"path": data}], "dataset")
     for key in left_out:
         account.differ(f"{key}={values[key]} is left out")
-    _translate(account, tool, file, method)
-    if model:
-        account.set("model.path", model, "model", "base_model", "model_name_or_path")
-    if data:
-        account.set("data.sources", [{"path": data}], "dataset", "datasets", "dataset_name", "training_file")
-    _report(account, file, tool)
-    if json is not None:
-        write_json(json, {"tool": tool, "recipe": account.recipe, "differences": account.differences}
-                   | {"keys": [vars(entry) for entry in account.entries.values()]})  # fmt: skip
-    if refused := account.of(Fate.refused):
+    rows = [[entry.key, entry.fate.value, entry.text] for entry in account.shown() if entry.text != "not set"]
+    say(table(f"{file}, a config of {tool}", ["key", "", ""], rows))
+    for line in account.differences:
+        say(f"Differs: {line}.")
+    found = {"tool": tool, "recipe": account.recipe, "differences": account.differences}
+    found["keys"] = [vars(entry) for entry in account.shown()]
+    ANSWER.put(found)
+    if refused := [entry for entry in account.shown() if entry.fate is Fate.refused]:
         lines = "\n".join(f"  {entry.key}: {entry.text}" for entry in refused)
-        keys = ",".join(entry.key for entry in refused)
+        keys = ",".join(entry.key for entry in refused if entry.key in values)
         raise ConfigError(
             f"{file} asks for what fxtune does not do, so no recipe is written:\n{lines}\nChange these keys, or leave "
             f"them out: fxtune import {file} --without {keys}"
         )
-    _write(account, name, file, tool)
+    title = f"{account.recipe.get('model.path')}, from {file} of {tool}"
+    comments = [title, "", f"  fxtune +recipe={name}", "", *(f"Differs: {line}." for line in account.differences)]
+    try:
+        recipe.write(name, recipe.text(comments, account.recipe))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: its recipe would be refused:\n{error}") from error
+    written(name, ("preview ", "plan ", ""), found)
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"{file} cannot be read as text: {error}") from error
-    try:
-        values = json_.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} is no {'JSON' if file.suffix == '.json' else 'YAML'}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file} has no keys: a config is `key: value` lines.")
     return values
-
-
-def _tool(values: dict[str, Any], file: Path) -> str:
-    for name, marks in MARKS.items():
-        if any(mark in values for mark in marks):
-            return name
-    raise ConfigError(f"{file} is no config of {', '.join(TOOLS)} that fxtune knows. Is it one? Say --tool NAME.")
-
-
-def _translate(account: Account, tool: str, file: Path, method: str) -> None:
-    if tool == "llamafactory":
-        llamafactory.read(account, file.parent)
-    elif tool == "trl":
-        trl.read(account, method)
-    else:
-        TOOLS[tool].read(account)
-
-
-def _report(account: Account, file: Path, tool: str) -> None:
-    rows = [[entry.key, entry.fate.value, entry.text] for entry in account.entries.values() if entry.text != "not set"]
-    say(table(f"{file}, a config of {tool}", ["key", "", ""], rows))
-    for line in account.differences:
-        say(f"Differs: {line}.")
-
-
-def _write(account: Account, name: str, file: Path, tool: str) -> None:
-    title = f"{account.recipe.get('model.path')}, from {file} of {tool}"
-    comments = [title, "", f"  fxtune +recipe={name}", "", *(f"Differs: {line}." for line in account.differences)]
-    try:
-        path = recipe.write(name, recipe.text(comments, account.recipe))
-    except ConfigError as error:
-        raise ConfigError(f"{file}: its recipe would be refused:\n{error}") from error
-    say(f"{path} is written. Next:")
-    for word in ("preview ", "plan ", ""):
-        say(f"  fxtune {word}+recipe={name}")

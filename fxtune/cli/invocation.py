@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from fxtune.checkpoint.run_folder import RESULT, sweep_folder
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.commands import COMMANDS, Command, print_result
 from fxtune.cli.sweep_results import SweepRun, show_results
 from fxtune.config import compose
@@ -44,8 +45,6 @@ def invoke(command: Command, options: argparse.Namespace, own: dict[str, Any]) -
         text = compose.inspect(choices, options.cfg, options.info, options.package, options.resolve)
         print(redact_text(text), end="")
     elif options.multirun:
-        if own.get("json"):
-            raise ConfigError("--json names one file, and -m makes several runs: leave one of them out")
         _sweep(command, own, compose.prepare(options.overrides, multirun=True))
     else:
         with STARTUP.part("recipe"):
@@ -67,7 +66,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
         from fxtune.distributed.launch import launch
 
         name = next(name for name, own in COMMANDS.items() if own is command)
-        if code := launch(ranks, [name, *overrides, *_words(own)]):
+        if code := launch(ranks, [name, *overrides, *_words(own), *ANSWER.words]):
             raise Ended(code)
         return None
     with progress.phase("Loading the libraries", announce=command.module not in sys.modules, part="imports"):
@@ -132,6 +131,8 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
             run.error = "a rank failed, for the reason above"
         except Exception as error:
             raise _JobError(error) from error
+        finally:
+            ANSWER.put({"runs": [asdict(run) for run in runs]})
 
     try:
         compose.sweep(choices, job)

@@ -16,7 +16,8 @@ import math
 from pathlib import Path
 from typing import Any, Optional
 
-from fxtune.cli.options import require_writable, write_json, write_text
+from fxtune.cli.answer import ANSWER
+from fxtune.cli.options import require_writable, write_text
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 from fxtune.reports.plots import Series
@@ -35,16 +36,14 @@ def run(
     lowest: Optional[float] = None,
     highest: Optional[float] = None,
     plot: Optional[Path] = None,
-    json: Optional[Path] = None,
 ) -> None:
     """Test and print. Raises ConfigError for what cannot be tested or drawn, StorageError for a file that cannot be
     written, and as training does.
     """
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot {plot}: the plot is an SVG file. Give a name that ends in .svg.")
-    for option, file in (("--plot", plot), ("--json", json)):
-        if file is not None:
-            require_writable(file, option)
+    if plot is not None:
+        require_writable(plot, "--plot")
     found = range_test(config, steps, lowest, highest)
     for note in [*config.techniques.ignored_options(), *found.decided]:
         say(note)
@@ -55,8 +54,7 @@ def run(
     if plot is not None:
         write_text(plot, draw(found, config.run.name, config.objective.unit), "--plot")
         say(f"The curve is in {plot}")
-    if json is not None:
-        write_json(json, dataclasses.asdict(found))
+    ANSWER.put(dataclasses.asdict(found))
 
 
 def verdict(found: RangeTest) -> str:

@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fxtune import __version__, plugins
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.commands import COMMANDS, HELP, Command, print_result
 from fxtune.config import discovery
 from fxtune.distributed.failure import conclude, keeps_connections
@@ -43,11 +45,22 @@ def main(argv: list[str] | None = None) -> int:
 
     A rank that failed on a GPU ends here: Python's own end would wait for other ranks as it closes connections.
     """
+    try:
+        return _ended_by_signals(argv)
+    except KeyboardInterrupt as stop:  # a signal while the handlers of signals were set
+        stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
+        print(f"\nfxtune: {stop}", file=sys.stderr)
+        return stop.exit_code
+
+
+def _ended_by_signals(argv: list[str] | None) -> int:
     # Until all is printed: a second signal also ends a process that a stopped terminal blocks.
     with SIGNALS, redacted_output():
         try:
             code = _main(argv)
-        except Stopped as stop:  # the first signal came while an error was printed
+        except Stopped as stop:  # before the command began, or while an error was printed
+            if process_rank().rank == 0:
+                print(f"\nfxtune: {stop}", file=sys.stderr)
             code = stop.exit_code
         except BaseException:
             if not keeps_connections():
@@ -74,44 +87,47 @@ def _main(argv: list[str] | None) -> int:
         STARTUP.begin(before)
     try:
         with LIBRARY_LOG.collecting(), _leaving(), panics_as_errors():
-            _run(list(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        tells, code = conclude(error)
-        if tells:
-            _show(error)
-        return code
-    except (MemoryError, RuntimeError) as error:
-        return _out_of_memory(error)
+            _run(ANSWER.begin(list(sys.argv[1:] if argv is None else argv)))
+        ANSWER.end()
     except Ended as ended:
+        ANSWER.end(ended.exit_code)
         return ended.exit_code
-    except Stopped as stop:
-        tells, code = conclude(stop)
+    except BaseException as error:
+        shown = _told(error)
+        if shown is None:
+            if process_rank().rank == 0:
+                ANSWER.fail(error, 1)
+            raise
+        tells, code = conclude(shown)
         if tells:
-            print(f"\nfxtune: {stop}", file=sys.stderr)
+            ANSWER.fail(shown, code)
+            _show(shown)
         return code
-    except KeyboardInterrupt:  # without our signal handlers, as in a thread
-        print("\nfxtune: interrupted. The same command continues from the newest checkpoint.", file=sys.stderr)
-        return 130
+    finally:
+        ANSWER.close()
     return 0
 
 
-def _show(error: UserError) -> None:
+def _told(error: BaseException) -> UserError | Stopped | None:
+    """The error to show; None for one that ends the process with a traceback, or with an exit code of its own."""
+    if isinstance(error, (UserError, Stopped)):
+        return error
+    if isinstance(error, KeyboardInterrupt):  # without our signal handlers, as in a thread
+        return Stopped(signal.SIGINT, "interrupted. The same command continues from the newest checkpoint.")
+    if not isinstance(error, (MemoryError, RuntimeError)):
+        return None
+    from fxtune.system.oom import process_out_of_memory
+
+    return process_out_of_memory(error)
+
+
+def _show(error: UserError | Stopped) -> None:
+    if isinstance(error, Stopped):
+        print(f"\nfxtune: {error}", file=sys.stderr)
+        return
     from fxtune.system.console import show_error
 
     show_error(error)
-
-
-def _out_of_memory(error: MemoryError | RuntimeError) -> int:
-    """Report an out-of-memory error that nothing else handles, and return its exit code. Raises other errors."""
-    from fxtune.system.oom import process_out_of_memory
-
-    shown = process_out_of_memory(error)
-    if shown is None:
-        raise error
-    tells, code = conclude(shown)
-    if tells:
-        _show(shown)
-    return code
 
 
 @contextmanager
@@ -131,7 +147,8 @@ def _run(argv: list[str]) -> None:
     except OSError as error:
         raise StorageError("The working directory does not exist any more. Change to one that does.") from error
     name, words = _split_command(argv)
-    if name == "help" and (not words or words[0] in COMMANDS.keys() - {"train"}):  # train is also a section of keys
+    # train is also a section of keys, and without words --json asks for all keys.
+    if name == "help" and (words[0] in COMMANDS.keys() - {"train"} if words else not ANSWER.file):
         name, words = words[0] if words else "train", ["--help"]
     command = COMMANDS[name]
     parser = _parser(name, command)
@@ -157,13 +174,14 @@ def _run_parsed(
 
         console().quiet = True  # rank 0 talks to the user
     named = [text for text in options.overrides if not _is_key(text)]
-    if not argv or (options.help and argv[0] not in (name, "help")) or argv == ["help"]:
+    if not argv or (options.help and (argv[0] not in (name, "help") or argv == ["help"])):
         print(_help())
     elif options.help:
         print(_explained(parser, command), end="")
-    elif command.positional and (command.positional_only or (named and not (options.cfg or options.info))):
-        words = options.overrides if command.positional_only else sorted(options.overrides, key=_is_key)
-        _call_positional(name, command.positional, words, own)
+    elif command.positional_only:
+        _call_positional(name, "run", options.overrides, own)
+    elif command.positional and named and not (options.cfg or options.info):
+        _call_positional(name, command.positional, sorted(options.overrides, key=_is_key), own)
     elif options.version:
         print(_versions())
     elif options.shell_completion:
@@ -206,10 +224,10 @@ def _help() -> str:
 
 
 def _explained(parser: argparse.ArgumentParser, command: Command) -> str:
-    """The help of one command: its `about`, or the docstring of its file, read without an import, and its options."""
+    """The help of one command: the docstring of its file, read without an import, and its options."""
     spec = importlib.util.find_spec(command.module)
     source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-    parser.description = command.about or ast.get_docstring(ast.parse(source))
+    parser.description = ast.get_docstring(ast.parse(source))
     return parser.format_help()
 
 
@@ -263,6 +281,7 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
     parser.add_argument("--help", "-h", action="store_true", help="this text")
     plugin = "a Python file with row formats, objectives, metrics or techniques (docs/plugins.md); may be repeated"
     parser.add_argument("--plugin", action="append", metavar="FILE.py", help=plugin)
+    parser.add_argument("--json", metavar="FILE", help="also write the results or the error to FILE (-: print them)")
     for option, settings in (command.options or {}).items():
         parser.add_argument(option, default=argparse.SUPPRESS, **settings)
     shown = argparse.SUPPRESS if command.positional_only else None

@@ -3,6 +3,7 @@
     fxtune new support --data chats.jsonl                  # for this machine
     fxtune new support --data chats.jsonl --gpu H100       # for another card
     fxtune new support --data rows/ --model org/model      # your model
+    fxtune new support --data odd.csv --columns Frage=instruction,Antwort=output    # columns with other names
 
 It reads the rows and says what they are: chats, texts, pairs of answers, judged answers, rows with images. The row
 length, the batch and the techniques follow from their lengths and from the card's memory. Nothing is asked; each guess
@@ -11,8 +12,10 @@ is a line of recipes/NAME.yaml.
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import Any, Optional
 
+from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
 from fxtune.distributed.world import Device, World
 from fxtune.drafts import draft
@@ -24,19 +27,36 @@ from fxtune.techniques.estimate.machines import card_name, machine
 HOST_GIB = 128.0
 
 
-def run(*words: str, data: Optional[str] = None, model: Optional[str] = None, gpu: Optional[str] = None) -> None:
+def run(
+    *words: str,
+    data: Optional[str] = None,
+    model: Optional[str] = None,
+    gpu: Optional[str] = None,
+    columns: Optional[str] = None,
+) -> None:
     """Write the recipe. Raises ConfigError, and the errors of reading the rows and the model."""
     if len(words) != 1 or data is None:
         raise ConfigError("fxtune new NAME --data FILE: name the recipe and the rows.")
     (name,) = words
     if not discovery.is_name(name):
         raise ConfigError(f"{name}: a recipe's name has {discovery.NAME_CHARACTERS}.")
-    rows = read_rows(data)
+    pairs = [pair.partition("=") for pair in (columns or "").split(",") if pair]
+    if wrong := [old for old, equals, new in pairs if not (old and equals and new)]:
+        raise ConfigError(f"--columns {wrong[0]}: write COLUMN=NAME, as in --columns Frage=instruction,Antwort=output")
+    rows = read_rows(data, {old: new for old, _, new in pairs})
     say(f"{data}: {rows.count:,} rows of {rows.format.name}{', with images' if rows.has_images else ''}")
     card = machine(card_name(gpu), HOST_GIB) if gpu else World.create(Device.auto).facts()
-    found = draft.draft(name, rows, model, card)
-    given = "".join(f" --{key} {value}" for key, value in (("data", data), ("model", model), ("gpu", gpu)) if value)
+    found, rows = draft.draft(name, rows, model, card)
+    if rows.source.columns:
+        say(f"The recipe has {found.reasons['data.sources']}.")
+    options = {"data": data, "model": model, "gpu": gpu, "columns": columns}
+    given = "".join(f" --{key} {value}" for key, value in options.items() if value)
     draft.write(found, name, rows, f"fxtune new {name}{given}")
-    say(f"{discovery.LOCAL / name}.yaml is written. Next:")
-    for word in ("preview ", "verify ", ""):
-        say(f"  fxtune {word}+recipe={name}")
+    written(name, ("preview ", "verify ", ""), {"rows": rows.count, "format": rows.format.name, **vars(found)})
+
+
+def written(name: str, words: Sequence[str], found: dict[str, Any]) -> None:
+    """Say that the recipe is written, and which commands are next. `found`: what else --json gets."""
+    path, following = f"{discovery.LOCAL / name}.yaml", [f"fxtune {word}+recipe={name}" for word in words]
+    ANSWER.put({"path": path, **found, "next": following})
+    say("\n  ".join([f"{path} is written. Next:", *following]))

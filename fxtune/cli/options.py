@@ -37,9 +37,15 @@ def positive_number(what: str) -> Callable[[str], float]:
     return parse
 
 
+def as_json(value: Any) -> str:
+    """`value` as the text of a JSON file, with null for numbers that are not finite."""
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
 def write_json(file: Path, value: Any) -> None:
     """Write `value` as JSON, on rank 0 only. Raises StorageError."""
-    write_text(file, json.dumps(value, indent=1, default=str) + "\n")
+    write_text(file, as_json(value))
 
 
 def write_text(file: Path, text: str, option: str = "--json") -> None:

@@ -13,12 +13,11 @@ first start compiles for a minute more.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Optional
 
 from rich.text import Text
 
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
 from fxtune.system.console import plain, say, table, unicode
@@ -47,7 +46,6 @@ def run(
     price: Optional[float] = None,
     tokens: Optional[float] = None,
     host_gib: float = HOST_GIB,
-    json: Optional[Path] = None,
 ) -> None:
     """Print the plan. `price`: of one GPU for an hour; `tokens`: in an epoch. Raises ConfigError for a card that
     is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
@@ -70,8 +68,7 @@ def run(
         for line in few:
             say(line)
         say("One of them in detail: --gpu NAME.")
-        if json is not None:
-            write_json(json, rows)
+        ANSWER.put(rows)
         return
     forecast = forecast_run(config, machine(gpu, host_gib, config.run.memory_gib), gpus, lengths)
     figures = _figures(gpu, forecast, gpus, price)
@@ -84,8 +81,7 @@ def run(
         say(line)
     if not forecast.fits:
         _say_changes(config, forecast, gpus, host_gib, lengths)
-    if json is not None:
-        write_json(json, figures)
+    ANSWER.put(figures)
 
 
 def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths | None) -> RunForecast | str:
@@ -177,7 +173,7 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
         ("ranks", f"{gpus} ({facts.degrees})" if gpus > 1 else ""),
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
         (
-            "tower",
+            "vision encoder",
             f"{forecast.tower_seconds:,.3g} s of a step ({forecast.tower_seconds / forecast.step_seconds:.0%})"
             if forecast.tower_seconds
             else "",

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from fxtune.cli.options import require_writable, write_json, write_text
+from fxtune.cli.answer import ANSWER
+from fxtune.cli.options import require_writable, write_text
 from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.data.batches.plan import DocumentSlice, Plan
@@ -45,7 +46,7 @@ from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.estimate.traffic import step_traffic
-from fxtune.training.run_data import data_notes, run_data
+from fxtune.training.run_data import data_notes, held_out_note, run_data
 from fxtune.training.run_forecast import micro_batch_images, seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -108,17 +109,13 @@ class ShownRow(NamedTuple):
     pads: int
 
 
-def run(
-    config: Config, console: Optional[Console] = None, html: Optional[Path] = None, json: Optional[Path] = None
-) -> None:
-    """Print samples and statistics of the data of a run. `html`, `json`: files for the same page, and for the samples
-    with the statistics. Raises as the run itself does, but shows rows that its objective cannot learn from, with a
-    line that says so; StorageError if a file cannot be written."""
+def run(config: Config, console: Optional[Console] = None, html: Optional[Path] = None) -> dict[str, Any]:
+    """Print and return samples and statistics of the data of a run. `html`: a file for the same page. Raises
+    as the run itself does, but shows rows that its objective cannot learn from, with a line that says so; StorageError
+    if the file cannot be written."""
     console = console or screen.console()
-    for file, option in ((html, "--html"), (json, "--json")):
-        if file is not None:
-            require_writable(file, option)
     if html is not None:
+        require_writable(html, "--html")
         console.record = True
     tokenizer = load_tokenizer(config.model)
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.strict)
@@ -137,9 +134,7 @@ def run(
     summary = data.training.summary()
     notes = [*settled.notes, *data_notes(config, data), *few_steps(config.train, summary["steps"], summary["rows"])]
     if data.evaluation:
-        held = data.evaluation.summary()
-        supervised = f"{held['supervised_tokens']:,} supervised tokens"
-        notes = [*notes, f"Held out for evaluation: {held['documents']:,} documents, {supervised}."]
+        notes = [*notes, held_out_note(data.evaluation)]
     notes += [f"A run is refused: {refusal}" for refusal in refusals]
     for note in notes:
         console.print(screen.plain(note), soft_wrap=True)
@@ -149,10 +144,11 @@ def run(
             page = page.replace("</body>", f"{gallery(rows, data.training, images)}\n</body>")
         write_text(html, page, "--html")
         console.record = False
-    if json is not None:
-        texts = TokenTexts(tokenizer)
-        samples = [_as_json(sample, data.training, texts) for row in rows for sample in row.samples]
-        write_json(json, {"samples": samples, "summary": summary, "notes": notes})
+    texts = TokenTexts(tokenizer)
+    samples = [_as_json(sample, data.training, texts) for row in rows for sample in row.samples]
+    found = {"samples": samples, "summary": summary, "notes": notes}
+    ANSWER.put(found)
+    return found
 
 
 def shown_rows(plan: Plan) -> Iterator[ShownRow]:

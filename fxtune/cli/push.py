@@ -21,6 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.merge import merge
 from fxtune.cli.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
 from fxtune.errors import ConfigError, HubError, StorageError, first_line
@@ -91,6 +92,7 @@ def run(run: str, name: str, *, merged: bool = False, public: bool = False, trus
                 api.create_repo(name, private=not public, exist_ok=True)
             api.create_commit(name, operations, commit_message=f"Upload {folder.name} with fxtune")
     kind = "adapter" if as_adapter else "model"
+    ANSWER.put({"url": f"{api.endpoint}/{name}", "kind": kind, "files": [file.path_in_repo for file in operations]})
     say(f"Uploaded the {kind}: {', '.join(file.path_in_repo for file in operations)}\n{api.endpoint}/{name}")
 
 

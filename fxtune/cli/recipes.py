@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxtune import plugins
+from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, StorageError
 from fxtune.system.console import say
@@ -16,12 +17,15 @@ _USAGE = (
 
 def run(*arguments: str) -> None:
     if not arguments:
+        known = discovery.recipes().items()
+        ANSWER.put({name: {"title": recipe.title, "path": str(recipe.path)} for name, recipe in known})
         say(listing())
     elif arguments[0] == "copy" and len(arguments) == 3:
         target = copy(arguments[1], Path(arguments[2]))
         found = discovery.recipes().get(target.stem)
         typed = str(target) if "/" in str(target) else f"./{target}"
         name = target.stem if found and found.path.resolve() == target.resolve() else typed
+        ANSWER.put({"path": str(target), "next": [f"fxtune +recipe={name}"]})
         print(f"{arguments[1]} -> {target}\nEdit it, then: fxtune +recipe={name}")
     else:
         raise ConfigError(f"`fxtune recipes {' '.join(arguments)}` is not a command. Use one of:\n{_USAGE}")
@@ -62,7 +66,8 @@ def copy(name: str, target: Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:  # "x" fails if the file exists, without a race
-            file.write(text)
+            file.write(text if discovery.SCHEMA_LINE in text else f"{discovery.SCHEMA_LINE}\n{text}")
+        discovery.put_schema(target.parent)
     except FileExistsError as error:
         raise ConfigError(f"{target} exists already and is not overwritten; choose another name") from error
     except OSError as error:

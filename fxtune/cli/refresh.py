@@ -23,7 +23,7 @@ import json as json_text
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import yaml
@@ -31,7 +31,7 @@ import yaml
 from fxtune import __version__
 from fxtune.checkpoint.lineage import Lineage, open_lineage
 from fxtune.checkpoint.run_folder import RESULT
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import ADAPTER_FILE, run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config
@@ -72,11 +72,8 @@ SCRIPTS = 3
 """Scripts that are shown."""
 
 
-def run(
-    run: str, *overrides: str, force: bool = False, json: Optional[Path] = None, trust_remote_code: bool = False
-) -> None:
-    """Refresh `run` with `overrides`, and raise Ended with the exit code of the decision. `json`: a file for the entry
-    of lineage.json.
+def run(run: str, *overrides: str, force: bool = False, trust_remote_code: bool = False) -> None:
+    """Refresh `run` with `overrides`, and raise Ended with the exit code of the decision.
 
     Raises ConfigError for a run that is not there or not finished, and for keys that a refresh decides;
     DataError for rows that are no use; otherwise as a run does.
@@ -88,8 +85,7 @@ def run(
         entry = _Refresh(lineage, list(overrides), force, trust_remote_code).decide()
     finally:
         lineage.release()
-    if json is not None:
-        write_json(json, entry)
+    ANSWER.put(entry)
     raise Ended(EXIT_CODES[entry["decision"]])
 
 

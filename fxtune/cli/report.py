@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 from fxtune.checkpoint.run_folder import REPORT, holds_run
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import run_folder
 from fxtune.reports.page import write_report
 from fxtune.system.console import say
@@ -26,6 +27,7 @@ def run(run: str, *more: str, output: Optional[Path] = None) -> None:
     folders = list(dict.fromkeys(folder for name in names or [run] for folder in runs_of(run_folder(name))))
     file = output or (folders[0] if len(folders) == 1 else folders[0].parent) / REPORT
     write_report(folders, file)
+    ANSWER.put({"report": str(file)})
     say(f"The report is in {file}")
 
 

@@ -83,11 +83,11 @@ def run_folder(name: str) -> Path:
 def find_folder(name: str) -> Path | None:
     """The folder that `name` means; None if there is none. Raises ConfigError for a step that the run lacks."""
     path = Path(os.path.expanduser(name))
-    if os.path.isdir(path):  # unlike Path.is_dir, it accepts a name that is too long
+    if any(os.path.isfile(path / file) for file in (ADAPTER_FILE, "config.json", "config.yaml")):
         return path
     head, *rest = path.parts or (name,)
     newest = _newest(head)
-    for place in (path, newest.joinpath(*rest) if newest else path):
+    for place in (newest.joinpath(*rest) if newest else path, path):
         if os.path.isdir(place):
             return place
         if STEP.fullmatch(place.name) and (found := _checkpoint(place, name)):

@@ -1,21 +1,21 @@
 """`fxtune schema`: the JSON Schema of recipes, for editors and programs.
 
-fxtune schema                       # print it
-fxtune schema recipes/fxtune.json   # write it; a recipe's line `# yaml-language-server: $schema=fxtune.json` uses it
+    fxtune schema                                      # print it
+    fxtune schema --json recipes/fxtune.schema.json    # write it
+
+`# yaml-language-server: $schema=fxtune.schema.json` names it in a recipe. `fxtune new`, `import` and `recipes copy`
+write the line and the file.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from fxtune.cli.options import write_text
+from fxtune.cli.answer import ANSWER
+from fxtune.cli.options import as_json
 from fxtune.config.schema import recipe_schema
 
 
-def run(file: str | None = None) -> None:
-    text = json.dumps(recipe_schema(), indent=1) + "\n"
-    if file is None:
-        print(text, end="")
-    else:
-        write_text(Path(file), text, "fxtune schema")
+def run() -> None:
+    schema = recipe_schema()
+    ANSWER.put(schema)
+    if ANSWER.file is None:
+        print(as_json(schema), end="")

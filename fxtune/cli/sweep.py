@@ -31,7 +31,7 @@ import torch
 
 from fxtune import __version__
 from fxtune.checkpoint.run_folder import write_json
-from fxtune.cli import options
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.sweep_results import FILE
 from fxtune.config import discovery
 from fxtune.config.compose import load
@@ -68,7 +68,6 @@ def run(
     seed: int = 0,
     workers: Optional[int] = None,
     output: Optional[str] = None,
-    json: Optional[Path] = None,
 ) -> None:
     """Race, print the table, write the recipe of the winner. `overrides`: the recipe and keys as typed. `space`: the
     words that begin with `sweep.`.
@@ -91,8 +90,6 @@ def run(
     plan = plan_of(dimensions, trials, Method(method), eta, rungs, sampler, seed)
     path = recipe_writer.output_path(list(overrides), config.run.name, output, "swept")
     folder = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / f"{config.run.name}_sweep"
-    if json is not None:
-        options.require_writable(json)
 
     def tell(text: str) -> None:
         say(text)
@@ -109,8 +106,7 @@ def run(
         _write_curves(sweep)
         found = results(sweep)
         write_json(folder / FILE, found)
-        if json is not None:
-            options.write_json(json, found)
+        ANSWER.put(found)
         if best is None:
             raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")
         recipe_writer.write(path, header(sweep, best, path), list(overrides), winning_config(sweep, best))

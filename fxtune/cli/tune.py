@@ -25,7 +25,7 @@ from typing import Any, Optional
 import torch
 
 from fxtune import __version__
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HardwareError, did_you_mean
@@ -51,7 +51,6 @@ def run(
     minutes: float = MINUTES,
     steps: int = STEPS,
     output: Optional[str] = None,
-    json: Optional[Path] = None,
     dry_run: bool = False,
     again: bool = False,
 ) -> None:
@@ -70,8 +69,7 @@ def run(
 
     def tell(text: str) -> None:
         say(text)
-        if json is not None:
-            write_json(json, results(search))  # after every trial, so that killing the search loses nothing
+        ANSWER.put(results(search))  # after every trial, so that killing the search loses nothing
 
     search = Search(config, typed, context, names, minutes * 60, steps, TrialCache(cache_home() / "tune", again), tell)
     if dry_run:
@@ -100,8 +98,7 @@ def run(
         )
     recipe_writer.write(path, header(search, winner, path), typed, apply_deltas(config, winner.deltas))
     say(f"The recipe is {path}: {_command(path)}")
-    if json is not None:
-        write_json(json, results(search, winner, why))
+    ANSWER.put(results(search, winner, why))
 
 
 def parse_axes(text: Optional[str]) -> list[str]:

@@ -19,14 +19,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.checkpoint import folder as stored
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import ADAPTER_FILE, find_folder, find_output, is_checkpoint, unknown
 from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
@@ -43,6 +42,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.console import say, table, tick
 from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
+from fxtune.techniques.lora import trained_tokens
 from fxtune.tracking.display import evidence_table
 from fxtune.training.builder import RunBuilder
 from fxtune.training.oom_advice import MemoryPhase
@@ -53,8 +53,8 @@ SAMPLE = 4096
 """Elements of each trained tensor that are compared before and after a step; two 8B models would not fit."""
 
 
-def run(config: Config, loss: bool = False, each: bool = False, json: Optional[Path] = None) -> None:
-    """Print what was observed. Raises CheckError if something did not act, otherwise as training does."""
+def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any]:
+    """Print and return what was observed. Raises CheckError if something did not act, otherwise as training does."""
     config = replace(config, data=replace(config.data, length_schedule=[]))  # steps of the longest rows
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
@@ -77,19 +77,19 @@ def run(config: Config, loss: bool = False, each: bool = False, json: Optional[P
             say(parity.describe_bounds(builder, compared))
     failed = [f"  {row.technique}: asked for {row.asked}; seen: {row.observed}" for row in seen if not row.acted]
     failed += [f"  loss: {variant.name}: {', '.join(variant.beyond())}" for variant in compared if not variant.within]
-    if json is not None:
-        found = {
-            "acted": not failed,
-            "decided": list(builder.settled.notes),
-            "techniques": builder.techniques.options(),
-            "evidence": [dataclasses.asdict(row) for row in seen],
-            "loss": [dataclasses.asdict(variant) for variant in compared],
-        }
-        write_json(json, found)
+    found = {
+        "acted": not failed,
+        "decided": list(builder.settled.notes),
+        "techniques": builder.techniques.options(),
+        "evidence": [dataclasses.asdict(row) for row in seen],
+        "loss": [dataclasses.asdict(variant) for variant in compared],
+    }
+    ANSWER.put(found)
     count = len(seen) + len(compared)
     if failed:
         raise CheckError(f"{len(failed)} of {count} are not as asked for:\n" + "\n".join(failed))
     say(f"All {count} as asked for.")
+    return found
 
 
 def saved(run: str) -> None:
@@ -180,7 +180,7 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
     model.train()
     metrics = train_step.sum_over_ranks(train_step.backward([batch], normalizer))
     gradients = {name: parameter.grad for parameter, name in names.items()}
-    yield _observe_gradients(builder, model, gradients, batch.images is not None)
+    yield _observe_gradients(builder, model, gradients, batch)
     train_step.clip(metrics)
     size, found = _vocabulary(language_model), f"a {objective.unit} of {metrics['loss'].item():.4f}"
     if isinstance(objective, CausalLM):
@@ -229,13 +229,14 @@ def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan)
 
 
 def _observe_gradients(
-    builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None], has_images: bool
+    builder: RunBuilder, model: nn.Module, gradients: dict[str, torch.Tensor | None], batch: Batch
 ) -> Evidence:
     """Whether exactly the adapters (or all parameters) are trained, and a gradient reaches all of them.
 
     A new LoRA adapter's B is zero: the gradient of A is zero, and the gradient of B must not be. An expert that
-    gets no token of the batch needs no gradient. The parts for images need a gradient in some tensor if the batch has
-    images: a projector may not read a tower's last layers.
+    gets no token of the batch needs no gradient, and neither do trained rows of an embedding whose tokens have no
+    effect on the loss. The parts for images need a gradient in some tensor if the batch has images: a projector may
+    not read a vision encoder's last layers.
     """
     adapters, frozen = builder.techniques.lora.enabled, {id(parameter) for parameter in beside_text(model)}
     if builder.config.optimizer.lr_vision is not None:
@@ -250,8 +251,9 @@ def _observe_gradients(
     images = {id(parameter) for parameter in for_images(model)}
     of_images = {name for name, parameter in model.named_parameters() if id(parameter) in images}
     nonzero = {name: grad is not None and bool(grad.any()) for name, grad in gradients.items()}
-    reached = _any_by_module({name: there for name, there in nonzero.items() if name not in of_images})
-    if has_images and (towers := of_images & nonzero.keys()):
+    apart = of_images | trained_tokens.without_gradient(model, _read_ids(batch))
+    reached = _any_by_module({name: there for name, there in nonzero.items() if name not in apart})
+    if batch.images is not None and (towers := of_images & nonzero.keys()):
         reached["the parts for images"] = any(nonzero[name] for name in towers)
     without = [name for name, there in reached.items() if not there]
     experts = Shape.of(builder.facts.model).expert_count > 1
@@ -268,6 +270,17 @@ def _observe_gradients(
         seen,
         bool(gradients) and not wrong and len(without) < len(reached) and (experts or not without),
     )
+
+
+def _read_ids(batch: Batch) -> torch.Tensor:
+    """The ids of tokens [tokens] that have an effect on the loss: a target of their document is at them or follows."""
+    tokens, ends = batch.input_ids.numel(), batch.cu_seqlens.long()[1:]
+    positions = torch.arange(tokens, device=ends.device)
+    targets = torch.zeros(tokens, dtype=torch.long, device=ends.device)
+    targets[batch.supervised_at] = 1
+    before = torch.cat([targets.new_zeros(1), targets.cumsum(0)])
+    end = ends[torch.searchsorted(ends, positions, right=True).clamp(max=len(ends) - 1)]
+    return batch.input_ids.flatten()[before[end] > before[positions]]
 
 
 def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:

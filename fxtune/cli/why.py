@@ -10,10 +10,8 @@ said. With several ranks a step lasts as long as the step of the slowest rank.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Optional
 
-from fxtune.cli.options import write_json
+from fxtune.cli.answer import ANSWER
 from fxtune.cli.run_output import run_folder
 from fxtune.reports.bottlenecks import find_bottlenecks, sentences
 from fxtune.reports.run_files import RunFiles, as_written
@@ -21,7 +19,7 @@ from fxtune.reports.time_shares import time_shares
 from fxtune.system.console import say
 
 
-def run(run: str, *, json: Optional[Path] = None) -> None:
+def run(run: str) -> None:
     """Print the sentences. Raises ConfigError if no run has this name, StorageError if a file of it cannot be read."""
     files = RunFiles(run_folder(run))
     with as_written(files.folder):
@@ -29,5 +27,4 @@ def run(run: str, *, json: Optional[Path] = None) -> None:
         findings = [asdict(finding) for finding in find_bottlenecks(files)]
     for line in lines:
         say(line)
-    if json is not None:
-        write_json(json, {"run": str(files.folder), "parts": parts, "findings": findings})
+    ANSWER.put({"run": str(files.folder), "parts": parts, "findings": findings})

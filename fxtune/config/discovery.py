@@ -6,6 +6,7 @@ It imports neither torch nor Hydra, so that `fxtune recipes` answers at once.
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from fxtune.plugins import OBJECTIVES
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
 ENDINGS = (".yaml", ".yml")
+SCHEMA = "fxtune.schema.json"
+"""The JSON Schema of recipes, in each folder with recipes that fxtune has written, and where it ships its own."""
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA}"
+"""The line of a recipe by which an editor finds the schema."""
 NAME_CHARACTERS = "letters, digits, `_`, `-` and `.`"
 """What a recipe's name may have."""
 
@@ -35,7 +40,7 @@ class Recipe:
                     text = line.strip().removeprefix("#").strip()
                     if not line.startswith("#"):
                         break
-                    if text and not text.startswith("@package"):
+                    if text and not text.startswith(("@package", "yaml-language-server:")):
                         return text
         except (OSError, UnicodeDecodeError) as error:
             return f"(cannot be read: {error})"
@@ -46,6 +51,12 @@ def shipped(kind: str) -> Path:
     """The folder of `recipes` or `configs` that ships: next to the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
+
+
+def put_schema(folder: Path) -> None:
+    """Put the schema that ships into a folder of recipes. Raises OSError."""
+    if folder.resolve() != shipped("recipes").resolve():
+        shutil.copyfile(shipped("recipes") / SCHEMA, folder / SCHEMA)
 
 
 def recipes() -> dict[str, Recipe]:

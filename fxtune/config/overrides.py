@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import json
 import os
 import re
 import sys
@@ -278,6 +279,8 @@ class RecipeStore:
         if equals:
             reason = str(error).strip().split("\n", 1)[0]
             quoted = f"\"{key}='{value}'\""
+            if value[:1] + value[-1:] == "[]" and not set(value) & set("\"'{"):
+                quoted = f"'{key}=[{','.join(json.dumps(entry.strip()) for entry in value[1:-1].split(','))}]'"
             return f"`{text}` cannot be read ({reason}). Quote the value twice, for the shell and for Hydra: {quoted}"
         if text in self.paths or text.endswith(discovery.ENDINGS):
             return f"`{text}` is a {'recipe' if text in self.paths else 'file'}: write +recipe={text}"

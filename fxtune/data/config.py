@@ -83,7 +83,8 @@ class SourceConfig:
     revision: Optional[str] = None
     """Branch, tag or commit of a hub dataset."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Renames columns before the format is detected: {name in the data: name that fxtune reads}."""
+    """Renames columns before the format is detected: {name in the data: name that fxtune reads}. conv.messages is a
+    key of the objects in column conv."""
     unused: list[str] = field(default_factory=list)
     """Columns, and fields of turns, to leave unused. Any other part of a row that does not reach the text is an
     error."""

@@ -8,10 +8,11 @@ routers, because two passes would never agree.
 
 In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
 that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
-the dtype's epsilon. An objective may amplify rounding: in float32, 0.1 x the difference of two sums of -1,000 nats is
-wrong by 1e-5. So epsilon is multiplied by the objective's sensitivity: by how many epsilons the loss changes if each
-log-probability changes by one. In float32 these changes are added up, because the sums themselves are rounded. In
-other precisions the errors of tokens are larger and independent, so their squares are added up.
+the dtype's epsilon. The errors of groups may cancel in the loss by chance, so the error of the loss counts as at least
+the root of the sum of their squares. An objective may amplify rounding: in float32, 0.1 x the difference of two sums
+of -1,000 nats is wrong by 1e-5. So epsilon is multiplied by the objective's sensitivity: by how many epsilons the loss
+changes if each log-probability changes by one. In float32 these changes are added up, because the sums themselves are
+rounded. In other precisions the errors of tokens are larger and independent, so their squares are added up.
 
 The loss of a mixture's routers depends on the micro-batches. It is compared in the configured ones; in other splits it
 is off.
@@ -113,6 +114,8 @@ class _Result:
     """float32, in host memory."""
     change: float = 0.0
     """How many epsilons the loss changes by, if each log-probability changes by one."""
+    shares: tuple[float, ...] = ()
+    """Of the loss, one for each group. Only plain transformers runs the groups one by one."""
 
     @property
     def size(self) -> float:
@@ -192,7 +195,9 @@ class _Comparison:
             for balanced, result in self._run_plain(plain, name).items():
                 rounded = self._compare(name, result, balanced, bounded=False)
                 yield rounded
-                self.rounding[balanced] = (rounded.loss_off, rounded.gradient_off, rounded.worst_off)
+                reference = self.references[balanced]
+                chance = _ratio(math.dist(reference.shares, result.shares), reference.size)
+                self.rounding[balanced] = (max(rounded.loss_off, chance), rounded.gradient_off, rounded.worst_off)
         for name, pipeline in self._without(plain) if each else ():
             yield from self._run(pipeline, f"fxtune, without {name}", [self.plan.sizes.micro_batch_size])
         yield from self._run(self.techniques, "fxtune", self._splits())
@@ -260,7 +265,7 @@ class _Comparison:
         """The step by plain transformers, group by group: without the routers' loss, and with it."""
         device, balanced = self.builder.world.device, self.techniques.router.enabled
         total = torch.zeros((), device=device, dtype=torch.float64)
-        change = total.clone()
+        change, shares = total.clone(), list[torch.Tensor]()
         with self._built(pipeline, World(device)) as prepared:
             plain = PlainModel(prepared, checkpointed, balanced, self.builder.facts.shares_prompts)
             dtypes = {name: parameter.dtype for name, parameter in plain.model.named_parameters()}
@@ -284,7 +289,11 @@ class _Comparison:
 
             def collected() -> _Result:
                 self.scale.unscale([parameter for parameter in plain.model.parameters() if parameter.requires_grad])
-                return replace(_collect(plain.model, total), change=change.item() ** (1 / self.order))
+                return replace(
+                    _collect(plain.model, total),
+                    change=change.item() ** (1 / self.order),
+                    shares=tuple(torch.stack(shares).tolist()),
+                )
 
             counts: dict[int, RouterCounts] = {}
             """Of each micro-batch."""
@@ -295,6 +304,7 @@ class _Comparison:
                 with pipeline.precision.context(device):
                     loss = self.objective.loss(plain, batch)[0] / self.normalizer
                 backward(loss)
+                shares.append(loss.detach())
                 change += plain.take_change(self.order) / self.scale.scale**self.order
                 if plain.counts is not None:
                     counts.setdefault(micro, RouterCounts(len(plain.counts.chosen), device)).add(plain.counts)

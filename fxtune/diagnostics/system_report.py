@@ -21,7 +21,7 @@ from typing import Optional
 from fxtune.system.host import cores, memory
 from fxtune.system.redact import redact
 from fxtune.system.units import GIB
-from fxtune.tracking import wandb_client
+from fxtune.tracking import client
 
 TIMEOUT = 3.0
 """Seconds that a server has to answer."""
@@ -107,11 +107,11 @@ def hub() -> Finding:
 
 def wandb() -> Finding:
     """Whether Weights & Biases answers, and whether there is a key."""
-    key = "logged in" if wandb_client.api_key_at_hand() else "no API key (`wandb login`): runs are kept offline"
+    key = "logged in" if client.api_key_at_hand() else "no API key (`wandb login`): runs are kept offline"
     mode = os.environ.get("WANDB_MODE", "").lower()
     if mode in ("offline", "disabled", "dryrun"):
         return Finding("W&B", f"{mode} (WANDB_MODE); {key}")
-    return _server("W&B", wandb_client.server(), key, "runs continue offline; upload them later with `wandb sync`")
+    return _server("W&B", client.wandb_server(), key, "runs continue offline; upload them later with `wandb sync`")
 
 
 def _folder(variable: str, default: Path | str) -> Path:

@@ -16,7 +16,7 @@ from fxtune.config.root import Config
 from fxtune.drafts import models, recipe
 from fxtune.drafts.rows import Rows, spread
 from fxtune.errors import ConfigError, StorageError
-from fxtune.models.load import Init, ModelConfig, load_config, with_shipped_config
+from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
 from fxtune.system.facts import MachineFacts
 from fxtune.system.units import GIB
@@ -50,8 +50,9 @@ class Draft:
             self.reasons[key] = why
 
 
-def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> Draft:
-    """The recipe of `rows`. `model`: a hub id or a folder; None: the largest of drafts/models.py that fits `card`.
+def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> tuple[Draft, Rows]:
+    """The recipe of `rows`, and how it reads them. `model`: a hub id or a folder; None: the largest one of
+    drafts/models.py that fits `card`.
 
     Raises ConfigError if no model fits, and the errors of reading the rows and the model.
     """
@@ -59,28 +60,34 @@ def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> Draft
     if rows.objective != "causal_lm":
         found.set("objective", rows.objective, f"rows of {rows.format.name}")
     chosen = _model(rows, model, card)
+    rows = rows.as_chats(load_tokenizer(chosen))
     lengths = rows.lengths(chosen)
     _data(found, name, rows, lengths, chosen)
     _training(found, rows, lengths)
     _fit(found, chosen, card, model is None)
-    return found
+    return found, rows
 
 
 def _data(found: Draft, name: str, rows: Rows, lengths: np.ndarray, model: ModelConfig) -> None:
     source = {"path": rows.source.path} | ({"columns": dict(rows.source.columns)} if rows.source.columns else {})
-    found.set("data.sources", [source], f"{rows.count:,} rows of {rows.format.name}")
+    named = "".join(f", `{old}` is read as {new}" for old, new in rows.source.columns.items())
+    found.set("data.sources", [source], f"{rows.count:,} rows of {rows.format.name}{named}")
     found.set("data.sequence_length", *_length(lengths, model))
     if rows.format.answers:
         found.set("data.on_long", "truncate", "the beginning of a long prompt is cut, never an answer")
-    if rows.count >= 50:
+    if rows.held_out:
+        held = source | {"split": rows.held_out, "limit": HELD_OUT}
+        found.set("data.eval_sources", [held], f"the first rows of the folder's split {rows.held_out}, to evaluate on")
+    elif rows.count >= 50:
         share = round(min(0.1, max(0.02, HELD_OUT / rows.count)), 3)
         found.set(
             "data.eval_fraction", share, f"about {round(share * rows.count):,} rows are held out, to evaluate on"
         )
     if rows.are_chats and rows.count >= 5 * QUESTIONS:
         file = discovery.LOCAL / f"{name}_questions.jsonl"
-        found.set("data.questions.path", str(file), f"{QUESTIONS} rows of your file, asked before and after training")
-        found.set("data.on_overlap", "drop", "so these rows are not trained on")
+        found.set("data.questions.path", str(file), f"{QUESTIONS} of your rows, asked before and after training")
+    if rows.held_out or "data.questions.path" in found.keys:
+        found.set("data.on_overlap", "drop", "rows that are held out or asked are not trained on")
 
 
 def _length(lengths: np.ndarray, model: ModelConfig) -> tuple[int, str]:
@@ -95,10 +102,14 @@ def _length(lengths: np.ndarray, model: ModelConfig) -> tuple[int, str]:
 
 def _training(found: Draft, rows: Rows, lengths: np.ndarray) -> None:
     epochs = next((epochs for below, epochs in EPOCHS if rows.count < below), 1)
-    found.set("train.epochs", epochs, f"{rows.count:,} rows, {int(lengths.mean() * rows.count):,} tokens")
-    packed = max(1.0, found.keys["data.sequence_length"] / float(lengths.mean()))
+    tokens = float(lengths.mean()) * max(1, len(rows.format.answers))
+    found.set("train.epochs", epochs, f"{rows.count:,} rows, {int(tokens * rows.count):,} tokens")
+    packed = max(1.0, found.keys["data.sequence_length"] / tokens)
+    if epochs * rows.count < STEPS * packed:
+        found.set("data.packing", False, f"a document a row: packed rows would give fewer than {STEPS} steps")
+        packed = 1.0
     documents = 32
-    while documents > 4 and epochs * rows.count / documents < STEPS:
+    while documents > 1 and epochs * rows.count / documents < STEPS:
         documents //= 2
     batch = 1 << int(np.log2(max(1.0, documents / packed)))
     steps = int(epochs * rows.count / packed / batch)

@@ -22,7 +22,7 @@ WIDTH = 50
 def text(comments: Iterable[str], keys: Mapping[str, Any], reasons: Mapping[str, str] = {}) -> str:
     """The file. `keys`: {key with dots: value}; `reasons`: {key: why it has this value}."""
     defaults = [f"  - override /{key}: {_value(keys[key])}" for key in GROUPS if key in keys]
-    lines = [f"# {line}".rstrip() for line in comments] + ["# @package _global_"]
+    lines = [f"# {line}".rstrip() for line in comments] + [discovery.SCHEMA_LINE, "# @package _global_"]
     why = {f"override /{key}": reasons[key] for key in GROUPS if key in reasons}
     if defaults:
         lines += [
@@ -51,6 +51,7 @@ def write(name: str, content: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(content)
+        discovery.put_schema(path.parent)
     except FileExistsError as error:
         raise StorageError(f"{path} exists and is not overwritten. Give another name.") from error
     except OSError as error:

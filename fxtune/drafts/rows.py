@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.data.formats.image_parts import COLUMNS, IMAGE
-from fxtune.data.formats.registry import row_format, suggested_columns
-from fxtune.data.formats.row_format import RowFormat
+from fxtune.data.formats.image_parts import columns_of, images_of
+from fxtune.data.formats.registry import PAIRS, row_format, suggested_columns
+from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference, RowFormat
+from fxtune.data.formats.shapes import FILE_NAME, with_mark
+from fxtune.data.formats.values import RowError
 from fxtune.data.read.sources import open_source
 from fxtune.data.tokenized.tokenize import tokenize
+from fxtune.errors import ConfigError, DataError
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.settle.images import image_processor
 
 NO_LIMIT = 2**24
 """Tokens: no document is cut where lengths are counted."""
+AS_CHATS = {
+    "prompt_completion": {"prompt": "instruction", "completion": "output"},
+    "kto": {"prompt": "instruction", "completion": "output"},
+    "preference": {"prompt": "instruction"},
+}
+"""Formats whose texts are written without a chat template -> the columns by which the rows are chats."""
+LABELS = ("label", "labels", "class", "category", "intent")
 MOST_ROWS = 20_000
 """Rows that are tokenized to know the lengths; a larger file is extrapolated."""
 
@@ -30,12 +41,9 @@ class Rows:
     format: RowFormat
     count: int
     """Rows of the file."""
-    head: list[dict[str, Any]] = field(repr=False)
-    """The first usable rows."""
-
-    @property
-    def has_images(self) -> bool:
-        return any(column in row for row in self.head for column in COLUMNS) or IMAGE in str(self.head[:10])
+    has_images: bool
+    held_out: str
+    """The split of a folder to evaluate on; empty if there is none."""
 
     @property
     def objective(self) -> str:
@@ -47,32 +55,92 @@ class Rows:
         path of an image is relative to the file of its row."""
         return not (self.format.answers or self.has_images) and self.format.name not in ("text", "tokens")
 
+    def as_chats(self, tokenizer: Any) -> Rows:
+        """The rows as chats of the model's template, as `fxtune chat` and servers ask, if prompts are texts."""
+        names = AS_CHATS.get(self.format.name, {})
+        source = open_source(replace(self.source, columns={}))
+        first = next((row.value for row in replace(source, as_they_are=True).rows()), None) or {}
+        pair = next((pair for pair in PAIRS if set(pair) <= first.keys()), ())
+        found = {name: name for name in names if name in first}
+        found = dict(zip(("prompt", "completion"), pair, strict=False)) | found
+        found |= {new: old for old, new in self.source.columns.items() if new in names}
+        are_texts = all(isinstance(first.get(found.get(name, "")), str) for name in names)
+        if not (names and are_texts and tokenizer.chat_template):
+            return self
+        columns = dict(self.source.columns) | {found[old]: new for old, new in names.items()}
+        config = replace(self.source, columns=columns)
+        return replace(self, source=config, format=open_source(config).format())
+
     def lengths(self, model: ModelConfig) -> np.ndarray:
         """Tokens of each document, int64 [documents], of the first MOST_ROWS rows. Raises the errors of reading the
         tokenizer, and DataError for a row that cannot be used."""
         tokenizer = load_tokenizer(model)
         data = DataConfig(sources=[self.source], sequence_length=NO_LIMIT)
         images = image_processor(model, data, tokenizer) if self.has_images else None
+        if self.has_images and images is None:
+            raise ConfigError(f"{model.path} reads no images, and the rows have images. Name another one by --model.")
         table = tokenize(replace(self.source, limit=min(self.count, MOST_ROWS)), data, tokenizer, None, False, images)
         return np.diff(table.offsets)
 
 
-def read_rows(path: str) -> Rows:
-    """The rows of a file, a folder or a dataset. Raises DataError if they are nothing that fxtune knows."""
-    config = SourceConfig(path=path)
+def read_rows(path: str, columns: Mapping[str, str]) -> Rows:
+    """The rows of a file, a folder or a dataset. `columns`: as data.sources.0.columns.
+
+    Raises DataError if they are nothing that fxtune knows."""
+    config = SourceConfig(path=path, columns=dict(columns))
     source = open_source(config)
+    first = next((row.value for row in replace(source, as_they_are=True, keeps_images=True).rows()), None) or {}
+    is_named = not columns_of(first) and with_mark(first) is not None
+    source.keeps_images = not is_named or any(
+        (folder / first[FILE_NAME]).is_file() for folder in source.folders.values()
+    )
     head = source.head()
     names = list(dict.fromkeys(key for row in head for key in row))
-    if not any(row_format(row) for row in head) and (columns := suggested_columns(head, names)):
-        config = replace(config, columns=columns)
-        source = open_source(config)
+    known = columns or any(row_format(row) for row in head)
+    guess = {} if columns else _labelled(head, names, path) or ({} if known else suggested_columns(head, names))
+    if guess:
+        config = replace(config, columns=guess)
+        source = replace(source, config=config)
         head = source.head()
     count = len(source.dataset) if source.kind == "hub" else source.count(source.files)
-    return Rows(config, source.format(), count, head)
+    held_out = next((split for split in ("validation", "test") if split in source.splits), "")
+    try:
+        format = source.format()
+    except DataError as error:
+        how = "Say which columns are the question and the answer: --columns COLUMN=instruction,OTHER=output"
+        raise DataError(f"{error}\n{how}") from error
+    return Rows(config, format, count, any(_has_image(row, format) for row in head), held_out)
+
+
+def _labelled(head: list[dict[str, Any]], names: list[str], path: str) -> dict[str, str]:
+    """The columns by which a text with a label in words is a question with its answer; empty for other rows."""
+    texts, labels = (
+        [name for name in ("text", "sentence") if name in names],
+        [name for name in LABELS if name in names],
+    )
+    values = [str(row.get(name)) for name in labels[:1] for row in head]
+    if len(texts) != 1 or len(labels) != 1 or len({*values}) > max(1, len(values) // 2):
+        return {}
+    if not all(isinstance(label := row.get(labels[0]), str) and not label.isdigit() for row in head):
+        raise DataError(
+            f"{path}: column `{labels[0]}` has labels that are no words. Write each label as a word: it is learned as "
+            "the answer to its text."
+        )
+    return {texts[0]: "instruction", labels[0]: "output"}
+
+
+def _has_image(row: Mapping[str, Any], format: RowFormat) -> bool:
+    with suppress(RowError):
+        content = format.read(row, LearnConfig())
+        chats = content.answers if isinstance(content, Preference) else [content]
+        return any(next(images_of(chat), None) for chat in chats if isinstance(chat, Conversation))
+    return False
 
 
 def spread(rows: Rows, count: int) -> list[Mapping[str, Any]]:
-    """`count` rows, evenly over the file."""
-    every = max(1, rows.count // count)
-    chosen = islice(open_source(rows.source).rows(), 0, None, every)
-    return [row.value for row in islice(chosen, count) if row.value is not None]
+    """`count` rows, drawn from the file (always the same ones), or from the split to evaluate on."""
+    source = open_source(replace(rows.source, split=rows.held_out or rows.source.split))
+    total = source.count(source.files) if rows.held_out and source.kind != "hub" else rows.count
+    drawn = set(random.Random(0).sample(range(total), min(count, total)))
+    chosen = (row.value for number, row in enumerate(source.rows()) if number in drawn)
+    return [row for row in chosen if row is not None]

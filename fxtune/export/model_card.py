@@ -183,7 +183,7 @@ def _vllm_image_note(beside_language_model: bool) -> str:
     vllm.is_beside_language_model()."""
     if beside_language_model:
         begin = (
-            "This adapter changes the vision tower or the projector, too, and by default vLLM applies adapters to the "
+            "This adapter changes the vision encoder or the projector, too. By default vLLM applies adapters to the "
             "language model only. Some of its model classes take the rest with `--enable-tower-connector-lora`; with "
             "others serve the merged model: `fxtune merge . ../merged`."
         )

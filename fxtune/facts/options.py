@@ -237,9 +237,9 @@ class LoraOptions(Options):
     exclude_modules: list[str] = field(default_factory=list)
     """Modules that get no adapters, nor do modules inside them: names or regular expressions."""
     vision: bool = False
-    """Adapt the linears of the tower that reads images, too."""
+    """Adapt the linears of the vision encoder, too."""
     projector: bool = False
-    """Adapt the linears between that tower and the decoder, too."""
+    """Adapt the linears between the vision encoder and the decoder, too."""
     layers_to_transform: list[int] = field(default_factory=list, metadata={"min": 0})
     """Numbers of the decoder layers to adapt, from 0; empty: all."""
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"min": 1})

@@ -1,5 +1,2 @@
-"""Recipes from the configs of other tools: `fxtune import FILE`.
-
-account.py holds what became of each key of a config; trainer_arguments.py has the keys that tools share because they
-pass them to transformers' Trainer; each other module reads the configs of one tool; draft.py writes the recipe.
-"""
+"""`fxtune import`: recipes from the configs of other tools. keys.yaml says what becomes of each key, account.py reads
+it, and trainer_arguments.py and a module for each tool have what several keys decide together."""

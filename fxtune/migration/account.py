@@ -1,24 +1,34 @@
-"""What becomes of each key of another tool's config: no key is left out in silence."""
+"""What becomes of each key of another tool's config: no key is left out in silence.
+
+keys.yaml has what each key becomes. A tool's function `decide` and its `rules` have only what several keys decide
+together; `read` follows the file for all other keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from fxtune.errors import did_you_mean
+import yaml
+from omegaconf import BooleanNode
+
+from fxtune.config.introspection import Slot
+from fxtune.config.root import Config
+from fxtune.errors import ConfigError, did_you_mean
 
 UNSET: tuple[Any, ...] = (None, "", [], {})
+KINDS = ("to", "without", "differs", "refused")
+OFF = (False, 0, "no", "none", "None")
 
 
 class Fate(str, Enum):
     translated = "translated"
-    """The recipe has it."""
     no_effect = "no effect here"
-    """fxtune does or decides this anyway, or it changes nothing that is trained."""
     refused = "refused"
-    """fxtune cannot do it, so the recipe would train something else."""
 
 
 @dataclass(frozen=True)
@@ -30,118 +40,198 @@ class Entry:
     """The keys of the recipe, or the reason."""
 
 
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    decide: Callable[[Account], None]
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+
+    @cached_property
+    def table(self) -> dict[str, Any]:
+        """The tool's section of keys.yaml, with mappings for texts and `lines`: {key: (`to`, `without`, `differs` or
+        `refused`; the reason; the word behind the key's =, or the key)}."""
+        found = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
+        own = found[self.name]
+        shared = found["shared"] if own.get("shared", True) else {}
+        lines = {
+            key: (kind, found["reasons"].get(head, head), word)
+            for section in (shared, own)
+            for kind in KINDS
+            for head, keys in ({"": section.get("to", "")} if kind == "to" else section.get(kind, {})).items()
+            for key, word in pairs(keys).items()
+        }
+        return own | {
+            "lines": lines,
+            "names": {name: key for key, name in pairs(own.get("names", "")).items()},
+            "values": {key: pairs(words) for key, words in found["values"].items()},
+            "defaults": shared.get("defaults", {}) | own.get("defaults", {}),
+        }
+
+
 @dataclass
 class Account:
-    """A config, the recipe that grows from it, and what became of each key."""
+    """A config, the recipe that grows from it, and what became of each key. Keys have their names of keys.yaml."""
 
+    tool: Tool
     config: Mapping[str, Any]
     gpus: int = 1
     """On how many cards the other tool ran the config: its global batch follows from them."""
+    file: Path = Path()
+    method: str = "sft"
+    """TRL has its method in the command, not in the file."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """{key of fxtune with dots: value}."""
     entries: dict[str, Entry] = field(default_factory=dict)
+    """By the tool's own names, and also of keys that the config does not set."""
     differences: list[str] = field(default_factory=list)
     """What the recipe trains otherwise than the other tool, one sentence each."""
 
-    def __post_init__(self) -> None:
-        for key, value in self.config.items():
-            if value in UNSET:
-                self._enter(key, Fate.no_effect, "not set")
+    def own(self, name: str) -> str:
+        """The tool's own name of a key."""
+        return self.tool.table["names"].get(name, name)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`; `default` where it is not set."""
-        value = self.config.get(key)
-        return default if value in UNSET else value
+    def has(self, name: str) -> bool:
+        """Whether the config sets the key."""
+        return self.config.get(self.own(name)) not in UNSET
 
-    def has(self, key: str) -> bool:
-        return self.get(key) is not None
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key; where it is not set, the tool's default, or `default`."""
+        return self.config[self.own(name)] if self.has(name) else self.tool.table["defaults"].get(name, default)
 
-    def set(self, target: str, value: Any, *keys: str) -> None:
-        """Give the recipe's key `target` a value that follows from `keys`."""
-        self.recipe[target] = value
-        for key in keys:
-            before = self.entries.get(key)
+    def set(self, target: str, value: Any, *names: str) -> None:
+        """Give the recipe's key `target` a value that follows from the keys `names`."""
+        try:
+            found = convert(target, value)
+        except (TypeError, ValueError):
+            if not names:
+                raise
+            return self.refuse(f"{_short(value)} is no value of {target}: see `fxtune help {target}`", *names)
+        if found is None is not value:
+            return self.note(f"no count: {target} has its default", *names)
+        self.recipe[target] = found
+        for name in names:
+            before = self.entries.get(self.own(name))
             also = f"{before.text}, " if before and before.fate is Fate.translated else ""
-            self._enter(key, Fate.translated, f"{also}{target}={_short(value)}")
+            self._enter(Fate.translated, f"{also}{target}={_short(found)}", name)
 
-    def note(self, why: str, *keys: str) -> None:
-        """`keys` have no effect here."""
-        for key in keys:
-            self._enter(key, Fate.no_effect, why)
+    def note(self, why: str, *names: str) -> None:
+        """The keys have no effect here."""
+        self._enter(Fate.no_effect, why, *names)
 
-    def refuse(self, why: str, *keys: str) -> None:
+    def refuse(self, why: str, *names: str) -> None:
         """`why`: what fxtune cannot do, and what to change."""
-        for key in keys:
-            self._enter(key, Fate.refused, why)
+        self._enter(Fate.refused, why, *names)
 
     def differ(self, sentence: str) -> None:
         if sentence not in self.differences:
             self.differences.append(sentence)
 
-    def follow(self, rules: Mapping[str, Rule]) -> None:
-        """Apply `rules` to the keys that have no entry yet. A key without a rule is refused."""
-        for key in self.config:
-            if key in self.entries:
-                continue
-            rule = rules.get(key)
-            if rule is None:
-                self.refuse(f"`fxtune import` does not know this key{did_you_mean(key, rules)}", key)
-            else:
-                rule(self, key)
+    def shown(self) -> list[Entry]:
+        """The entries of the config's keys, and of a key that is missing."""
+        keys = [key for key, entry in self.entries.items() if entry.fate is Fate.refused]
+        return [self.entries[key] for key in dict.fromkeys([*self.config, *keys])]
 
-    def of(self, fate: Fate) -> list[Entry]:
-        return [entry for entry in self.entries.values() if entry.fate is fate]
+    def word(self, name: str, default: Any = None) -> Any:
+        """The value of a key, in the recipe's words."""
+        return self.tool.table["values"].get(name, {}).get(str(self.get(name, default)), self.get(name, default))
 
-    def _enter(self, key: str, fate: Fate, text: str) -> None:
-        if key in self.config:
-            self.entries[key] = Entry(key, self.config[key], fate, text)
+    def follow(self, name: str) -> None:
+        """Do what the rules, or else keys.yaml, say of a key."""
+        if name in self.tool.rules:
+            return self.tool.rules[name](self, name)
+        (kind, head, word), value = self.tool.table["lines"][name], self.get(name)
+        if kind == "to":
+            target, _, choices = word.partition(":")
+            if target in self.recipe and not self.has(name):
+                return None  # a default, and another key has decided
+            objective = Slot(Config).fields["objective"].chosen({"name": self.recipe.get("objective", "causal_lm")})
+            is_read = target.removeprefix("objective.") in (target, *objective.fields)
+            if not is_read and not ("objective" in self.recipe and self.has(name)):
+                return self.note("nothing reads it without an objective that does", name)
+            self.set(target, choices.split("|")[bool(value)] if choices else self.word(name), name)
+        elif kind == "without":
+            self.note(head, name)
+        elif value in OFF or (word != name and within(value, word)):
+            self.note("as here", name)
+        elif kind == "differs":
+            self.note(head, name)
+            self.differ(f"{self.own(name)}={_short(value)}: {head}")
+        else:
+            self.refuse(head, name)
+
+    def _enter(self, fate: Fate, text: str, *names: str) -> None:
+        for name, key in ((name, self.own(name)) for name in names):
+            shown = text if fate is not Fate.no_effect or self.has(name) else "not set"
+            self.entries[key] = Entry(key, self.config.get(key), fate, shown)
 
 
 Rule = Callable[[Account, str], None]
-"""What becomes of a key that stands alone."""
+"""What becomes of a key."""
 
 
-def to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """The key is `target` in the recipe."""
-
-    def rule(account: Account, key: str) -> None:
-        try:
-            account.set(target, convert(account.get(key)), key)
-        except (TypeError, ValueError):
-            account.refuse(f"{_short(account.get(key))} is no value of {target}", key)
-
-    return rule
-
-
-def without(why: str) -> Rule:
-    """The key has no effect here."""
-    return lambda account, key: account.note(why, key)
-
-
-def refused(why: str) -> Rule:
-    """fxtune cannot do what the key asks for. A key that is false or 0 asks for nothing."""
-
-    def rule(account: Account, key: str) -> None:
-        if account.get(key) in (False, 0, "no", "none", "None"):
-            account.note("off", key)
-        else:
-            account.refuse(why, key)
-
-    return rule
+def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
+    """Account for each key of `config`. `options`: further fields of Account. Raises ConfigError for odd values."""
+    account, table = Account(tool, config, **options), tool.table
+    known = {account.own(name): name for name in (*table["lines"], *tool.rules)}
+    try:
+        tool.decide(account)
+        for key in dict.fromkeys([*config, *map(account.own, table["defaults"])]):
+            if key in account.entries:
+                continue
+            if config.get(key) in UNSET and known.get(key) not in table["defaults"]:
+                account.entries[key] = Entry(key, None, Fate.no_effect, "not set")
+            elif key in known:
+                account.follow(known[key])
+            else:
+                why = f"`fxtune import` does not know this key{did_you_mean(key, known)}"
+                account.entries[key] = Entry(key, config[key], Fate.refused, why)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{account.file}: a value is none that {tool.name} takes: {error}") from error
+    if not account.recipe.keys() & {"data.eval_fraction", "data.eval_sources"}:
+        account.note("nothing is held out", *(["eval_steps"] if account.recipe.pop("train.eval_every", 0) else []))
+    elif not account.get("load_best_model_at_end"):
+        account.differ("the weights of the lowest held-out loss are exported (run.export=last: of the end)")
+    return account
 
 
-def each(keys: Iterable[str] | str, rule: Rule) -> dict[str, Rule]:
-    """The same rule for several keys, given as a list or as words."""
-    return dict.fromkeys(keys.split() if isinstance(keys, str) else keys, rule)
+def convert(target: str, value: Any) -> Any:
+    """`value`, which YAML may have read as text (`2e-5`), in the type of the recipe's key; None where that is a count
+    and `value` is none (-1, or a share of the run). Raises ValueError."""
+    slot = Slot(Config)
+    for key in target.split("."):
+        slot = slot.below(key) or Slot(Any)
+    if value is None or value in slot.words:
+        return value
+    choices = slot.choices or [*slot.variants]
+    if (choices and value not in choices) or (slot.container is list and isinstance(value, dict)):
+        raise ValueError(f"{target}={value}")
+    if slot.container is list:
+        return listed(value)
+    if slot.kind is bool:
+        return BooleanNode().validate_and_convert(value)
+    if slot.kind not in (int, float):
+        return str(value) if slot.kind is str else value
+    number = float(str(value).removesuffix("GiB"))
+    found = int(number) if number.is_integer() else number
+    return found if slot.kind is float or (isinstance(found, int) and found >= 0) else None
 
 
-def number(value: Any) -> float:
-    """A number that YAML may have read as text (`2e-5`). Raises ValueError."""
-    found = float(value)
-    return int(found) if found.is_integer() and abs(found) >= 1 else found
+def within(value: Any, words: str) -> bool:
+    """Whether a value, or each part of a list or a section, is one of the words `A|B`, or ends in `.A`."""
+    parts = value if isinstance(value, (list, dict)) else [value]
+    return {str(part).rpartition(".")[2] for part in parts} <= {*words.split("|")}
+
+
+def listed(value: Any) -> list[Any]:
+    """A list, which a config may have as one value or as text with commas."""
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return [part.strip() if isinstance(part, str) else part for part in given]
+
+
+def pairs(text: str) -> dict[str, str]:
+    """`a=b c` as {a: b, c: c}."""
+    return {word.partition("=")[0]: word.partition("=")[2] or word for word in text.split()}
 
 
 def _short(value: Any) -> str:
-    text = str(value.value if isinstance(value, Enum) else value)
-    text = text.lower() if isinstance(value, bool) else text
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return (str(value).lower() if isinstance(value, bool) else str(value))[:80]

@@ -1,265 +1,107 @@
-"""Keys that tools pass on to transformers' Trainer, so that they mean the same in each tool."""
+"""What several keys decide together in each tool: the batch, the optimizer, the precision, adapters, held-out rows."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
-from fxtune.migration.account import Account, Rule, each, number, refused, to, without
+from fxtune.migration.account import OFF, Account, Rule, listed
 
-OPTIMIZERS = {
-    "adamw": "adamw_torch adamw_torch_fused adamw_hf paged_adamw paged_adamw_32bit",
-    "adamw_8bit bitsandbytes": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit",
-    "adamw_8bit torchao": "adamw_torch_8bit ao_adamw_8bit",
-    "apex_adamw": "adamw_apex_fused",
-    "lion": "lion_pytorch lion_32bit paged_lion_32bit",
-    "adamw_schedulefree": "schedule_free_adamw",
-    "adafactor": "",
-    "sgd": "",
-    "muon": "",
-}
-"""optimizer.name, and optimizer.library, of their names of optimizers; each is also its own name."""
-SCHEDULES = {
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
-ATTENTION = "techniques.attention.backend=auto takes the fastest attention that is correct here"
-KERNELS = "techniques=fast turns on the fused kernels that help this model"
-SHARDING = "fxtune divides the weights over the cards where that helps (run.gpus, parallel.shard)"
-OFFLOAD = "weights on the host are not supported. Take techniques=qlora, more cards (parallel.shard), or leave it out"
-
-RULES: dict[str, Rule] = {
-    "weight_decay": to("optimizer.weight_decay", number),
-    "adam_epsilon": to("optimizer.eps", number),
-    "max_grad_norm": to("train.max_grad_norm", number),
-    "max_steps": lambda account, key: (
-        account.set("train.max_steps", int(account.get(key)), key)
-        if int(account.get(key)) > 0
-        else account.note("no limit", key)
-    ),
-    "seed": to("run.seed", int),
-    "logging_steps": to("train.log_every", lambda value: max(1, int(number(value)))),
-    "save_total_limit": to("checkpoint.keep", int),
-    "tf32": to("techniques.precision.tf32", bool),
-    "label_smoothing_factor": refused("cross-entropy without label smoothing is what fxtune computes"),
-    "neftune_noise_alpha": refused("noise on embeddings (NEFTune) is not supported"),
-    "resume_from_checkpoint": refused("fxtune continues its own runs: the same command again. Leave it out"),
-    "group_by_length": without("data.packing, or rows padded to their micro-batch"),
-    "length_column_name": without("data.packing, or rows padded to their micro-batch"),
-    "optim_args": refused("options of optimizers are keys of `optimizer`: see `fxtune help optimizer`"),
-    "lr_scheduler_kwargs": refused("options of schedules are keys of `schedule`: see `fxtune help schedule`"),
-    "push_to_hub": refused("upload when the run has ended: fxtune push RUN org/name"),
-    "deepspeed": lambda account, key: (
-        account.refuse(OFFLOAD, key) if "offload" in str(account.get(key)) else account.note(SHARDING, key)
-    ),
-    "use_cpu": to("run.device", lambda value: "cpu" if value else "auto"),
-    "trust_remote_code": without("fxtune builds the families of transformers from transformers' own code"),
-    **each("torch_compile use_liger_kernel use_liger", without(KERNELS)),
-    **each("attn_impl attn_implementation flash_attn flash_attention", without(ATTENTION)),
-    **each(
-        "do_train do_eval overwrite_output_dir overwrite_cache remove_unused_columns plot_loss ddp_timeout "
-        "dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers "
-        "preprocessing_num_workers dataset_num_proc save_safetensors save_only_model load_best_model_at_end "
-        "metric_for_best_model greater_is_better ddp_find_unused_parameters include_num_input_tokens_seen "
-        "logging_first_step logging_dir logging_strategy logging_nan_inf_filter disable_tqdm log_level run_name "
-        "save_strategy eval_accumulation_steps per_device_eval_batch_size eval_batch_size full_determinism "
-        "gradient_checkpointing_kwargs skip_memory_metrics local_rank average_tokens_across_devices "
-        "include_tokens_per_second report_to_each_step hub_strategy hub_private_repo hub_token data_seed "
-        "torch_compile_backend torch_compile_mode eval_on_start eval_do_concat_batches use_fast_tokenizer "
-        "low_cpu_mem_usage",
-        without("fxtune decides this itself, or it changes nothing that is trained"),
-    ),
-}
+ADAPTERS = ("lora_", "peft_", "use_dora", "use_rslora", "target_modules", "modules_to_save", "additional_target")
 
 
-def batches(account: Account, micro: str, accumulation: str = "gradient_accumulation_steps") -> None:
-    """The batch of a step: rows of a card x accumulation x cards."""
-    rows, times = int(account.get(micro, 1)), int(account.get(accumulation, 1))
-    account.set("train.micro_batch_size", rows, micro)
-    account.set("train.global_batch_size", rows * times * account.gpus, accumulation, micro)
-    account.differ(
-        f"a step has {rows} x {times} x {account.gpus} rows (of a card, accumulated, cards): --gpus N says on how "
-        "many cards the config ran, and fxtune keeps that batch on any number"
-    )
-
-
-def trainer(account: Account, rate: float, schedule_: str, warmup_ratio: float = 0.0, patience: str = "") -> None:
-    """The keys that tools hand to transformers' Trainer by its own names. `rate`, `schedule_`, `warmup_ratio`: the
-    tool's defaults; `patience`: its key of early stopping."""
-    batches(account, "per_device_train_batch_size")
-    account.set("optimizer.lr", number(account.get("learning_rate", rate)), "learning_rate")
-    optimizer(account, "optim")
-    schedule(account, "lr_scheduler_type", schedule_, warmup_ratio)
-    checkpointing(account)
-    saving(account)
-    evaluation(account, "eval_strategy")
-    stop_early(account, patience or "early_stopping_patience")
-    tracking(account)
-    limited = int(account.get("max_steps", 0)) > 0
-    if not limited:
-        account.recipe["train.epochs"] = 3.0  # the Trainer's default
-
-
-def quantize(account: Account, form: str, key: str) -> None:
-    account.set("techniques.quantize.enabled", True, key)
-    account.set("techniques.quantize.type", form, key)
-
-
-def own_template(account: Account, key: str, tool: str) -> None:
-    """A chat template that the tool brings along."""
-    account.note("the tokenizer's chat template", key)
-    account.differ(
-        f"{key}={account.get(key)}: {tool} writes its own template of this name, fxtune the tokenizer's "
-        "(data.chat_template=FILE.jinja sets another)"
-    )
-
-
-def entries(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def optimizer(account: Account, key: str, default: str = "adamw") -> None:
-    name = str(account.get(key, default))
-    found = next((ours for ours, theirs in OPTIMIZERS.items() if name in (ours, *theirs.split())), None)
-    if found is None:
-        account.refuse(f"fxtune has no optimizer {name}: see `fxtune help optimizer.name`", key)
-    else:
-        for option, value in zip(("name", "library"), found.split(), strict=False):
-            account.set(f"optimizer.{option}", value, key)
-        if name.startswith("paged"):
-            account.differ(f"{name}: the optimizer's state stays on the card")
-    betas = [number(account.get(f"adam_beta{n}", usual)) for n, usual in ((1, 0.9), (2, 0.999))]
-    if account.has("adam_beta1") or account.has("adam_beta2"):
-        account.set("optimizer.betas", betas, "adam_beta1", "adam_beta2")
-
-
-def schedule(account: Account, key: str, default: str, warmup_ratio: float = 0.0) -> None:
-    name = str(account.get(key, default))
-    if (found := SCHEDULES.get(name)) is None:
-        account.refuse(f"fxtune has no schedule {name}. Take one of {', '.join(sorted({*SCHEDULES.values()}))}", key)
-        return
-    account.set(
-        "schedule.name", "constant" if account.recipe.get("optimizer.name") == "adamw_schedulefree" else found, key
-    )
-    steps, ratio = account.get("warmup_steps"), account.get("warmup_ratio")
-    if steps is not None and 0 < float(steps) < 1:  # newer versions of transformers read a share there
-        steps, ratio = None, steps
-        account.set("schedule.warmup_ratio", number(ratio), "warmup_steps")
-    if steps:
-        account.set("schedule.warmup_steps", int(steps), "warmup_steps")
-        account.note("warmup_steps decides", "warmup_ratio")
-    else:
-        account.note("warmup_ratio decides", *(["warmup_steps"] if account.has("warmup_steps") and not ratio else []))
-        account.set("schedule.warmup_ratio", number(ratio if ratio is not None else warmup_ratio), "warmup_ratio")
-
-
-def precision(account: Account, adapters: bool, key: str = "bf16") -> None:
-    """16-bit training, and fxtune's fast bundle with it. `key`: says bfloat16."""
-    half = str(account.get(key, key == "torch_dtype")).lower() in ("true", "auto", "full", "bfloat16")
+def trainer(account: Account, kind: str) -> None:
+    """Decide the keys of transformers' Trainer that act together. `kind`: `lora`, or anything for full fine-tuning."""
+    # The precision: 16-bit training, and fxtune's fast bundle with it.
+    kind = "lora" if kind == "lora" else "full"
+    half = str(account.get("bf16") or account.get("pure_bf16")).lower() in ("true", "auto", "full", "bfloat16")
+    half = half and (account.has("bf16") or not account.get("fp16"))
+    account.set("techniques", [kind, "fast"] if half else [kind], *(["bf16"] if half else []))
+    if account.has("bf16") and not half:
+        account.set("model.dtype", "float32", "bf16")
     if account.get("fp16"):
         account.set("techniques.precision.autocast", "float16", "fp16")
-        account.recipe["model.dtype"] = "float32"
-    else:
-        account.note("off", *(["fp16"] if account.has("fp16") else []))
-    if half:
-        account.set("techniques", ["lora" if adapters else "full", "fast"], key)
-    else:
-        account.recipe.setdefault("techniques", ["lora" if adapters else "full"])
-        if account.has(key):
-            account.set("model.dtype", "float32", key)
-
-
-def checkpointing(account: Account, key: str = "gradient_checkpointing") -> None:
-    value = account.get(key)
-    if value in ("offload", "offload_disk", "legacy") or account.get("activation_offloading"):
-        account.set("techniques.checkpointing.enabled", True, key)
-        account.set("techniques.checkpointing.offload", True, key, "activation_offloading")
-        return
-    account.note("off", *(["activation_offloading"] if account.has("activation_offloading") else []))
-    if value is not None and "fast" in account.recipe.get("techniques", []):
-        account.note("techniques=fast recomputes as much as the memory of the card needs, and no more", key)
-    elif value is not None:
-        account.set("techniques.checkpointing.enabled", bool(value), key)
-
-
-def saving(account: Account) -> None:
-    if (steps := account.get("save_steps")) is not None:
-        if float(steps) >= 1:
-            account.set("checkpoint.every", int(steps), "save_steps")
-        else:
-            account.note("a share of the run; checkpoint.every counts steps, and is 100", "save_steps")
-
-
-def evaluation(account: Account, *strategies: str) -> None:
-    steps = account.get("eval_steps")
-    if steps is not None and float(steps) >= 1:
-        account.set("train.eval_every", int(steps), "eval_steps")
-    elif steps is not None:
-        account.note("a share of the run; train.eval_every counts steps, and the end is evaluated", "eval_steps")
-    account.note("train.eval_every counts steps, and the end is evaluated", *filter(account.has, strategies))
-
-
-def held_out(account: Account, key: str) -> None:
-    """A share or a count of the rows."""
-    value = number(account.get(key, 0))
-    if 0 < value < 1:
-        account.set("data.eval_fraction", value, key)
-    elif value >= 1:
-        account.set("data.eval_fraction", 0.05, key)
-        account.set("data.eval_limit", int(value), key)
-        account.differ(
-            f"{key}={value} is a count: 5 % of the rows are held out, and at most {value} of them evaluated"
-        )
-    else:
-        account.note("nothing is held out", key)
-        return
+        account.set("model.dtype", "float32", "fp16")
+    if kind == "full":
+        keys = {*account.config, *map(account.own, account.tool.table["defaults"])} - {"lora_model_dir"}
+        account.note("there is no adapter", *(key for key in keys if key.startswith(ADAPTERS)))
+    elif not account.get("lora_alpha"):
+        account.set("techniques.lora.alpha", 2 * int(account.get("lora_r")), "lora_alpha")
+    # The batch: rows of a card x accumulation x cards with rows of their own.
+    micro, accumulate = "per_device_train_batch_size", "gradient_accumulation_steps"
+    cards, rows = max(1, account.gpus // int(account.get("context_parallel_size") or 1)), int(account.get(micro))
+    times = account.get(accumulate, 1)
+    times = max(1, math.ceil(16 / rows / account.gpus)) if times == "auto" else int(times)  # ms-swift's default
+    account.set("train.micro_batch_size", rows, micro)
+    account.set("train.global_batch_size", rows * times * cards, accumulate, micro)
     account.differ(
-        "held-out rows are chosen by their content, and the weights of the lowest held-out loss are exported "
-        "(run.export=last: of the end)"
+        f"a step has {rows} x {times} x {cards} rows: of a card, accumulated, cards (--gpus N says how many)"
     )
+    if float(account.get("max_steps", 0)) > 0:
+        account.note("max_steps decides", "num_train_epochs")
+    # The optimizer and its rate.
+    theirs, ours = str(account.get("optim")), account.word("optim")
+    account.set("optimizer.name", ours, "optim")
+    if ours == "adamw_8bit":
+        library = "torchao" if theirs in ("adamw_torch_8bit", "ao_adamw_8bit") else "bitsandbytes"
+        account.set("optimizer.library", library, "optim")
+    if ours == "sgd":
+        account.set("optimizer.momentum", 0, "optim")  # as torch's default
+    if theirs.startswith("paged"):
+        account.differ(f"{theirs}: the optimizer's state stays on the card")
+    betas = [float(account.get("adam_beta1", 0.9)), float(account.get("adam_beta2", 0.999))]
+    if betas != [0.9, 0.999]:
+        account.set("optimizer.betas", betas, "adam_beta1", "adam_beta2")
+    form = "constant" if ours == "adamw_schedulefree" else account.word("lr_scheduler_type")
+    account.set("schedule.name", form, "lr_scheduler_type")
+    steps, constant = float(account.get("warmup_steps", 0)), account.get("lr_scheduler_type") == "constant"
+    if steps >= 1 and not constant:
+        account.set("schedule.warmup_steps", steps, "warmup_steps")
+        account.note("warmup_steps decides", "warmup_ratio")
+    else:  # transformers' `constant` has no warm-up, and its newer versions read a share in warmup_steps
+        given = account.has("warmup_steps") and (steps or not account.has("warmup_ratio"))
+        share = 0 if constant else steps if given else account.get("warmup_ratio")
+        account.set("schedule.warmup_ratio", share, "warmup_steps", "warmup_ratio")
+    if account.recipe.get("objective") == "simpo" and float(account.get("cpo_alpha", 0)):
+        account.differ(f"cpo_alpha={account.get('cpo_alpha')}: the loss of the chosen answers is not added to SimPO's")
+    # The memory of activations.
+    recompute, offload = "gradient_checkpointing", "activation_offloading"
+    if account.get(recompute) in ("offload", "offload_disk", "legacy") or account.get(offload):
+        account.set("techniques.checkpointing.enabled", True, recompute)
+        account.set("techniques.checkpointing.offload", True, recompute, offload)
+    elif half:
+        account.note("techniques=fast recomputes as much as the card's memory needs", recompute)
 
 
-def stop_early(account: Account, key: str = "early_stopping_patience") -> None:
-    if account.get(key):
-        account.set("train.stop.patience", int(account.get(key)), key)
+def quantize(account: Account, name: str) -> None:
+    if account.get(name) in OFF:
+        account.note("off", name)
+    elif "lora" not in account.recipe["techniques"]:
+        account.refuse("a quantized model is trained through adapters alone: take adapters, or leave it out", name)
+    else:
+        account.set("techniques.quantize.enabled", True, name)
+        forms = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
+        account.set("techniques.quantize.type", forms.get(name) or account.word(name), name)
 
 
-def tracking(account: Account, key: str = "report_to") -> None:
-    """Where metrics go, by transformers' names."""
-    wanted = account.get(key, [])
-    names = {str(name).lower() for name in (wanted if isinstance(wanted, list) else [wanted])}
-    if "wandb" in names:
-        account.set("tracking.wandb.mode", "online", key)
-    if "tensorboard" in names:
-        account.set("tracking.tensorboard", True, key)
-    if others := names - {"wandb", "tensorboard", "none", "all"}:
-        account.refuse(f"fxtune logs to W&B and TensorBoard, not to {', '.join(sorted(others))}", key)
-    elif not names & {"wandb", "tensorboard"}:
-        account.note("metrics.jsonl and the report are always written", key)
-
-
-def lora(account: Account, keys: tuple[str, str, str], r: int, alpha: float | None, dropout: float) -> None:
-    """LoRA's numbers. `keys`: of r, alpha and dropout; the others: the tool's defaults (alpha None: 2 r)."""
-    rank = int(account.get(keys[0], r))
-    account.set("techniques.lora.r", rank, keys[0])
-    account.set("techniques.lora.alpha", number(account.get(keys[1], 2 * rank if alpha is None else alpha)), keys[1])
-    account.set("techniques.lora.dropout", number(account.get(keys[2], dropout)), keys[2])
-
-
-def targets(account: Account, key: str, default: Any = "all-linear") -> None:
-    """The modules that get adapters."""
-    wanted = account.get(key, default)
+def targets(account: Account, name: str) -> None:
+    """The modules that get adapters, also on tensors that hold all experts, by the names of their linears."""
+    wanted = account.get(name) or "all-linear"
+    if not account.get(name):
+        account.differ(f"{name} is not set: peft adapts a few linears, which the model's family decides, fxtune all")
+    if account.get("lora_target_linear"):
+        account.set("techniques.lora.target_modules", "all-linear", "lora_target_linear")
+        return account.note("lora_target_linear decides", name)
     if isinstance(wanted, str) and any(sign in wanted for sign in "()[]\\|*"):
         if (wanted := _names_of(wanted)) is None:
-            account.refuse("a regular expression: give names of modules in techniques.lora.target_modules", key)
-            return
-        account.differ(f"{key} is a regular expression; the recipe has the names of linears that end it")
-    names = [name.strip() for name in wanted.split(",")] if isinstance(wanted, str) else [str(name) for name in wanted]
-    account.set("techniques.lora.target_modules", ["all-linear"] if {*names} & {"all", "all-linear"} else names, key)
+            return account.refuse("a regular expression: give names of modules", name)
+        account.differ(f"{account.own(name)} is a regular expression; the recipe has the names of linears that end it")
+    experts = [str(word).rpartition(".")[2] for word in listed(account.get("lora_target_parameters", []))]
+    found = [*dict.fromkeys([*map(str, listed(wanted)), *sorted(experts)])]
+    found = ["all-linear"] if {*found} & {"all", "all-linear"} else found
+    account.set("techniques.lora.target_modules", found, name, "lora_target_parameters")
 
 
 def _names_of(pattern: str) -> list[str] | None:
@@ -269,7 +111,80 @@ def _names_of(pattern: str) -> list[str] | None:
     if "|" in re.sub(r"\([^()]*\)", "", pattern) or any(re.search(r"\([^)]*\d", part) for part in path):
         return None  # several patterns, or some layers only
     found = re.fullmatch(r"(\w*)(?:\(([\w|]+)\)(\w*))?", last)
-    if found is None or not last:
-        return None
-    before, choices, after = found.groups()
-    return [f"{before}{choice}{after or ''}" for choice in (choices or "").split("|")]
+    names = (found[2] or "").split("|") if found and last else []
+    return [f"{found[1]}{name}{found[3] or ''}" for name in names] if found and names else None
+
+
+def sharding(account: Account, name: str) -> None:
+    """A section or a file of DeepSpeed, FSDP or accelerate."""
+    if "offload" in re.sub(r"'\w*offload\w*': (False|None)", "", str(account.get(name))):
+        account.refuse("weights on the host are not supported. Take techniques=qlora, or more cards", name)
+    else:
+        account.note("fxtune divides the weights over the cards where that helps (parallel.shard)", name)
+
+
+def vision(account: Account, name: str) -> None:
+    """Whether the vision encoder, or its projector (`aligner`), is frozen."""
+    if account.get(name) not in OFF:
+        account.note("the vision encoder and its projector stay as they are", name)
+    elif "lora" in account.recipe["techniques"]:
+        account.set("techniques.lora.vision" if name == "freeze_vit" else "techniques.lora.projector", True, name)
+    elif account.get("freeze_vit", True) in OFF:
+        rate = account.get("learning_rate", account.recipe.get("optimizer.lr"))
+        account.set("optimizer.lr_vision", account.get("vit_lr", rate), name)
+    else:
+        account.refuse("full fine-tuning trains the projector with the vision encoder alone", name)
+
+
+def learn_all(account: Account, name: str) -> None:
+    account.note("off", name)
+    if account.get(name):
+        account.set("data.learn.roles", ["system", "user", "assistant"], name)
+        account.differ(f"{account.own(name)}: the texts of all turns are learned, without the template's headers")
+
+
+def tracking(account: Account, name: str) -> None:
+    """Where metrics go, by transformers' names."""
+    account.note("metrics.jsonl and the report are always written", name)
+    names = {str(word).lower() for word in listed(account.get(name))}
+    if "wandb" in names:
+        account.set("tracking.wandb.mode", "online", name)
+    for tracker in sorted(names & {"tensorboard", "mlflow", "trackio"}):
+        account.set(f"tracking.{tracker}", tracker == "tensorboard" or "fxtune", name)
+    if names - {"wandb", "tensorboard", "mlflow", "trackio", "none", "all"}:
+        account.refuse("fxtune logs to W&B, TensorBoard, MLflow and Trackio", name)
+
+
+def rows(account: Account, target: str, name: str, source: Callable[[Account, str, Any], dict[str, Any]]) -> None:
+    """The entries of the key `name` as data.sources or data.eval_sources. `source` raises ValueError to refuse."""
+    try:
+        found = [source(account, name, entry) for entry in listed(account.get(name, []))]
+    except ValueError as error:
+        return account.refuse(str(error), name)
+    if found:
+        account.set(target, account.recipe.get(target, []) + found, name)
+    if any("limit" in entry for entry in found):
+        account.differ(f"{account.own(name)}: a limited source gives its first rows, where the tool may draw them")
+
+
+def held_out(account: Account, name: str) -> None:
+    """A share or a count of the rows, unless held-out rows have a source of their own."""
+    value = float(account.get(name))
+    if value <= 0 or "data.eval_sources" in account.recipe:
+        return account.note("no share of the rows is held out", name)
+    account.set("data.eval_fraction", value if value < 1 else 0.05, name)
+    account.differ("held-out rows are chosen by their content")
+    if value >= 1:
+        account.set("data.eval_limit", value, name)
+        account.differ(f"{account.own(name)}={value:g}: 5 % of the rows are held out, and at most {value:g} evaluated")
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quant_bits"), quantize),
+    **dict.fromkeys(("deepspeed", "fsdp_config", "accelerator_config"), sharding),
+    **dict.fromkeys(("freeze_vit", "freeze_aligner"), vision),
+    "train_on_inputs": learn_all,
+    "lora_target_modules": targets,
+    "report_to": tracking,
+    "val_set_size": held_out,
+}

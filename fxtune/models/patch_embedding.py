@@ -1,9 +1,9 @@
-"""Patch embeddings of towers for images as one matrix product.
+"""Patch embeddings of vision encoders as one matrix product.
 
 A patch embedding is a convolution whose stride equals its kernel size. Patches do not overlap, so the convolution is a
 product of the flattened patches and the flattened kernel. The convolution may take a hundred times as long as the
 product: in bfloat16 cuDNN has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100 in
-sglang-omni#539). The towers of kinds/image_families.py have no other convolution, so cuDNN's autotuner and
+sglang-omni#539). The vision encoders of kinds/image_families.py have no other convolution, so cuDNN's autotuner and
 channels-last memory have no use.
 """
 
@@ -41,7 +41,7 @@ class PatchEmbedding(InPlaceOf):
 
 
 def replace_patch_embeddings(model: nn.Module) -> None:
-    """Replace the patch embeddings in the towers of a model by products. Names and weights stay."""
+    """Replace the patch embeddings in the vision encoders of a model by products. Names and weights stay."""
     where = places(model)
     for tower in towers(model):
         for module in [*tower.modules()]:

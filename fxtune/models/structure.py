@@ -27,7 +27,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The decoder of a model with or without adapters, which makes hidden states of tokens: no head, no tower."""
+    """The decoder of a model with or without adapters, which makes hidden states: no head, no vision encoder."""
     base = _base(model)
     return kind_of(base.config).backbone(base)
 
@@ -51,7 +51,7 @@ def tower_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def projectors(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model between its towers and its decoder, with or without adapters."""
+    """The modules of a model between its vision encoders and its decoder, with or without adapters."""
     base = _base(model)
     return kind_of(base.config).projectors(base)
 
@@ -142,15 +142,15 @@ def image_arguments(
 
 
 def beside_text(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that no text reaches, outside of the decoder and the head, such as a vision tower's."""
+    """The parameters that no text reaches, outside of the decoder and the head, such as a vision encoder's."""
     parts = [part for part in (backbone(model), output_head(model)) if part is not None]
     reached = {id(parameter) for part in parts for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 
 
 def for_images(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that images alone reach: of towers, projectors and what lies beside them. A tower for sound has
-    others."""
+    """The parameters that images alone reach: of vision encoders, projectors and what lies beside them. An encoder of
+    sound has others."""
     parts = [*towers(model), *projectors(model)]
     around = body(model).parameters(recurse=False) if parts else ()
     return list(dict.fromkeys([*(weight for part in parts for weight in part.parameters()), *around]))

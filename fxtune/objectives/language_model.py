@@ -3,7 +3,7 @@
 The head is the largest matmul of a model: with a vocabulary of 128k it is 1/15 of an 8B model's work, and its logits
 take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
 gathered, and the head runs on these alone: the same numbers for less work, and no host sync. A batch without images
-passes by the tower of a model that has one.
+passes by the vision encoder of a model that has one.
 
 Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). LOGIT_FACTORS
 may miss a family. So the constructor compares the logits of a small row with the logits of the model's own

@@ -44,8 +44,8 @@ class OptimizerConfig:
     """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
     rule for AdamW and supervised text (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
     lr_vision: Optional[float] = field(default=None, metadata={"above": 0})
-    """Peak learning rate of the parts for images, on the same schedule: the tower and its projector, whole or with
-    adapters. null: full fine-tuning leaves these parts as they are, and adapters there have `lr`."""
+    """Peak learning rate of the parts for images, on the same schedule: the vision encoder and its projector, whole or
+    with adapters. null: full fine-tuning leaves these parts as they are, and adapters there have `lr`."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
     weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""

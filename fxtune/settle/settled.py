@@ -207,7 +207,7 @@ def _remarks(config: Config, techniques: Pipeline, facts: Facts, hf_config: Any,
         if not any(reason in line for line in decided)
     ]
     if not techniques.lora.enabled and config.optimizer.lr_vision is not None:
-        remarks.append(f"model: its vision tower and projector are trained at {config.optimizer.lr_vision:g}")
+        remarks.append(f"model: its vision encoder and projector are trained at {config.optimizer.lr_vision:g}")
     elif not techniques.lora.enabled and (untrained := kind_of(hf_config).untrained_parts(hf_config)):
         remarks.append(f"model: {untrained}")
     if facts.ships_mxfp4 and not techniques.keeps_mxfp4(facts.model):

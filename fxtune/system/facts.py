@@ -21,8 +21,7 @@ PACKAGES = (
     "datasets",
     "tokenizers",
     *(package.name for package in packages.PACKAGES.values() if not package.with_torch),
-    "wandb",
-    "tensorboard",
+    *("wandb", "tensorboard", "mlflow-skinny", "trackio"),
     "lion-pytorch",
     "schedulefree",
 )

@@ -29,7 +29,7 @@ from typing import Any
 
 from fxtune.errors import Stopped
 
-HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name))
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 DOUBLE = 0.25
 """Seconds in which a second signal counts as the first. A person's second Ctrl-C comes later."""
 

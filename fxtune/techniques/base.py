@@ -17,8 +17,8 @@ from fxtune.facts.options import Options
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 
-NO_IMAGE = "no image was tried: the tower does not run on a small one"
-"""What is observed of a tower that Decoder.image_probe() has no image for."""
+NO_IMAGE = "no image was tried: the vision encoder does not run on a small one"
+"""What is observed of a vision encoder that Decoder.image_probe() has no image for."""
 
 
 @dataclass(frozen=True)

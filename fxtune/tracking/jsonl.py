@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fxtune.system.atomic_files import replacing
-from fxtune.tracking.wandb_worker import HISTORY, STEP
+from fxtune.tracking.worker import HISTORY, STEP
 
 
 class MetricsFile:

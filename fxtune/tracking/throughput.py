@@ -9,9 +9,9 @@ keys) lowers MFU instead of raising it:
 - Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
   masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
-- A tower counts its linears for each patch of an image, its projector for each feature. All patches of an image, or of
-  a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass (estimate/tower.py).
-  An image's features are tokens of its document, so the decoder counts them as it counts text.
+- A vision encoder counts its linears for each patch of an image, its projector for each feature. All patches of an
+  image, or of a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass
+  (estimate/tower.py). An image's features are tokens of its document, so the decoder counts them as it counts text.
 - A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
@@ -54,8 +54,8 @@ class TrainingCost:
     """Of images; None: the model reads none."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
-        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the towers
-        of their images."""
+        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the vision
+        encoders of their images."""
         lengths = np.asarray(lengths, np.float64)
         total = self.per_token * lengths.sum() + self.per_target * supervised
         for window, per_pair in self.attention:

@@ -1,7 +1,7 @@
-"""Writes the metrics of a run: always to metrics.jsonl, and to Weights & Biases and TensorBoard if configured.
+"""Writes the metrics of a run: always to metrics.jsonl, and to the trackers that the config names.
 
-Training goes on if a tracker fails: `Tracker.log` never raises and never waits. W&B runs in a process of its own
-that reads metrics.jsonl (wandb_client.py).
+Training goes on if a tracker fails: `Tracker.log` never raises and never waits. Each tracker runs in a process of its
+own that reads metrics.jsonl (client.py, worker.py).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.facts.run import Facts
 from fxtune.system.atomic_files import replace_text
 from fxtune.system.progress import phase
-from fxtune.system.redact import redact, redact_arguments
+from fxtune.system.redact import redact
 from fxtune.system.signals import SIGNALS
+from fxtune.tracking.client import Notes, TrackerClient, api_key_at_hand
 from fxtune.tracking.jsonl import MetricsFile
-from fxtune.tracking.wandb_client import WandbClient, api_key_at_hand
-from fxtune.tracking.wandb_worker import GOES_ON, STEP
+from fxtune.tracking.worker import GOES_ON, STEP, TRACKERS
 
 SYNC_PATIENCE = 15.0
 """Seconds that `fxtune sync` waits for W&B's first answer."""
 UPLOAD_PATIENCE = 6 * 3600.0
 """Seconds that the upload of `fxtune sync` may take."""
 SHORT_PATIENCE = 3.0
-"""Seconds that a stopped run waits for W&B: a scheduler does not wait for long, and the run is resumed later."""
+"""Seconds that a stopped run waits for a tracker: a scheduler does not wait for long, and the run is resumed later."""
 
 
 class WandbMode(str, Enum):
@@ -94,6 +94,10 @@ class TrackingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
     """Also write TensorBoard event files into RUN/tensorboard. Needs the extra fxtune[tensorboard]."""
+    mlflow: Optional[str] = None
+    """The experiment of MLflow that gets the run, at MLFLOW_TRACKING_URI. Needs the extra fxtune[mlflow]."""
+    trackio: Optional[str] = None
+    """The project of Trackio on this machine that gets the run (TRACKIO_DIR). Needs the extra fxtune[trackio]."""
     display: DisplayKind = DisplayKind.auto
     """`auto`: a live display on a terminal, one line per log interval elsewhere."""
     cost: CostConfig = field(default_factory=CostConfig)
@@ -101,13 +105,13 @@ class TrackingConfig:
 
 def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
     """Yield each reason why this tracking config cannot work here, and what to change. Imports no tracker."""
-    if config.tensorboard and "tensorboard" not in facts.packages:
-        yield _TENSORBOARD_MISSING
+    for name in _options(config):
+        if (package := TRACKERS[name].package) not in facts.packages:
+            wanted = package if name == "wandb" else f'"fxtune[{name}]"'
+            yield f"tracking.{name} is set, but {package} is not installed: pip install {wanted}"
     wandb = config.wandb
     if wandb.mode is WandbMode.disabled:
         return
-    if "wandb" not in facts.packages:
-        yield f"tracking.wandb.mode={wandb.mode.value}, but wandb is not installed: pip install wandb"
     if not 0 < len(wandb.project) <= 128 or set(wandb.project) & set("/\\#?%:"):
         yield f"tracking.wandb.project={wandb.project!r}: W&B takes 1 to 128 characters, none of them / \\ # ? % :"
     for tag in wandb.tags:
@@ -115,10 +119,16 @@ def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
             yield f"tracking.wandb.tags: {tag!r} has {len(tag)} characters; W&B takes 1 to 64"
 
 
-_TENSORBOARD_MISSING = (
-    "tracking.tensorboard=true, but tensorboard is not installed: "
-    'pip install "fxtune[tensorboard]", or set tracking.tensorboard=false'
-)
+def _options(config: TrackingConfig) -> dict[str, dict[str, Any]]:
+    """The own options of each configured tracker, by its key in worker.TRACKERS."""
+    wandb = {key: getattr(config.wandb, key) for key in ("project", "entity", "group", "tags", "init_timeout")}
+    options = {
+        "wandb": wandb if wandb_mode(config.wandb) != "disabled" else None,
+        "tensorboard": {} if config.tensorboard else None,
+        "mlflow": {"experiment": config.mlflow} if config.mlflow else None,
+        "trackio": {"project": config.trackio} if config.trackio else None,
+    }
+    return {name: own for name, own in options.items() if own is not None}
 
 
 def wandb_mode(config: WandbConfig) -> str:
@@ -134,8 +144,8 @@ class Tracker:
     """Writes a run's metrics to every place that the config names.
 
     `resume_step`: the optimizer steps that the resumed run has done; `logged`: the last logged one (see MetricsFile).
-    `wandb_id`: the id of the W&B run to continue. `note` gets one-line messages, from the thread that calls this
-    object. Raises only ConfigError, if TensorBoard is configured and not installed.
+    `wandb_id`: the id of the run to continue, in all trackers. `note` gets one-line messages, from the thread that
+    calls this object.
     """
 
     def __init__(
@@ -151,24 +161,16 @@ class Tracker:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._note = note
-        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._notes: Notes = queue.SimpleQueue()
         self._summary: dict[str, Any] = {}
-        self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
         self._resume_step = resume_step
         self._file = MetricsFile(self.run_dir, resume_step, logged, self._notes.put)
-        self._wandb: WandbClient | None = None
-        self.wandb_id: str | None = None
-        """The id of the W&B run, which a checkpoint saves; None if W&B is disabled."""
-        mode = wandb_mode(config.wandb)
-        if mode != "disabled":
-            self.wandb_id = wandb_run_id(self.run_dir, wandb_id)
-            if mode == "offline" and config.wandb.mode is not WandbMode.offline:
-                self._notes.put(
-                    "W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline"
-                )
-            self._wandb = _client(
-                config.wandb, self.wandb_id, self.run_dir, run_name, resolved_config, (mode, "offline"), self._notes
-            )
+        if wandb_mode(config.wandb) == "offline" and config.wandb.mode is not WandbMode.offline:
+            self._notes.put("W&B: no API key at hand (WANDB_API_KEY, or `wandb login`), so the run is kept offline")
+        run = {"name": run_name, "config": resolved_config, "id": wandb_id}
+        self._clients = _connect(config, self.run_dir, run, self._notes)
+        self.wandb_id: str | None = next((client.id for client in self._clients), None)
+        """The id of the run in all trackers, which a checkpoint saves; None without a tracker."""
         self._pass_notes_on()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -177,37 +179,31 @@ class Tracker:
             return  # the run was killed after it wrote these figures, and has computed them again
         values = {STEP: step, **{name: _json_value(value) for name, value in metrics.items()}}
         self._file.write({"time": round(time.time(), 3), **values})
-        if self._tensorboard:
-            self._log_to_tensorboard(step, values)
         self._pass_notes_on()
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Set the figures that W&B shows for the whole run, in its table of runs."""
+        """Set the figures of the whole run, which W&B shows in its table of runs."""
         self._summary |= {name: _json_value(value) for name, value in figures.items()}
 
     def finish(self, figures: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
         """Set the summary and close everything. Safe to call twice.
 
-        Waits for W&B's last upload: at most half a minute, or SHORT_PATIENCE if the run was stopped.
+        Waits for the trackers' last uploads: at most half a minute, or SHORT_PATIENCE if the run was stopped.
         """
         self.summary(figures or {})
-        if self._tensorboard:
-            try:
-                self._tensorboard.close()
-            except Exception as error:  # noqa: BLE001  a third party's writer must not fail a finished run
-                self._notes.put(f"TensorBoard: {error}")
-            self._tensorboard = None
-        self._file.close()  # before W&B ends, because its process reads metrics.jsonl to the end
-        client, self._wandb = self._wandb, None
-        if client:
+        self._file.close()  # before the trackers end, because their processes read metrics.jsonl to the end
+        clients, self._clients = self._clients, []
+        for client in clients:
+            client.end(exit_code, self._summary)
+        for client in clients:
             try:
                 waiting = SIGNALS.interruptible() if exit_code == 0 else contextlib.nullcontext()
-                with waiting, phase("Waiting for W&B's last upload", announce=False):
-                    client.finish(exit_code, self._summary, SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
+                with waiting, phase(f"Waiting for {client.title}'s last upload", announce=False):
+                    client.wait(SHORT_PATIENCE if exit_code in (GOES_ON, 130) else None)
             except Stopped:  # the run is finished; the signal stops only the upload
-                if not client.finish(exit_code, self._summary, SHORT_PATIENCE):
+                if not client.wait(SHORT_PATIENCE):
                     again = f"fxtune sync {shlex.quote(str(self.run_dir))}"
-                    self._notes.put(f"W&B was left behind. To send the missing steps: {again}")
+                    self._notes.put(f"{client.title} was left behind. To send the missing steps: {again}")
         self._pass_notes_on()
 
     def __enter__(self) -> Tracker:
@@ -220,28 +216,6 @@ class Tracker:
     def _pass_notes_on(self) -> None:
         while not self._notes.empty():
             self._note(redact(self._notes.get()))  # an error's text may hold an address with a password
-
-    def _open_tensorboard(self, resume_step: int) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(_TENSORBOARD_MISSING) from error
-        purge = resume_step + 1 if resume_step else None  # hides the lines of steps that are done again
-        try:
-            return SummaryWriter(log_dir=str(self.run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
-        except OSError as error:
-            self._notes.put(f"TensorBoard's files cannot be written ({error}); training goes on without them")
-            return None
-
-    def _log_to_tensorboard(self, step: int, values: dict[str, Any]) -> None:
-        assert self._tensorboard is not None
-        try:
-            for name, value in values.items():
-                if name != STEP and isinstance(value, (int, float)):
-                    self._tensorboard.add_scalar(name, value, step)
-        except Exception as error:  # noqa: BLE001  re-raised by its writer thread, from whatever broke there
-            self._notes.put(f"TensorBoard stopped at step {step} ({error}); training goes on")
-            self._tensorboard = None
 
 
 class NoTracker(Tracker):
@@ -260,69 +234,68 @@ class NoTracker(Tracker):
         pass
 
 
-def upload(run_dir: Path, note: Callable[[str], None]) -> None:
-    """Send W&B the rows of the run in `run_dir` that it does not have. No process may be training that run.
+def upload(run_dir: Path, note: Callable[[str], None]) -> list[str]:
+    """Send the run's trackers the rows of `run_dir` that they do not have. No process may be training that run.
 
-    Raises ConfigError (no such run, no API key) and StorageError (the folder is not as fxtune writes it, or W&B did
-    not accept every row).
+    Returns the trackers' names. Raises ConfigError (no such run, no API key) and StorageError (the folder is not as
+    fxtune writes it, or a tracker did not accept every row).
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
-    if not api_key_at_hand():
-        raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
     require_own_files(run_dir)
     with FileLock(run_dir / ".lock", timeout=0):
         plain = read_config(run_dir) or {}
         try:
-            settings = {key: plain["tracking"]["wandb"][key] for key in ("project", "entity", "group", "tags")}
-            config = WandbConfig(WandbMode.online, **settings, init_timeout=SYNC_PATIENCE)
+            recorded = plain["tracking"]
+            wandb = {key: recorded["wandb"][key] for key in ("project", "entity", "group", "tags")}
+            others = [recorded.get(tracker) for tracker in ("tensorboard", "mlflow", "trackio")]
+            online = WandbConfig(WandbMode.online, **wandb, init_timeout=SYNC_PATIENCE)
+            config = TrackingConfig(online, *others)
+            if recorded["wandb"].get("mode") == "disabled" and len(_options(config)) > 1:
+                config.wandb.mode = WandbMode.disabled
             name = str(plain["run"]["name"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise StorageError(
                 f"{run_dir / 'config.yaml'} is not the config of a run of this version of fxtune: its run.name or "
                 "tracking.wandb is missing. Bring it back."
             ) from error
-        notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        run_id = wandb_run_id(run_dir, None)
-        client = _client(config, run_id, run_dir, name, plain, ("online",), notes, UPLOAD_PATIENCE)
-        client.finish(0 if (run_dir / "result.json").exists() else 1, {}, UPLOAD_PATIENCE)
+        if config.wandb.mode is WandbMode.online and not api_key_at_hand():
+            raise ConfigError("There is no API key for W&B at hand: set WANDB_API_KEY, or `wandb login`.")
+        notes: Notes = queue.SimpleQueue()
+        clients = _connect(config, run_dir, {"name": name, "config": plain, "id": None}, notes, UPLOAD_PATIENCE)
+        for client in clients:
+            client.end(0 if (run_dir / "result.json").exists() else 1, {})
+        for client in clients:
+            client.wait(UPLOAD_PATIENCE)
     while not notes.empty():
         note(redact(notes.get()))
-    if client.trouble:
-        raise StorageError(f"{run_dir}: {redact(client.trouble)}. Nothing is lost: give the same command again later.")
+    if trouble := "; ".join(client.trouble for client in clients if client.trouble):
+        raise StorageError(f"{run_dir}: {redact(trouble)}. Nothing is lost: give the same command again later.")
+    return [client.title for client in clients]
 
 
-def _client(
-    config: WandbConfig,
-    wandb_id: str,
-    run_dir: Path,
-    run_name: str,
-    resolved_config: dict[str, Any],
-    modes: tuple[str, ...],
-    notes: queue.SimpleQueue[str],
-    upload_timeout: float | None = None,
-) -> WandbClient:
-    init = {
-        "id": wandb_id,
-        "name": run_name,
-        **{key: getattr(config, key) for key in ("project", "entity", "group", "tags")},
-        "config": resolved_config,
-        "allow_val_change": True,
-    }
-    argv = [sys.argv[0], *redact_arguments(sys.argv[1:])]
-    return WandbClient(redact(init), run_dir, argv, modes, config.init_timeout, notes, upload_timeout)
+def _connect(
+    config: TrackingConfig, run_dir: Path, run: dict[str, Any], notes: Notes, patience: float = 0
+) -> list[TrackerClient]:
+    """The clients of all configured trackers. `run`: its `name` and `config`, and its `id`, if known."""
+    clients = []
+    for name, own in _options(config).items():
+        modes = (wandb_mode(config.wandb), "offline") if name == "wandb" and not patience else ("online",)
+        run |= {"id": run_id(run_dir, name, run["id"])}
+        clients.append(TrackerClient(name, redact(run | own), run_dir, modes, notes, patience))
+    return clients
 
 
-def wandb_run_id(run_dir: Path, given: str | None) -> str:
-    """The id of this folder's W&B run. It is kept in a file, for a run that is killed before its first checkpoint."""
-    file = run_dir / "wandb" / "id"
+def run_id(run_dir: Path, tracker: str, given: str | None) -> str:
+    """The id of the run in a tracker. It is kept in a file, for a run that is killed before its first checkpoint."""
+    file = run_dir / tracker / "id"
     known = given
     with contextlib.suppress(OSError, UnicodeDecodeError):
         # The folder may be a stranger's: read no pipe, and no link to a file of ours.
         if file.is_file() and not file.is_symlink():
             known = known or file.read_text(encoding="utf-8").strip()
     known = known or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)  # a seed must not repeat an id
-    with contextlib.suppress(OSError):  # if the folder cannot be written, W&B says so itself
+    with contextlib.suppress(OSError):  # if the folder cannot be written, the tracker says so itself
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, known)
     return known

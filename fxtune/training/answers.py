@@ -96,17 +96,7 @@ def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | No
     values = [row.value for row in rows if row.value is not None]
     questions = []
     # Questions are not trained on, so they may have columns that are not read.
-    encoder = Encoder(
-        tokenizer,
-        form,
-        data.chat_template,
-        data.system,
-        None,
-        None,
-        data.chat_template_kwargs,
-        template_time=data.template_time,
-        images=images,
-    )
+    encoder = Encoder.of(data, tokenizer, form, images, unused=None)
     documents = encoder.encode(values, [source.folders.get(file_and_place(row.where)[0]) for row in rows])
     for row, value, document in zip(rows, values, documents, strict=True):
         if isinstance(document, EncodedGroup):  # of a pair: the chosen answer is the right one

@@ -36,12 +36,13 @@ from fxtune.models.load import Init, ModelConfig
 from fxtune.models.prepared import PreparedModel
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json
+from fxtune.tracking import worker
 
 SAMPLES = 64
 """How many 4 KiB blocks of a weights file are hashed, with its size. Hashing all of 16 GB would take a minute."""
 BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
-TRACKERS = {"wandb", "tensorboard"}
+TRACKERS = {tracker.package for tracker in worker.TRACKERS.values()}
 """Packages that do not affect numerics."""
 DRAWS = {"draws": "one seed a weight"}
 """How stochastic rounding draws its random bits, as setting.json records it."""

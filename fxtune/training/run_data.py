@@ -8,6 +8,7 @@ from typing import Any
 
 from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData, prepare_data
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.table import TokenTable
@@ -61,6 +62,15 @@ def run_data(
             raise ConfigError(reason)
         refused(reason)
     return data
+
+
+def held_out_note(evaluation: Plan) -> str:
+    """A line on the documents that are held out, for the user."""
+    summary = evaluation.summary()
+    used, dropped = summary["documents"] - summary["dropped"], summary["dropped"]
+    too_long = f"; {dropped:,} longer than {evaluation.stream.settings.sequence_length:,} tokens are left out"
+    supervised = f"{summary['supervised_tokens']:,} supervised tokens"
+    return f"held out for evaluation: {used:,} documents, {supervised}{too_long * bool(dropped)}"
 
 
 def data_notes(config: Config, data: PreparedData) -> Iterator[str]:

@@ -144,7 +144,7 @@ class RunForecast:
     reference_bytes: int = 0
     """The files of a stored reference, beside the cached tokens: a float32 for each token."""
     tower_seconds: float = 0.0
-    """The part of `step_seconds` that the tower for images and its projector take."""
+    """The part of `step_seconds` that the vision encoder and its projector take."""
     assumed: str = ""
     """What was assumed of the images, because the data is not here."""
     few_steps: list[str] = field(default_factory=list)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import RunFolder
+from fxtune.checkpoint.run_folder import RUNS, RunFolder
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.needs import unread_warnings
 from fxtune.config.root import Config
@@ -20,7 +23,7 @@ from fxtune.tracking.display import Display
 from fxtune.tracking.tracker import Tracker
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.builder import RunBuilder
-from fxtune.training.run_data import data_notes
+from fxtune.training.run_data import data_notes, held_out_note
 from fxtune.training.run_forecast import seconds_here
 from fxtune.training.step_count import few_steps
 
@@ -93,6 +96,32 @@ class RunLog:
             self.screen.note(line)
 
 
+def next_commands(config: Config, folder: Path) -> list[str]:
+    """What a user does with the finished run in `folder`."""
+    name = shlex.quote(folder.name if folder.absolute().parent == RUNS.absolute() else str(folder))
+    use = {
+        "chat": config.objective.needs.head == "lm",
+        "eval": config.data.holds_out or config.data.questions.path is not None,
+        "merge": config.techniques.lora.enabled,
+    }
+    return [f"fxtune {command} {name}" for command, possible in use.items() if possible] or [f"fxtune report {name}"]
+
+
+def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any]) -> Iterator[str]:
+    """The last lines of a run: its held-out figures, and what may be wrong with them."""
+    for part, whose in (("eval", "held-out rows"), ("train", "training rows, in the last log line")):
+        if (accuracy := figures.get(f"{part}/reward_accuracy")) is not None:
+            margin = figures.get(f"{part}/reward_margin", math.nan)
+            yield f"Preferences met in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
+            break
+    if (loss := figures.get("eval/loss")) is not None:
+        yield f"Held-out loss at the last evaluation: {loss:.4f}"
+    elif not config.data.holds_out and config.data.questions.path is None:
+        yield "Nothing is held out, so no figure shows what the model learned: data.eval_fraction=0.05 holds rows out"
+    summary = data.training.summary()
+    yield from few_steps(config.train, summary["steps"], summary["rows"])
+
+
 def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
     """Lines on the values chosen for `auto` and null, and on the data."""
     facts, device = builder.facts, builder.world.device
@@ -126,11 +155,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         yield f"the steps take about {duration} if these cores stay as free as now (a product was timed)"
     yield from config.data.unasked()
     if data.evaluation:
-        held = data.evaluation.summary()
-        yield (
-            f"held out for evaluation: {held['documents']:,} documents, {held['supervised_tokens']:,} supervised "
-            "tokens"
-        )
+        yield held_out_note(data.evaluation)
     if facts.dtype == "bfloat16" and not builder.techniques.lora.enabled and not config.optimizer.stochastic_rounding:
         yield (
             "The trained weights are bfloat16, where an update below 1/512 of a weight is lost: small learning rates "

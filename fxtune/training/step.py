@@ -96,11 +96,11 @@ class TrainStep:
         updated), `loss_scale`, and `spike_limit`, the loss above which this step is a spike.
         """
         normalizer = self.objective.normalizer(plan, step.index)
-        backward = partial(self.backward, step.micro_batches, normalizer, step.index, step.counted, lr)
+        backward = partial(self.backward, step.micro_batches, normalizer, step.data_step, step.counted, lr)
         metrics = self.sum_over_ranks(self.rank_report.timed(backward))
         with self.rank_report.timer.part(UPDATE):
             self.clip(metrics)
-            self.update(metrics, lr, step.index)
+            self.update(metrics, lr, step.data_step)
         return metrics
 
     def backward(
@@ -114,7 +114,7 @@ class TrainStep:
         """Run forward and backward over this rank's micro-batches. Leaves the gradients of the mean loss in the
         parameters. Returns the means.
 
-        `index`: the step's. Dropout depends only on the index, the micro-batch's place in the step and the seed, so a
+        `index`: StepBatches.data_step. Dropout depends only on it, the micro-batch's place in the step and the seed: a
         resumed run repeats it exactly, with any number of ranks.
         `counted`: see StepBatches; further micro-batches add zeros.
         `lr`: with optimizer.in_backward the weights are updated at this rate, no gradients are left, and the means

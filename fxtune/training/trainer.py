@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -63,7 +62,7 @@ from fxtune.system.tested_versions import outside_tested_range
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
-from fxtune.tracking.wandb_worker import GOES_ON
+from fxtune.tracking.worker import GOES_ON
 from fxtune.training.about import describe_run
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
@@ -77,7 +76,7 @@ from fxtune.training.run_clock import RunClock
 from fxtune.training.run_end import Decision, RunEnd
 from fxtune.training.run_energy import RunEnergy, sentence
 from fxtune.training.run_forecast import FORWARD
-from fxtune.training.run_log import RunLog, introduction
+from fxtune.training.run_log import RunLog, conclusion, introduction, next_commands
 from fxtune.training.run_state import RunState, weights_note
 from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
@@ -133,6 +132,7 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
             )
             if world.main and config.run.report and not (folder.path / REPORT).exists():  # a kill came before the page
                 screen.note(_write_report(folder.path))
+            screen.note(f"Next: {', '.join(next_commands(config, folder.path))}")
             return folder.result()
         if line := outside_tested_range():
             screen.note(line)
@@ -541,7 +541,7 @@ class Trainer:
         # Interruptible, because nothing has changed yet, and compiling can take minutes.
         with self._interruptible(changes=train_step.in_backward is not None), counted as work:
             batches = work.over(step.micro_batches)
-            passes = partial(train_step.backward, batches, normalizer, step.index, step.counted, lr)
+            passes = partial(train_step.backward, batches, normalizer, step.data_step, step.counted, lr)
             backward = partial(self.rank_report.timed, passes)
             agree = self.rank_report.agree if self._collects(step.index + 1) else None
             # A signal between two averages of the ranks' weights waits for the next average. A run that is saved there
@@ -559,7 +559,7 @@ class Trainer:
                 train_step.clip(metrics)
             # An update that runs out of memory is not repeated: some weights may be updated already.
             with self.builder.oom_context(f"The update of step {step.index + 1}"):
-                train_step.update(metrics, lr, step.index)
+                train_step.update(metrics, lr, step.data_step)
         return metrics
 
     def _has_new_rows(self, index: int) -> bool:
@@ -797,7 +797,7 @@ class Trainer:
         lines = self.monitor.summary(self.plan.steps)
         if self.train_step.recorder:
             lines.append(self.train_step.recorder.summary())
-        lines += _preferred(state.figures)
+        lines += conclusion(self.config, self.data, state.figures)
         if proof.asked is not None and proof.ended_after is None:
             lines.append(
                 f"The {kind} has not learned to end: {proof.ending()}. Train longer, or look at the ends of the rows "
@@ -808,6 +808,7 @@ class Trainer:
         lines.append(exported)
         if used := sentence(energy):
             lines.append(used)
+        lines.append(f"Next: {', '.join(next_commands(self.config, self.folder.path))}")
         self.log.ended(self.questions, lines)
         return figures
 
@@ -878,15 +879,6 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _preferred(figures: Mapping[str, Any]) -> Iterator[str]:
-    """A line on the last reward_accuracy of a run on preferences."""
-    for part, whose in (("eval", "held-out rows"), ("train", "training rows, in the last log line")):
-        if (accuracy := figures.get(f"{part}/reward_accuracy")) is not None:
-            margin = figures.get(f"{part}/reward_margin", math.nan)
-            yield f"Preferences met in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
-            return
 
 
 def _write_report(folder: Path) -> str:

@@ -115,8 +115,8 @@ def remove_recorders(module: nn.Module) -> None:
     """Remove transformers' hooks on `module` and inside it that record results, such as attention's weights.
 
     What: _forward_hooks of nn.Module.
-    Why: transformers installs them all as soon as one result is asked for (LLaVA asks for the tower's hidden states,
-    which a hook of a whole layer records), and torch.compile cannot trace them.
+    Why: transformers installs them all as soon as one result is asked for (LLaVA asks for the vision encoder's hidden
+    states, which a hook of a whole layer records), and torch.compile cannot trace them.
     """
     for part in module.modules():
         hooks = part._forward_hooks

@@ -107,7 +107,7 @@ def wandb_outage(fault: str | int, half_way: bool) -> dict[str, Any]:
         begun = time.monotonic()
         tracker = start_tracker(Path(place), notes, first - 1)
         started = time.monotonic() - begun
-        while half_way and tracker._wandb and not tracker._wandb.folder:
+        while half_way and not tracker._clients[0].ready:
             time.sleep(0.05)
         server.mode = fault
         if half_way and fault == "refused":

@@ -87,6 +87,8 @@ README_ROWS = (
     ("the 70B shape, 1 x 4,096", "h200_70b", "70b_1x4096"),
     ("1 x 409,600 (`scripts/bench/longest.py --lengths 409600 --fast`) *", "h200_longest_fast", "409,600, `--fast`"),
 )
+TWO_MACHINES = {"30b_a3b_4x4096"}
+"""Cases in which the tools ran on two machines, so a ratio would compare the machines, too."""
 
 
 def readme() -> str:
@@ -101,9 +103,11 @@ def readme() -> str:
     for label, file, case in README_ROWS:
         found = {(row.case, row.tool): row for row in reversed(read(file).measurements)}
         cells = [found.get(key) for key in ((case, "fxtune"), (case, "unsloth"), (f"{case}_fp8", "fxtune"))]
-        rows.append([label, *map(cell, cells)])
+        own, peer = (row.tokens_per_second if row else None for row in cells[:2])
+        ratio = f"{own / peer:.2f}" if own and peer and case not in TWO_MACHINES else ""
+        rows.append([label, *map(cell, cells), ratio])
     head = "tokens/s and peak memory by `python scripts/bench/bench_peers.py`"
-    return table([head, "fxtune", "Unsloth", "fxtune, fp8 base"], rows)
+    return table([head, "fxtune", "Unsloth", "fxtune, fp8 base", "fxtune / Unsloth"], rows)
 
 
 def first_step() -> str:

@@ -1,4 +1,4 @@
-"""Writes tests/repository/keys.txt: every key of a recipe with its type and default, and every command with its options.
+"""Writes recipes/fxtune.schema.json, and tests/repository/keys.txt: every key of a recipe with its type and default, and every command with its options.
 A key or an option that is added, lost or changed shows in the diff of this file.
 
     python scripts/make/keys.py
@@ -18,7 +18,9 @@ sys.path.insert(0, str(ROOT))
 from fxtune.cli.commands import COMMANDS  # noqa: E402
 from fxtune.config.introspection import Slot, with_defaults  # noqa: E402
 from fxtune.config.root import Config  # noqa: E402
+from fxtune.config.schema import recipe_schema  # noqa: E402
 
+SCHEMA = ROOT / "recipes" / "fxtune.schema.json"
 FILE = ROOT / "tests" / "repository" / "keys.txt"
 
 
@@ -49,6 +51,7 @@ def keys(section: Slot, prefix: str = "") -> Iterator[str]:
 
 def options() -> Iterator[str]:
     """A line for each command, and one for each of its options: `fxtune plan --gpu NAME`."""
+    yield "fxtune COMMAND --json FILE"
     for name, command in COMMANDS.items():
         yield f"fxtune {name}"
         for option, settings in (command.options or {}).items():
@@ -60,5 +63,17 @@ def text() -> str:
     return "\n".join([*keys(Slot(Config)), *options()]) + "\n"
 
 
+def _a_key_a_line(value: Any, indent: str = "\n") -> str:
+    """JSON with a line for each key of a recipe."""
+    text, deeper = json.dumps(value, ensure_ascii=False), indent + " "
+    if '"properties"' not in text:
+        return text
+    if isinstance(value, list):
+        return "[" + ",".join(deeper + _a_key_a_line(entry, deeper) for entry in value) + f"{indent}]"
+    inside = (f"{deeper}{json.dumps(key)}: {_a_key_a_line(entry, deeper)}" for key, entry in value.items())
+    return "{" + ",".join(inside) + f"{indent}}}"
+
+
 if __name__ == "__main__":
     FILE.write_text(text())
+    SCHEMA.write_text(_a_key_a_line(recipe_schema()) + "\n")

@@ -248,8 +248,8 @@ def write_processor(folder: Path) -> None:
 
 
 def pretrain(work: Path, tokenizer: Path, start: Path | None) -> dict[str, float]:
-    """Train all parameters, tower and projector too, with fxtune. `start`: the folder of the first weights; None: random
-    weights. Returns the run's last figures."""
+    """Train all parameters, vision encoder and projector too, with fxtune. `start`: the folder of the first
+    weights; None: random weights. Returns the run's last figures."""
     from fxtune.checkpoint.manager import CheckpointConfig
     from fxtune.config.root import Config, RunConfig, TrainConfig
     from fxtune.data.config import DataConfig, SourceConfig
@@ -287,7 +287,7 @@ newcomer can fine-tune a real vision model on a CPU, without a hub and an accoun
 are in a small picture, and answers questions about them. It knows nothing else.
 
 Made by `python scripts/make/make_vision_base.py`: {rows:,} rows from a generator (seed {seed}), no downloaded picture or text.
-Full-parameter training with fxtune, tower and projector too, in {stages} stages, float32, then stored as bfloat16. Loss on the
+Full-parameter training with fxtune, vision encoder and projector too, in {stages} stages, float32, then stored as bfloat16. Loss on the
 held-out 1 % of the last stage: {loss:.4f} (perplexity {perplexity:.2f}). Its steps took {minutes:.0f} minutes on {machine},
 which other jobs shared, torch {torch}.
 

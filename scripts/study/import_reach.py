@@ -18,11 +18,11 @@ from pathlib import Path
 
 import yaml
 
+from fxtune.cli.import_config import TOOLS
 from fxtune.config.compose import load
 from fxtune.drafts import recipe
 from fxtune.errors import ConfigError
-from fxtune.migration import axolotl, llamafactory
-from fxtune.migration.account import Account, Fate
+from fxtune.migration.account import Fate, read
 
 MARK = {"axolotl": "base_model", "llamafactory": "finetuning_type"}
 
@@ -40,14 +40,11 @@ def main() -> None:
     refused: Counter[str] = Counter()
     os.chdir(tempfile.mkdtemp(prefix="fxtune-import-"))
     for file, values in configs.items():
-        account = Account(values)
-        if options.tool == "axolotl":
-            axolotl.read(account)
-        else:
-            llamafactory.read(account, file.parent)
-        assert values.keys() == account.entries.keys(), file
-        refused.update(f"{entry.key}: {entry.text[:80]}" for entry in account.of(Fate.refused))
-        if account.of(Fate.refused):
+        account = read(TOOLS[options.tool], values, file=file)
+        assert values.keys() <= account.entries.keys(), file
+        reasons = [f"{entry.key}: {entry.text[:80]}" for entry in account.shown() if entry.fate is Fate.refused]
+        refused.update(reasons)
+        if reasons:
             continue
         whole += 1
         Path("draft.yaml").write_text(recipe.text([], account.recipe))

@@ -1,5 +1,5 @@
-"""Times a vision tower of Qwen2.5-VL-7B's shape with random weights, in plain transformers and with each change of
-fxtune. Needs a GPU; on a CPU, a tower of two small layers shows that the script works.
+"""Times a vision encoder of Qwen2.5-VL-7B's shape with random weights, in plain transformers and with each change of
+fxtune. Needs a GPU; on a CPU, an encoder of two small layers shows that the script works.
 
     python scripts/study/tower_time.py
 

@@ -51,12 +51,15 @@ def test_a_bad_option_is_refused_before_anything_is_built(cwd, capsys, monkeypat
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_failed_run_does_not_change_the_file_of_json(cwd):
-    assert main(["bench", *TINY, "techniques.attention.backend=flash4", "--json", "new.json"]) == 2
-    assert list(cwd.iterdir()) == []
-    Path("old.json").write_text("{}")
-    assert main(["bench", *TINY, "techniques.attention.backend=flash4", "--json", "old.json"]) == 2
-    assert Path("old.json").read_text() == "{}"
+def test_each_reason_of_a_refused_run_is_an_error_and_an_older_answer_is_gone(cwd):
+    Path("b.json").write_text('{"tokens_per_second": 1}')
+    assert main(["bench", *TINY, "techniques.attention.backend=flash4", "--json", "b.json"]) == 2
+    found = json.loads(Path("b.json").read_text())
+    assert [*found] == ["error"]
+    each = [found["error"], *found["error"]["also"]]
+    assert {mistake["key"] for mistake in each} == {"techniques.attention.backend"}
+    assert len(each) > 1
+    assert all(mistake["change"] for mistake in each)
 
 
 def test_each_technique_and_switch_that_is_on_is_switched_off():

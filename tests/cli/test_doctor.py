@@ -75,7 +75,9 @@ def checked(monkeypatch, torch_answer) -> set[str]:
 def findings(*words: str, code: int) -> dict[str, dict]:
     file = Path("doctor.json").absolute()
     assert main(["doctor", "--json", str(file), *words]) == code
-    return {row["what"]: row for row in json.loads(file.read_text())}
+    found = json.loads(file.read_text())
+    assert ("error" in found) == (code != 0)
+    return {row["what"]: row for row in (found["results"] if code else found)}
 
 
 # --- packages

@@ -7,9 +7,12 @@ import json
 import pytest
 import yaml
 
+from fxtune.cli.import_config import TOOLS
 from fxtune.cli.main import main
 from fxtune.config.compose import load
-from fxtune.migration import axolotl, llamafactory, openai, swift, trl
+from fxtune.config.introspection import all_keys
+from fxtune.config.root import Config
+from fxtune.migration.account import KINDS
 
 AXOLOTL = {
     "base_model": "org/base",
@@ -192,6 +195,7 @@ def test_config_becomes_a_recipe_with_every_key_accounted_for(folder, tool):
         ("llamafactory", {"finetuning_type": "oft"}),
         ("llamafactory", {"dataset": "unknown"}),
         ("trl", {"loss_type": "bco_pair"}),
+        ("trl", {"bnb_4bit_quant_type": "fp4"}),
         ("swift", {"rlhf_type": "grpo"}),
     ],
 )
@@ -234,11 +238,64 @@ def test_a_key_that_trains_otherwise_here_is_a_difference(folder, tool, changes,
     assert any(word in line for line in json.loads((folder / "out.json").read_text())["differences"])
 
 
+@pytest.mark.parametrize(
+    ("tool", "changes", "expected"),
+    [
+        ("axolotl", {"lr_scheduler": "constant"}, {"schedule.warmup_ratio": 0}),
+        ("axolotl", {"optimizer": "sgd"}, {"optimizer.momentum": 0}),
+        ("axolotl", {"sequence_len": None}, {"data.sequence_length": 512}),
+        ("axolotl", {"warmup_steps": 0}, {"schedule.warmup_ratio": 0}),
+        ("axolotl", {"max_steps": 5}, {"train.max_steps": 5, "train.epochs": None}),
+        ("axolotl", {"context_parallel_size": 2}, {"train.global_batch_size": 8, "parallel.context": "2"}),
+        ("axolotl", {"excess_length_strategy": "raise"}, {"data.on_long": "error"}),
+        ("axolotl", {"rl": "orpo", "orpo_alpha": 0.3}, {"objective.beta": 0.3}),
+        ("axolotl", {"reward_model": True}, {"objective": "reward", "objective.center": 0}),
+        ("axolotl", {"val_set_size": 0, "eval_steps": 5}, {"train.eval_every": None}),
+        ("llamafactory", {"pref_beta": None}, {"objective.beta": 0.1, "objective.gamma": 0.5}),
+        ("llamafactory", {"per_device_train_batch_size": None}, {"train.micro_batch_size": 8}),
+        ("llamafactory", {"stage": "sft", "neat_packing": True}, {"data.packing": True, "objective.beta": None}),
+        ("llamafactory", {"freeze_vision_tower": False}, {"techniques.lora.vision": True}),
+        (
+            "llamafactory",
+            {"finetuning_type": "full", "freeze_vision_tower": False, "freeze_multi_modal_projector": False},
+            {"optimizer.lr_vision": 5e-6, "techniques.lora.r": None},
+        ),
+        ("swift", {}, {"train.global_batch_size": 16, "optimizer.betas": [0.9, 0.95], "optimizer.weight_decay": 0.1}),
+        ("trl", {"use_peft": None}, {"techniques": ["full", "fast"]}),
+        ("trl", {"bf16": None, "max_length": None, "max_seq_length": 64}, {"data.sequence_length": 64}),
+        ("trl", {"eval_strategy": "steps"}, {"data.eval_sources": [{"path": "org/rows", "split": "test"}]}),
+        (
+            "trl",
+            {"dataset_text_field": "body"},
+            {"data.sources": [{"path": "org/rows", "columns": {"body": "text"}}]},
+        ),
+        ("trl", {}, {"data.packing": False, "techniques": ["lora", "fast"]}),
+    ],
+)
+def test_what_the_tool_does_by_default_is_done_here(folder, tool, changes, expected):
+    changes = {"load_in_4bit": False, "load_in_8bit": False} | changes if tool == "trl" else changes
+    code, found = imported(folder, tool, **changes)
+    recipe = found["recipe"]
+    assert code == 0
+    assert {key: recipe.get(key) for key in expected} == expected
+
+
+def test_an_odd_value_is_one_message(folder, capsys):
+    assert imported(folder, "axolotl", micro_batch_size="many")[0] == 2
+    assert "many" in capsys.readouterr().err
+    assert main(["import", "axolotl.yaml", "--tool", "trl", "--method", "sfft"]) == 2
+
+
 def test_no_file_is_overwritten(folder):
     assert imported(folder, "swift")[0] == 0
     assert imported(folder, "swift")[0] == 6
 
 
-@pytest.mark.parametrize("module", [axolotl, llamafactory, swift, trl, openai])
-def test_each_key_has_one_rule(module):
-    assert all(callable(rule) for rule in module.RULES.values())
+@pytest.mark.parametrize("tool", TOOLS)
+def test_keys_yaml_names_keys_of_the_recipe_and_no_key_twice(tool):
+    table = TOOLS[tool].table
+    texts = [table["to"], *(text for kind in KINDS[1:] for text in table.get(kind, {}).values())]
+    words = [word for text in texts for word in text.split()]
+    assert len(words) == len({word.partition("=")[0] for word in words})
+    targets = {word.partition(":")[0] for kind, _, word in table["lines"].values() if kind == "to"}
+    assert targets - {*all_keys(Config)} <= {"data.chat_template_kwargs.enable_thinking"}

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from support.processors import write_picture_rows
 
 from fxtune.cli.main import main
@@ -59,6 +60,7 @@ FILES = {
     "judged.jsonl": lambda file: jsonl(
         file, [{"prompt": q, "completion": a, "label": n % 2 == 0} for n, (q, a) in enumerate(ASKED)]
     ),
+    "labels.csv": lambda file: table(file, ["text", "label"], [(q, "even") for q, _ in ASKED]),
     "folder": folder,
 }
 OBJECTIVES = {"pairs.jsonl": "dpo", "judged.jsonl": "kto"}
@@ -91,10 +93,97 @@ def test_rows_of_each_kind_become_a_recipe_that_trains(place, file):
     )
 
 
+@pytest.mark.parametrize("file", ["questions.csv", "pairs.jsonl", "judged.jsonl", "labels.csv"])
+def test_texts_are_turns_of_the_models_template(place, file, capfd):
+    drafted(file)
+    assert main(["preview", f"+recipe={NAMES[file]}"]) in (0, None)
+    assert "<|im_start|>" in capfd.readouterr().out
+    if file.endswith("csv"):
+        asked = [
+            json.loads(line) for line in (place / f"recipes/{NAMES[file]}_questions.jsonl").read_text().splitlines()
+        ]
+        assert all({"instruction", "output"} <= row.keys() for row in asked), "asked as they are trained"
+        assert len({int(row["instruction"].split()[2]) % 2 for row in asked}) == 2, "drawn, not every n-th"
+
+
+def test_columns_with_other_names_are_named(place, capfd):
+    table("odd.csv", ["Frage hier", "Antwort"])
+    assert main(["new", "odd", "--data", "odd.csv"]) == 3
+    assert "--columns" in capfd.readouterr().err
+    assert main(["new", "odd", "--data", "odd.csv", "--columns", "Frage hier=instruction,Antwort=output"]) == 0
+    assert load(["+recipe=odd"]).data.sources[0].columns == {"Frage hier": "instruction", "Antwort": "output"}
+
+
+@pytest.mark.parametrize(("columns", "code", "seen"), [("Frage", 2, "COLUMN=NAME"), (None, 3, "no such file")])
+def test_columns_are_asked_for_only_where_they_help(place, capfd, columns, code, seen):
+    table("odd.csv", ["Frage", "Antwort"])
+    words = ["--data", "odd.csv", "--columns", columns] if columns else ["--data", "nofile.csv"]
+    assert main(["new", "odd", *words]) == code
+    told = capfd.readouterr().err
+    assert seen in told
+    assert ("--columns" in told) == bool(columns)
+
+
+def test_pictures_and_a_model_of_text_are_refused(place, capfd):
+    file = write_picture_rows(place, rows=8)
+    assert main(["new", "seen", "--data", str(file), "--model", "builtin:tiny"]) == 2
+    assert "reads no images" in capfd.readouterr().err
+
+
+def test_a_question_that_repeats_its_answer_keeps_its_column(place):
+    table("same.csv", ["question", "answer"], [("Hello", "Hello"), *ASKED])
+    assert main(["new", "same", "--data", "same.csv"]) == 0
+    assert load(["+recipe=same"]).data.sources[0].columns == {"question": "instruction", "answer": "output"}
+
+
+def test_a_chat_in_an_object_and_a_text_with_a_category_of_its_own_stay_as_they_are(place):
+    jsonl("inner.jsonl", [{"conv": {"prompt": q, "completion": a}} for q, a in ASKED])
+    table("topics.csv", ["text", "category"], ASKED)
+    for name, file in (("inner", "inner.jsonl"), ("topics", "topics.csv")):
+        assert main(["new", name, "--data", file]) == 0
+        assert load([f"+recipe={name}"]).data.sources[0].columns == {}
+
+
+def test_labels_that_are_numbers_say_what_to_write(place, capfd):
+    table("numbers.csv", ["text", "label"], [(q, n % 2) for n, (q, _) in enumerate(ASKED)])
+    assert main(["new", "numbers", "--data", "numbers.csv"]) == 3
+    assert "Write each label as a word" in capfd.readouterr().err
+
+
 def test_pictures_get_a_model_that_sees_them(place):
     file = write_picture_rows(place, rows=8)
     assert main(["new", "seen", "--data", str(file)]) == 0
     assert load(["+recipe=seen"]).model.path == "builtin:tiny-vision"
+
+
+def test_pictures_in_a_folder_with_their_questions_become_a_recipe_that_trains(place):
+    (place / "pictures").mkdir()
+    for n in range(50):
+        Image.new("RGB", (32, 32), (5 * n, 80, 80)).save(place / f"pictures/{n}.jpg")
+    rows = [{"file_name": f"{n}.jpg", "question": "How red is it?", "answer": str(5 * n)} for n in range(50)]
+    jsonl("pictures/metadata.jsonl", rows)
+    assert main(["new", "seen", "--data", "pictures"]) == 0
+    assert load(["+recipe=seen"]).model.path == "builtin:tiny-vision"
+    assert main(["train", "+recipe=seen", "train.max_steps=1", "tracking.display=none", "run.report=false"]) == 0
+
+
+def test_a_file_name_without_a_file_beside_a_text_is_no_picture():
+    jsonl("pages.jsonl", [{"file_name": f"{n}.png", "text": f"{q} {a}"} for n, (q, a) in enumerate(ASKED)])
+    assert main(["new", "pages", "--data", "pages.jsonl"]) == 0
+    assert load(["+recipe=pages"]).model.path == "builtin:tiny"
+
+
+@pytest.mark.parametrize(("split", "file"), [("test", "rows/test.jsonl"), ("validation", "rows/dev/part.jsonl")])
+def test_a_folder_s_split_is_held_out(place, split, file):
+    train = "rows/train.jsonl" if split == "test" else "rows/train/part.jsonl"
+    for name, rows in ((train, ASKED), (file, ASKED[:30])):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(name, [{"conv": {"messages": turns(*pair)}} for pair in rows])
+    assert main(["new", "mine", "--data", "rows"]) == 0
+    config = load(["+recipe=mine"])
+    assert [source.split for source in config.data.eval_sources] == [split]
+    assert f"split {split}" in (place / "recipes/mine.yaml").read_text()
+    assert main(["train", "+recipe=mine", "train.max_steps=1", "tracking.display=none", "run.report=false"]) == 0
 
 
 def test_rows_with_pictures_are_not_copied_as_questions(place):

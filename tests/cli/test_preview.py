@@ -159,7 +159,15 @@ def test_held_out_documents_and_source_weights_are_shown(small, chats, tmp_path)
     page = page_of(small)
     assert re.search(r"own\.jsonl +│ .*│ 2\d\.\d%", page)
     assert re.search(r"chats\.jsonl +│ .*│ 7\d\.\d%", page)
-    assert re.search(r"Held out for evaluation: \d+ documents, [\d,]+ supervised tokens", page)
+    assert re.search(r"held out for evaluation: \d+ documents, [\d,]+ supervised tokens$", page, re.MULTILINE)
+
+
+def test_held_out_documents_that_are_left_out_are_counted(small, tmp_path):
+    small.data.sources = [chat(tmp_path, *[("say", f"long {i} " * 200 if i % 2 else f"{i}") for i in range(40)])]
+    small.data.eval_fraction, small.data.on_long, small.data.sequence_length = 0.5, OnLong.drop, 128
+    page = page_of(small)
+    used, dropped = re.search(r"for evaluation: (\d+) documents, .*; (\d+) longer than 128", page).groups()
+    assert int(used) > 0 < int(dropped) <= 20
 
 
 def test_a_mix_of_short_and_long_documents_is_shown(small):
@@ -231,13 +239,12 @@ def test_a_judged_answer_is_shown_with_its_judgment(small, tmp_path):
 
 def test_files_have_the_page_and_the_samples(small, tmp_path, tokenizer):
     small.data.sources = [rows_of(tmp_path, PAIR, {**PAIR, "chosen": "<b>two</b>"})]
-    html, samples = tmp_path / "page.html", tmp_path / "samples.json"
-    preview.run(small, Console(file=io.StringIO(), width=120), html=html, json=samples)
+    html = tmp_path / "page.html"
+    found = preview.run(small, Console(file=io.StringIO(), width=120), html=html)
     page = html.read_text()
     assert "it is two" in page
     assert "&lt;b&gt;two" in page
     assert "<b>two" not in page
-    found = json.loads(samples.read_text())
     answers = [[document["answer"] for document in sample] for sample in found["samples"]]
     assert answers == [["chosen", "rejected"]] * len(answers)
     chosen, rejected = found["samples"][0]
@@ -254,12 +261,12 @@ def test_images_are_a_line_each_and_pictures_in_the_page(small, tmp_path):
     small.model = ModelConfig(path=str(write_model("qwen2_5_vl", tmp_path / "model")))
     small.data.sources = [SourceConfig(path=str(write_picture_rows(tmp_path / "pictures")))]
     small.techniques.lora.enabled = False
-    page, samples = tmp_path / "page.html", tmp_path / "samples.json"
-    preview.run(small, Console(file=(out := io.StringIO()), width=400), html=page, json=samples)
+    page = tmp_path / "page.html"
+    found = preview.run(small, Console(file=(out := io.StringIO()), width=400), html=page)
     lines = re.findall(r"image (\d): (\S+), (\d+) x (\d+) pixels, (\d+) tokens", out.getvalue())
     assert lines
     assert "<|image_pad|>" not in out.getvalue()
-    documents = [document for sample in json.loads(samples.read_text())["samples"] for document in sample]
+    documents = [document for sample in found["samples"] for document in sample]
     listed = [(document, image) for document in documents for image in document["images"]]
     assert [line[1] for line in lines] == [Path(image["name"]).name for _, image in listed]
     sources = re.findall(r'<img src="data:image/png;base64,([^"]+)"', page.read_text())

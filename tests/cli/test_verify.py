@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.processors import write_model, write_picture_rows
+from support.rows import write_jsonl
 from support.tuning import QUICKSTART, TINY
 
 from fxtune.cli import verify
@@ -134,6 +136,17 @@ def test_an_adapter_that_no_gradient_reaches_is_named(cwd, monkeypatch):
     assert "none in base_model.model.model.layers.1.mlp.up_proj" in parameters["observed"]
 
 
+def test_a_trained_token_that_no_document_reads_needs_no_gradient(cwd):
+    write_jsonl(Path("rows.jsonl"), [{"prompt": f"is {i} even?", "completion": "yes"} for i in range(8)])
+    words = (
+        "model.init=random",
+        "model.architecture={tie_word_embeddings: false}",
+        "data.sources=[{path: rows.jsonl}]",
+    )
+    code, found = verified(cwd, *words, 'techniques.lora.train_tokens=["<|im_end|>"]')
+    assert (code, row(found, "parameters", "the adapters are trained and nothing else")["acted"]) == (0, True)
+
+
 def test_a_base_that_is_not_frozen_is_named(cwd, monkeypatch):
     from fxtune.techniques.lora.technique import Lora
 
@@ -182,7 +195,6 @@ def test_errors_have_their_exit_codes(cwd, capsys):
     assert main(["verify", QUICKSTART, "data.sources.0.path=nowhere.jsonl"]) == 3
     assert main(["verify", *TINY, "--json", "no/such/folder.json"]) == 6
     assert main(["verify", QUICKSTART, "--los"]) == 2
-    assert main(["verify", "-m", QUICKSTART, "run.seed=1,2", "--json", "one.json"]) == 2
     assert main(["preview", QUICKSTART, "--loss"]) == 2
     assert "unrecognized arguments: --loss" in capsys.readouterr().err
 

@@ -98,6 +98,7 @@ def test_all_mistakes_are_reported_at_once(cwd):
         (["~optimizer.lr"], "no key can be taken out"),
         (["optimizer@model=sgd"], "cannot move it"),
         (["data.sources.0.path=a(b.jsonl"], "Quote the value twice"),
+        (["techniques.lora.train_tokens=[<|a|>, b]"], """'techniques.lora.train_tokens=["<|a|>","b"]'"""),
         (["run.name=${run.nam}"], "did you mean `run.name`?"),
         (["run.name=${run.dir}", "run.dir=${run.name}"], "ecursi"),
         (["data.sources.0.path=???"], "`data.sources.0.path` is not set"),

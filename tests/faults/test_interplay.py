@@ -412,7 +412,7 @@ def test_finished_run_stays_unchanged(run_, monkeypatch, said):
     for resume in (Resume.auto, Resume.must):
         run_.run.resume = resume
         assert trainer.run(run_) == result
-        assert "run holds this run, finished: nothing to do" in said[-1]
+        assert "run holds this run, finished: nothing to do" in said[-2]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     run_.run.resume = Resume.never
     with pytest.raises(ConfigError, match=r"run already holds a run.*Set run\.dir to a new folder"):
@@ -425,7 +425,12 @@ def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, sa
     waited: list[float | None] = []
 
     class Slow:
-        def finish(self, exit_code: int, summary: dict, patience: float | None = None) -> bool:
+        title = "W&B"
+
+        def end(self, exit_code: int, summary: dict) -> None:
+            pass
+
+        def wait(self, patience: float | None = None) -> bool:
             waited.append(patience)
             if patience is None:
                 send()
@@ -436,7 +441,7 @@ def test_signal_while_trackers_close_does_not_undo_the_end(run_, monkeypatch, sa
     monkeypatch.setattr(
         Tracker,
         "__init__",
-        lambda self, *given, **named: (made(self, *given, **named), setattr(self, "_wandb", Slow()))[0],
+        lambda self, *given, **named: (made(self, *given, **named), setattr(self, "_clients", [Slow()]))[0],
     )
     assert trainer.run(run_)["train/step"] == 6
     assert Path("run/result.json").exists()

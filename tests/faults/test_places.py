@@ -64,8 +64,13 @@ def test_tilde_is_the_home_folder(cwd, monkeypatch):
     assert (
         command.main([*RUN[:1], "run.dir='~/sweep'", "-m", "train.max_steps=0,1"]) == 2
     )  # max_steps must be positive
-    monkeypatch.setattr(trainer, "run", lambda config: given.append(config.run.dir))
     given: list[str] = []
+
+    def train(config):
+        given.append(config.run.dir)
+        return Path(config.run.dir), {}
+
+    monkeypatch.setattr(trainer, "train", train)
     assert command.main(["-m", *RUN[:1], "run.dir='~/sweep'", "train.max_steps=1,2"]) == 0
     assert given == [str(cwd / "home" / "sweep" / f"train.max_steps={steps}") for steps in (1, 2)]
     assert sweep_folder(Path("~nobody-of-that-name/x"), "auto", {}) == Path("~nobody-of-that-name/x")

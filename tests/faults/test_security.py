@@ -43,7 +43,7 @@ from fxtune.models import load as models
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.system.hub import locate
 from fxtune.system.resource_limits import limit_resources
-from fxtune.tracking.tracker import DisplayKind, Tracker, TrackingConfig, WandbMode, wandb_run_id
+from fxtune.tracking.tracker import DisplayKind, Tracker, TrackingConfig, WandbMode, run_id
 from fxtune.training.trainer import run as train
 
 # --- recipes
@@ -733,7 +733,7 @@ def test_forged_wandb_id_is_ignored(cwd):
     for number, make in enumerate((os.mkfifo, lambda path: Path(path).symlink_to(cwd / "mine"))):
         Path(f"run{number}/wandb").mkdir(parents=True)
         make(f"run{number}/wandb/id")
-        assert re.fullmatch("[a-z0-9]{8}", wandb_run_id(Path(f"run{number}"), None))
+        assert re.fullmatch("[a-z0-9]{8}", run_id(Path(f"run{number}"), "wandb", None))
     assert Path("mine").read_text() == "private"
 
 

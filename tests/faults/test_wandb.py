@@ -19,8 +19,8 @@ from support.harness import wait_for
 from support.servers import Wandb, black_hole, refused, serving
 
 from fxtune.cli.main import main
+from fxtune.tracking import client
 from fxtune.tracking import tracker as tracking
-from fxtune.tracking import wandb_client
 from fxtune.tracking.tracker import Tracker, TrackingConfig, WandbConfig, WandbMode
 
 RUN = "abcd1234"
@@ -37,7 +37,7 @@ def patience(monkeypatch):
     """Long timeouts for a working W&B on a busy machine."""
     monkeypatch.setattr(tracking, "SYNC_PATIENCE", 300.0)
     for name in ("END_TIMEOUT", "UPLOAD_TIMEOUT", "START_TIMEOUT", "SERVICE_TIMEOUT"):
-        monkeypatch.setattr(wandb_client, name, 300.0)
+        monkeypatch.setattr(client, name, 300.0)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def steps(server, run=RUN):
 
 def wait_until_ready(tracker):
     """Wait until W&B has accepted the run."""
-    wait_for(lambda: tracker._wandb.folder)
+    wait_for(lambda: tracker._clients[0].ready)
 
 
 def sync_command(notes, program):
@@ -100,7 +100,7 @@ def test_server_that_refuses_the_run_leaves_an_offline_run_to_sync(tmp_path, ser
 @pytest.mark.parametrize("fault", ["silent", "breaks", 401])
 def test_server_lost_midway_has_every_step_once_after_sync(tmp_path, server, monkeypatch, fault, capsys):
     """W&B's library reports a silent server as an incomplete upload, and the other faults as success."""
-    monkeypatch.setattr(wandb_client, "UPLOAD_TIMEOUT", 6.0)
+    monkeypatch.setattr(client, "UPLOAD_TIMEOUT", 6.0)
     notes: list[str] = []
     with start(tmp_path / "run", notes, wandb_id=RUN) as tracker:
         for step in range(1, 6):
@@ -193,10 +193,10 @@ def test_stopped_run_does_not_wait_for_a_silent_server(tmp_path, server):
     wait_until_ready(tracker)
     server.mode = "silent"
     tracker.log(2, {"train/loss": 1.0})
-    client = tracker._wandb
+    process = tracker._clients[0].process
     tracker.finish(exit_code=75)
-    assert client.process.poll() is None, "its upload still goes on"
-    client.process.kill()
+    assert process.poll() is None, "its upload still goes on"
+    process.kill()
 
 
 @pytest.mark.slow

@@ -87,8 +87,7 @@ def test_an_adapter_learns_a_new_token_and_its_export_loads_as_its_card_says(gro
 
 
 def test_a_step_has_the_loss_and_the_gradients_of_plain_transformers(growing, cwd, capsys):
-    verify.run(growing, loss=True, json=cwd / "seen.json")
-    seen = json.loads((cwd / "seen.json").read_text())
+    seen = verify.run(growing, loss=True)
     assert len(seen["loss"]) > 1, "verify raises unless each variant is within its bounds"
     assert any("rows of 2 tokens are trained as peft trains them" in found["asked"] for found in seen["evidence"])
 

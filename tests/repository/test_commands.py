@@ -26,6 +26,9 @@ NEEDS = {
         r"fxtune bench \+recipe=llama_lora",
         r"fxtune tune \+recipe=llama_lora",
     ),
+    "the tokenizer of a model on the hub": (r"fxtune new support .*--(gpu|model)",),
+    "a config of another tool (tests/cli/test_import_config.py)": (r"fxtune import ",),
+    "prompts or questions beside the recipe (tests/cli/test_programs.py)": (r"fxtune (chat|eval) mine --json",),
     "the config of a model on the hub": (r"fxtune plan \+recipe=llama_lora",),
     "an account": (r"fxtune push ",),
     "the name of a run in place of RUN": (r"fxtune (eval|merge) RUN",),
@@ -94,13 +97,19 @@ def shortened(line: str) -> str:
 def prepared(forks, tmp_path_factory) -> Path:
     """A folder with the runs, plugins and files that the commands name."""
     folder = tmp_path_factory.mktemp("prepared")
+    for name in ("my", "rows", "chats"):
+        write_chats(folder / f"{name}.jsonl", rows=120, seed=2)
+    (folder / "odd.csv").write_text("Frage,Antwort\n" + "".join(f"Order {row}?,On its way.\n" for row in range(9)))
     for line in (
+        "fxtune new mine --data my.jsonl",
+        "fxtune +recipe=mine train.max_steps=2 run.dir=runs/mine-1",
         "fxtune +recipe=quickstart",
         "fxtune +recipe=quickstart optimizer.lr=1e-3 train.max_steps=4 data.questions.limit=4",
         "fxtune +recipe=quickstart optimizer.lr=2e-3 train.max_steps=4 data.questions.limit=4",
     ):
         code, said = run(forks, line, folder)
         assert code == 0, said
+    shutil.rmtree(folder / "recipes")  # the first of these commands is tried below
     shutil.copytree(folder / "runs" / "quickstart" / "adapter", folder / "downloads" / "lamps")
     for name, text in EXAMPLES.items():
         (folder / name).write_text(text)

@@ -368,6 +368,8 @@ CASES: dict[str, Case] = {
         )
     },
     "tracking.tensorboard": Case(tracked, "true"),
+    "tracking.mlflow": Case(tracked, "other"),
+    "tracking.trackio": Case(tracked, "other"),
     "tracking.display": Case(trained, "plain"),
     "tracking.cost.card_hour": Case(priced, "2.0"),
     "tracking.cost.kwh": Case(priced, "2.0"),

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "kernels/swiglu_reduce_triton.py": "test_fused_lora.py, in Triton's interpreter",
     "kernels/triton_matrix.py": "runs inside Triton kernels only",
     "cli/schema.py": "config/test_schema.py",
+    "cli/train.py": "test_programs.py, by the command",
     **dict.fromkeys(
         [f"drafts/{name}.py" for name in ("draft", "models", "recipe", "rows")],
         "cli/test_new.py, through the command",

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def hide_accounts(monkeypatch: Any, folder: Path) -> None:
-    """Hide W&B's keys, servers and settings, and move the home folder to `folder`/home."""
+    """Hide the trackers' keys, servers and settings, and move the home folder to `folder`/home."""
     for name in list(os.environ):
-        if name.startswith("WANDB_") or name == "NETRC":
+        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")) or name == "NETRC":
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(folder / "home"))
     (folder / "home").mkdir()

@@ -280,6 +280,8 @@ class Conservation:
         count = len(self.rows.sources)
         kept = sum(max(held[mark] for mark in row.learned(self.learn)) for row, _ in units.values())
         left_out = sum(_number(text) for text in re.findall(r"data\.dedup=\w+ leaves out ([\d,]+)", self.log))
+        too_long = re.findall(r"held out for evaluation: .*; ([\d,]+) longer", self.log)
+        left_out += sum(map(_number, too_long)) if kept else 0  # rows of eval files are not among the rows
         said = sum(_number(text) for text in re.findall(r"held out for evaluation: ([\d,]+)", self.log))
         evaluated = kept or sum(any(held[mark] for mark in row.answers) for row in self.rows.held)
         if self.long == "split" and self.rows.kind != "text":

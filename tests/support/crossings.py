@@ -441,7 +441,7 @@ class Attempt:
     def conserved(self) -> Iterable[str]:
         """What goes in is trained, held out or counted; supervised tokens are counted as they are."""
         value, preview = self.case.value, self.place / "preview.json"
-        summary = json.loads(preview.read_text())["summary"] if preview.exists() else Counter[str]()
+        summary = json.loads(preview.read_text())["summary"] if not self.previewed.code else Counter[str]()
         found = Conservation(
             self.rows,
             learn=value("learn"),
@@ -524,8 +524,8 @@ class Attempt:
     def extended(self) -> Iterable[str] | None:
         """A shorter run that is extended to the case's length has the weights of the case's run."""
         schedule = self.case.value("schedule")
-        if schedule not in ("constant", "wsd") or (schedule == "wsd" and self.case.value("technique") == DROPOUT):
-            return None  # others are refused; where the steps of a decay count on, dropout differs
+        if schedule not in ("constant", "wsd"):
+            return None  # others are refused
         place, length = self.inputs("longer"), FACTORS["length"][self.case.value("length")]
         shorter = [SHORTER[self.case.value("length")] if word in length else word for word in self.single]
         for words in (shorter, self.single):

@@ -22,5 +22,5 @@ def commands(text: str) -> list[str]:
     return [line.removeprefix("python -m ") for line in lines if line.startswith(("fxtune ", "python -m fxtune "))]
 
 
-ALL = sorted({line for text in TEXTS.values() for line in commands(text)})
-"""The commands of all pages."""
+ALL = sorted({line for text in TEXTS.values() for line in commands(text) if "=mine" not in line})
+"""The commands of all pages, but those with a recipe of the reader's own, which tests/cli/test_programs.py runs."""

@@ -162,14 +162,14 @@ def digest_of_file(path: Path) -> str:
 
 
 def tracked(config: Config) -> Any:
-    """What the tracker gives to W&B's client, and the files that it makes."""
-    with patch.object(tracker, "WandbClient") as client:
+    """What the tracker gives to the trackers' clients, and the files that it makes."""
+    with patch.object(tracker, "TrackerClient") as client:
         client.return_value.id = None
         made = tracker.Tracker(config.tracking, "tracked", config.run.name, {})
         made.finish()
     files = sorted(path.name.partition(".")[0] for path in Path("tracked").rglob("*"))
     shutil.rmtree("tracked")
-    return str(client.call_args), files
+    return str(client.call_args_list), files
 
 
 def loaded(config: Config) -> Any:

@@ -1,8 +1,6 @@
-import pytest
 from support.runs import history
 from support.tracking import start
 
-from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.tracking.tracker import TrackingConfig, WandbConfig, WandbMode, check, wandb_mode
 
@@ -41,14 +39,6 @@ def test_tensorboard_resume_hides_repeated_steps(tmp_path):
     with start(tmp_path, tensorboard=True, resume_step=2) as tracker:
         tracker.log(3, {"train/loss": 30.0, "word": "text is skipped"})
     assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_missing_tensorboard_error_names_the_install_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r'pip install "fxtune\[tensorboard\]"'):
-        start(tmp_path, tensorboard=True)
-    assert [reason for reason in check(TrackingConfig(tensorboard=True), Facts()) if "fxtune[tensorboard]" in reason]
-    assert not list(check(TrackingConfig(tensorboard=True), Facts(packages={"tensorboard": "2.20"})))
 
 
 # --- W&B: choices before anything starts

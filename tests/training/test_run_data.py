@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,7 @@ ROWS = {
 
 
 def in_preview(words: list[str]) -> int | str:
-    preview.run(compose.load(words), json=Path("page.json"))
-    page = json.loads(Path("page.json").read_text())
+    page = preview.run(compose.load(words))
     refused = [note for note in page["notes"] if note.startswith("A run is refused: ")]
     return refused[0].removeprefix("A run is refused: ") if refused else page["summary"]["steps"]
 
@@ -129,15 +127,12 @@ def test_only_what_is_left_to_train_on_counts_as_good_and_bad(cwd):
 def test_low_margins_contradictions_and_few_good_answers_are_counted(cwd):
     write_jsonl(Path("rows.jsonl"), ROWS["scored"])
     words = [*WORDS, "objective=reward", "objective.margin=true"]
-    preview.run(compose.load(words), json=Path("page.json"))
-    notes = json.loads(Path("page.json").read_text())["notes"]
+    notes = preview.run(compose.load(words))["notes"]
     assert any("6 of 17 pairs have a margin of 0 or below" in note for note in notes)
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in ROWS["pairs"][:3]]
     write_jsonl(Path("rows.jsonl"), [*ROWS["pairs"], *turned])
-    preview.run(compose.load([*WORDS, "objective=dpo"]), json=Path("page.json"))
-    notes = json.loads(Path("page.json").read_text())["notes"]
+    notes = preview.run(compose.load([*WORDS, "objective=dpo"]))["notes"]
     assert any("6 of 20 pairs contradict others" in note for note in notes)
     write_jsonl(Path("rows.jsonl"), [judged(number, number == 0) for number in range(17)])
-    preview.run(compose.load([*WORDS, "objective=kto"]), json=Path("page.json"))
-    notes = json.loads(Path("page.json").read_text())["notes"]
+    notes = preview.run(compose.load([*WORDS, "objective=kto"]))["notes"]
     assert any("objective.desirable_weight=16" in note for note in notes)

@@ -320,7 +320,7 @@ def test_reward_accuracy_says_which_weights_are_best_and_the_loss_breaks_ties(tm
 @pytest.mark.parametrize("name", slow_but([ScheduleName.wsd, ScheduleName.constant], ScheduleName.wsd))
 def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, monkeypatch, said, name):
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
-    stopping.schedule.name, stopping.run.export = name, Export.last
+    stopping.schedule.name, stopping.run.export, stopping.techniques.lora.dropout = name, Export.last, 0.1
     stopping.run.dir, stopping.train.max_steps, stopping.schedule.warmup_steps = "long", 12, 2
     train.run(stopping)
     # A run of 8 steps warms up in 2 of them, a run of 12 steps in 3.
@@ -355,6 +355,7 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
 def test_extended_run_takes_a_short_last_step_again_with_all_of_its_rows(stopping, cwd):
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.eval_every = 0, None, 0
     stopping.data.eval_sources, stopping.schedule.name = [], ScheduleName.constant
+    stopping.techniques.lora.dropout = 0.1
     stopping.train.max_steps, stopping.schedule.warmup_steps, stopping.run.export = None, 1, Export.last
     stopping.run.dir, stopping.train.epochs = "long", 2.0
     long = train.run(stopping)

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from fxtune.checkpoint.train_state import TrainState
+from fxtune.config.compose import load
 from fxtune.errors import StorageError
+from fxtune.objectives.reward import Reward
 from fxtune.techniques.compile.report import CompileReport
-from fxtune.training.run_log import RunLog
+from fxtune.training.run_log import RunLog, next_commands
 
 
 class Recorder:
@@ -86,3 +88,12 @@ def test_compile_report_is_logged_once_and_a_full_disk_loses_only_its_file(recor
     ((_, figures),) = recorder.logged
     assert figures["compile/graphs"] == 2
     assert figures["compile/seconds"] == 1.5
+
+
+def test_the_next_commands_are_those_that_the_run_can_take():
+    config = load(["+recipe=quickstart"])
+    assert next_commands(config, Path("runs/mine")) == [f"fxtune {word} mine" for word in ("chat", "eval", "merge")]
+    config.data.questions.path, config.techniques.lora.enabled = None, False
+    assert next_commands(config, Path("elsewhere/mine")) == ["fxtune chat elsewhere/mine"]
+    config.data.eval_fraction, config.objective = 0.1, Reward()
+    assert next_commands(config, Path("runs/mine")) == ["fxtune eval mine"]

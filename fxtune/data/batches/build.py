@@ -167,13 +167,7 @@ def prepare_data(
     evaluation = _evaluation(data, tables, held_out, near, micro_batch_size, pad_id)
     excluded = require_no_overlap(data, tables, held_out, tokenizer, images)
     training = plan_training(
-        tables,
-        data,
-        micro_batch_size=micro_batch_size,
-        pad_id=pad_id,
-        excluded=excluded,
-        near_copies=near,
-        **sizes,
+        tables, data, micro_batch_size=micro_batch_size, pad_id=pad_id, excluded=excluded, near_copies=near, **sizes
     )
     return PreparedData(tables, training, evaluation, images)
 

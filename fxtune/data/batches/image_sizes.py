@@ -15,7 +15,7 @@ class ImageSizes(NamedTuple):
     """int64 arrays with one entry an image."""
 
     features: np.ndarray
-    """Tokens that the tower's features replace. Marks around these tokens count as text."""
+    """Tokens that the vision encoder's features replace. Marks around these tokens count as text."""
     heights: np.ndarray
     """Heights of whole images, in pixels."""
     widths: np.ndarray

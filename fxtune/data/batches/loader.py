@@ -107,6 +107,9 @@ class StepBatches:
     """The micro-batches of one optimizer step, on the device one at a time."""
 
     index: int
+    data_step: int
+    """The same step of a run that drops none (BatchSizes.dropped). Dropout and stochastic rounding draw by it, so an
+    extended run has the bits of a whole one."""
     micro_batches: Iterator[Batch]
     """In order. Take them before the next step (the rest is skipped) and while the iterator of steps exists."""
     counted: Optional[int] = None
@@ -134,7 +137,8 @@ class Loader:
         feed = self._on_device(self._on_host(start_step))
         try:
             for index in range(start_step, self.plan.steps):
-                step = StepBatches(index, iter(()), self.plan.counted_micro_batches(index))
+                data_step = index - self.plan.sizes.dropped
+                step = StepBatches(index, data_step, iter(()), self.plan.counted_micro_batches(index))
                 step.micro_batches = self._timed(step, feed)
                 yield step
                 for _ in step.micro_batches:

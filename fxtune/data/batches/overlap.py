@@ -85,16 +85,9 @@ def _tokenized_questions(
     assert questions.path is not None
     source = SourceConfig(path=questions.path, limit=questions.limit)
     opened = open_source(source)
-    encoder = Encoder(
-        tokenizer,
-        opened.format(),
-        data.chat_template,
-        data.system,
-        variables=data.chat_template_kwargs,
-        template_time=data.template_time,
-        images=images,
-    )
-    opened.keeps_images, encoder.folders = images is not None, opened.folders
+    opened.keeps_images = images is not None
+    encoder = Encoder.of(data, tokenizer, opened.format(), images)
+    encoder.folders = opened.folders
     hashes = [np.zeros(0, np.uint64)]
     for shard in (encode_shard(shard, encoder) for shard in opened.shards()):
         of_documents = shard.digests if shard.prompts is None else shard.prompts
@@ -104,10 +97,7 @@ def _tokenized_questions(
 
 
 def _overlap_error(
-    data: DataConfig,
-    tables: Sequence[TokenTable],
-    both: Sequence[np.ndarray],
-    held_out: Sequence[_HeldOut],
+    data: DataConfig, tables: Sequence[TokenTable], both: Sequence[np.ndarray], held_out: Sequence[_HeldOut]
 ) -> DataError:
     """The error for rows that are trained on and held out: how many, the first pairs by file and line, and the keys
     that keep the two apart. `both`: for each table, which documents are trained on and held out."""

@@ -221,10 +221,7 @@ def document_counts(tables: Sequence[TokenTable], source: np.ndarray, group: np.
 
 
 def spans(
-    tables: Sequence[TokenTable],
-    source: np.ndarray,
-    segments: Segments,
-    shared: Optional[Sequence[np.ndarray]] = None,
+    tables: Sequence[TokenTable], source: np.ndarray, segments: Segments, shared: Optional[Sequence[np.ndarray]] = None
 ) -> Spans:
     """The documents of segments. `source`: the table of each. `shared`: of each table, as in make_segments()."""
     if not any(table.is_grouped for table in tables):

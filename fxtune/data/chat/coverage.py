@@ -17,26 +17,27 @@ from typing import Any
 
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, is_chat
-from fxtune.data.formats.image_parts import COLUMNS, IMAGE, unread_image
+from fxtune.data.formats.image_parts import COLUMNS, IMAGE, columns_of, unread_image
 from fxtune.data.formats.registry import preference_columns
 from fxtune.data.formats.row_format import Conversation, RowFormat
+from fxtune.data.formats.shapes import OTHERS
 from fxtune.data.formats.values import RowError
 from fxtune.errors import shortened
 
 KNOWN = frozenset(
     """
-    __index_level_0__ annotations annotator annotator_id audio author authors avatar categories category
-    char_count chat_id config conversation_id country created created_at creator data_id data_source dataset
-    dataset_name dataset_source date detoxify_moderation difficulty doc_id domain domains dump engine example_id
-    extra extra_info file file_name file_path filename finish_reason generator guid hash hashed_ip header id ids
-    idx index info instance_id key kind label_names lang language language_score languages len length lengths
-    level licence license link links locale message_id meta metadata model model_name models moderation n_tokens
-    n_turns name_id num_messages num_tokens num_turns openai_moderation origin parent_id path perplexity
-    problem_id prompt_id quality quality_score question_id rank rating ratings redacted refusal repo repo_name
-    reward role_id row_id sample_id score scores session_id sha size source sources split src subdomain subject
-    subjects subset tag tags task task_id task_name task_type teacher thread_id time timestamp token_count
-    token_counts tokens_count topic topics toxic toxicity turn_count turn_id turns type updated_at url usage
-    user_id uuid version word_count year
+    __index_level_0__ annotations annotator annotator_id audio author authors avatar categories category char_count
+    chat_id config conversation_id country created created_at creator data_id data_source dataset dataset_name
+    dataset_source date detoxify_moderation difficulty doc_id domain domains ds_name dump engine example_id extra
+    extra_info file file_name file_path filename finish_reason generator guid hash hashed_ip header id ids idx index
+    info instance_id key kind label_names lang language language_score languages len length lengths level licence
+    license link links locale message_id meta metadata model model_name models moderation n_tokens n_turns name_id
+    num_messages num_tokens num_turns openai_moderation origin origin_dataset origin_split parent_id path perplexity
+    problem_id prompt_id quality quality_score question_id rank rating ratings redacted refusal repo repo_name reward
+    role_id row_id sample_id score scores session_id sha size source sources split src subdomain subject subjects
+    subset tag tags task task_id task_name task_type teacher thread_id time timestamp token_count token_counts
+    tokens_count topic topics toxic toxicity turn_count turn_id turns type updated_at url usage user_id uuid version
+    word_count year
     """.split()  # noqa: SIM905 - a table to read
 )
 """Columns and fields of turns that describe a row and hold no training text."""
@@ -48,7 +49,7 @@ KNOWN_ENDINGS = tuple(
 SHOWN = 20
 """Names of columns in one message."""
 
-TURN_KEYS = frozenset(
+TURN_KEYS = frozenset(REASONING_KEYS).union(
     (
         "role",
         "from",
@@ -62,7 +63,7 @@ TURN_KEYS = frozenset(
         "name",
         "prefix",
     )
-) | frozenset(REASONING_KEYS)
+)
 
 REASONING_REMARK = (
     "the chat template writes reasoning only in the last turns, so the reasoning of earlier turns is left out"
@@ -80,7 +81,7 @@ class Coverage:
         self.enabled, self.reads_images = enabled, reads_images
         self.unused = frozenset(unused)
         self._read = format.known_columns | self.unused
-        self._columns = KNOWN | format.known_columns | self.unused
+        self._columns = KNOWN | format.known_columns | self.unused | {OTHERS}
         self._names_answers = bool(format.answers)
         self._turn_keys = KNOWN | TURN_KEYS | self.unused
         self._unknown: dict[tuple[Any, ...], list[str]] = {}
@@ -96,6 +97,8 @@ class Coverage:
     def check_columns(self, row: Mapping[str, Any], text: str) -> None:
         """Raise RowError if a column is neither known nor in the text."""
         unknown = self._unknown_keys(row, self._columns) if self.enabled else []
+        if columns_of(row):  # where the image came from
+            unknown = [column for column in unknown if column != "image_path"]
         if lost := [shortened(column) for column in unknown if _is_unread(row[column], text)]:
             preferences = None if self._names_answers else preference_columns(row, self.unused)
             columns = f"column{'s' * (len(lost) > 1)} {', '.join(map(repr, lost[:SHOWN]))}"

@@ -42,7 +42,7 @@ from fxtune.data.chat.template_source import (
     require_variables,
     written_times,
 )
-from fxtune.data.config import OnRewritten, template_time_now
+from fxtune.data.config import DataConfig, OnRewritten, template_time_now
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.image_parts import images_of
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
@@ -56,6 +56,7 @@ from fxtune.data.formats.row_format import (
     RowGroup,
     TokenIds,
 )
+from fxtune.data.formats.shapes import OTHERS
 from fxtune.data.formats.values import SURROGATE, RowError, short, type_name
 from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
@@ -86,6 +87,9 @@ PROMPT_REMARK = (
 APART_REMARK = (
     "in one text, a token would lie across the border of a prompt and its answer, so the two are tokenized apart, as "
     "in sampling"
+)
+OTHERS_REMARK = (
+    "some answers are not used: the most frequent one is learned, or by their scores the best and the worst"
 )
 CROSSED_REMARK = (
     "an answer begins inside a token of its prompt, which sampling never writes; `fxtune preview` shows where, and "
@@ -211,6 +215,12 @@ class Encoder:
             self._template(with_tools=False)
             require_variables(self.variables, self._tokenizer.chat_template, self.template_source)
 
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: Any, format: RowFormat, images: Any, **options: Any) -> Encoder:
+        """The encoder with the chat template, its variables and the system prompt of `data`."""
+        fixed = dict(variables=data.chat_template_kwargs, template_time=data.template_time, images=images)
+        return cls(tokenizer, format, data.chat_template, data.system, **fixed, **options)
+
     @cached_property
     def _vocabulary(self) -> int:
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
@@ -284,7 +294,7 @@ class Encoder:
 
     def _group_document(self, row: Mapping[str, Any], folder: Path | None) -> _Text | Document:
         """One document of a group. Raises RowError, worded to follow the document's place."""
-        row = with_format_names(dict(row))
+        row = with_format_names(dict(row), self.unused, self.images is not None)
         format = row_format(row)
         if format is None or format.is_group:
             raise RowError(f" has no format that fxtune knows; its columns: {', '.join(map(short, row))}")
@@ -308,7 +318,7 @@ class Encoder:
         if isinstance(content, PlainText):
             coverage.check_images(row, [content.text[: content.first]])
             coverage.check_columns(row, content.text)
-            return _Text(content.text, [(content.first, len(content.text))], is_plain=True)
+            return _Text(content.text, [(content.first, len(content.text))], True, (OTHERS_REMARK,) * (OTHERS in row))
         assert isinstance(content, TokenIds)
         for index, token in enumerate(content.ids):
             if not 0 <= token < self._vocabulary:
@@ -469,6 +479,7 @@ class Encoder:
         remarks: tuple[str, ...] = ()
         if coverage is not None:
             found = coverage.check_conversation(chat.row, chat, messages, text, template)
+            found += [OTHERS_REMARK] * (OTHERS in chat.row)
             if rewritten:
                 others = [remark for remark in found if remark != REASONING_REMARK]
                 found = [REWRITTEN_REMARKS[self.on_rewritten], *others]

@@ -22,6 +22,8 @@ class AlpacaFormat(ChatFormat):
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
         chat = Conversation()
+        if row.get("instruction") is None and row.get("output") is None:  # among questions with images (shapes.py)
+            row = {**row, "instruction": row.get("prompt"), "output": row.get("completion")}
         self.add_question(chat, row)
         chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, "output")
         return chat

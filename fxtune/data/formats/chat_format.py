@@ -28,19 +28,9 @@ ROLES = tuple(role.value for role in ChatRole)
 # ShareGPT has no standard; public datasets use these names.
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "tool_response", "function", "function_response", "observation"), "tool"),
 }
 
 SYSTEM_ROLES = ("system", "developer")

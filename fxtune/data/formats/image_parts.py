@@ -47,7 +47,7 @@ def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
             texts.append(IMAGE)
             images.append((place, _payload(part, place)))
         else:
-            named = f"of type {short(part.get('type'))}" if isinstance(part, Mapping) else type_name(part)
+            named = f"of type {short(part.get('type', [*part]))}" if isinstance(part, Mapping) else type_name(part)
             raise RowError(f"{place} is {named}; only parts with text or an image can be used")
     return "".join(texts), images
 
@@ -92,12 +92,12 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
 def unread_image(row: Mapping[str, Any], read: Collection[str], questions: Iterable[str]) -> str | None:
     """Why a model that reads images cannot learn a row without images; None if nothing in the row stands for one.
     `read`: columns that are read, or unused on purpose. `questions`: texts in which MARK stands for an image."""
-    column = next((name for name, value in row.items() if name not in read and _is_image(value)), None)
+    column = next((name for name, value in row.items() if name not in read and is_image(value)), None)
     if column is not None:
         return (
             f"column {short(column)} has an image, and the row would be learned without it: name the column `images` "
-            "(the source's `columns`) beside a chat, such as `messages` or `instruction` and `output`, and write "
-            f"{MARK} into the question. `unused: [{column}]` would train without the image"
+            f"(the source's `columns`), beside `question` and `answer` alone, or beside `messages` with {MARK} in the "
+            f"question. `unused: [{column}]` would train without the image"
         )
     if any(MARK in text for text in questions):
         return (
@@ -107,12 +107,12 @@ def unread_image(row: Mapping[str, Any], read: Collection[str], questions: Itera
     return None
 
 
-def _is_image(value: Any) -> bool:
+def is_image(value: Any) -> bool:
     """Whether the value of a column is an image or names one, or is a list of such values."""
     if isinstance(value, Mapping):
-        return any(_is_image(value.get(key)) for key in _PAYLOADS)
+        return any(is_image(value.get(key)) for key in _PAYLOADS)
     if isinstance(value, (list, tuple)):
-        return any(map(_is_image, value[:1]))
+        return any(map(is_image, value[:1]))
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _BYTES.match(value) is not None
     return isinstance(value, str) and _NAME.match(value) is not None
@@ -155,9 +155,14 @@ def _is_given(value: Any) -> bool:
     return any(map(_is_given, value.values())) if isinstance(value, Mapping) else value is not None
 
 
+def columns_of(row: Mapping[str, Any]) -> list[str]:
+    """The columns that name images."""
+    return [name for name in COLUMNS if row.get(name) not in ("", [], ()) and _is_given(row.get(name))]
+
+
 def _column(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """(the column with images, its images); ("", []) if there is none."""
-    given = [name for name in COLUMNS if row.get(name) not in ("", [], ()) and _is_given(row.get(name))]
+    given = columns_of(row)
     if len(given) > 1:
         raise RowError("images and image are two columns of images; keep one")
     if not given:

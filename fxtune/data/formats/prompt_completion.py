@@ -16,7 +16,6 @@ class PromptCompletionFormat(ChatFormat):
 
     name = "prompt_completion"
     columns = ("prompt", "completion")
-    aliases = (("question", "answer"), ("prompt", "response"))
     known_columns = frozenset(("prompt", "completion", *COLUMNS, VARIABLES, "text"))
 
     def fits(self, row: Mapping[str, Any]) -> bool:

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fxtune.data.formats import shapes
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import is_chat
 from fxtune.data.formats.group import GroupFormat
-from fxtune.data.formats.image_parts import COLUMNS
 from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.pair_format import is_answer
@@ -26,7 +26,7 @@ from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.text import TextFormat
 from fxtune.data.formats.tokens import TokensFormat
-from fxtune.data.formats.values import type_name
+from fxtune.data.formats.values import RowError, type_name
 from fxtune.errors import DataError, nearest
 from fxtune.plugins import ROW_FORMATS
 
@@ -55,6 +55,8 @@ FORMATS: dict[str, RowFormat] = {
 
 ROW_FORMATS.reserve(FORMATS)
 
+PAIRS = (("question", "answer"), ("prompt", "response"))
+"""Names so common that texts under them are a prompt and a completion. Others need the source's `columns`."""
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
     "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
@@ -117,38 +119,52 @@ def learned_by(format: RowFormat) -> str:
 
 def row_format(row: Mapping[str, Any]) -> RowFormat | None:
     """The format of one row; None if it has none."""
-    found = _by_columns(row)
-    if found is None and (renamed := _renamed(row)):
-        found = renamed[0]
-    return found
+    try:
+        return _by_columns(with_format_names(dict(row)))
+    except RowError:
+        return None
 
 
 def _by_columns(row: Mapping[str, Any]) -> RowFormat | None:
     return next((format for format in FORMATS.values() if format.fits(row)), None)
 
 
-def with_format_names(row: dict[str, Any]) -> dict[str, Any]:
-    """`row`, with other common names of columns replaced by names that a format has, unless its columns are a format
-    already."""
-    found = _renamed(row)
-    if found is None or _by_columns(row) is not None:
-        return row
-    return {found[1].get(key, key): value for key, value in row.items()}
+def with_format_names(row: dict[str, Any], unused: Collection[str] = (), images: bool = False) -> dict[str, Any]:
+    """`row`, or the row of a format that another common shape stands for (shapes.py). `unused`: columns that say
+    nothing of the shape. `images`: whether the model reads images. Raises RowError."""
+    if (format := _by_columns(row)) is None:
+        row = _renamed(row) or row
+    used = given = {key: value for key, value in row.items() if key not in unused} if unused else row
+    format = _by_columns(used) if format is None or unused else format
+    if format is None:
+        used = _lifted(used) or shapes.best_and_worst(used) or used
+    used = shapes.from_api(used, format is not None) or used
+    used = (images and shapes.with_mark(used)) or used
+    return row if used is given else used
 
 
-def _renamed(row: Mapping[str, Any]) -> tuple[RowFormat, dict[str, str]] | None:
-    """The first format under one of whose aliases a row has its texts, and the names that it has for them."""
-    for format in FORMATS.values():
-        for names in format.aliases:
-            if all(isinstance(row.get(name), str) for name in names):
-                return format, dict(zip(names, format.columns, strict=True))
-    return None
+def _renamed(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    names = next((names for names in PAIRS if all(isinstance(row.get(name), str) for name in names)), ())
+    new = dict(zip(names, ("prompt", "completion"), strict=False))
+    return {new.get(key, key): value for key, value in row.items()} if names else None
+
+
+def _lifted(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The row with the columns of the only object that holds a chat, or a prompt with an answer."""
+    objects = {key: with_format_names(value) for key, value in row.items() if isinstance(value, dict)}
+    formats = {key: _by_columns(inner) for key, inner in objects.items()}
+    held = [key for key, format in formats.items() if format is not None and (format.is_chat or format.answers)]
+    if len(held) != 1 or not row.keys().isdisjoint(objects[held[0]]) or any(map(is_chat, row.values())):
+        return None
+    return {key: value for key, value in row.items() if key not in held} | objects[held[0]]
 
 
 def suggested_columns(rows: list[dict[str, Any]], columns: list[str]) -> dict[str, str]:
     """The `columns` setting that may make these rows readable; empty if there is no guess."""
-    for column in columns:
-        value = next((row[column] for row in rows if row.get(column)), None)
+    values = {column: next((row[column] for row in rows if row.get(column)), None) for column in columns}
+    objects = {column: value for column, value in values.items() if isinstance(value, dict)}
+    inner = {f"{column}.{key}": held for column, value in objects.items() for key, held in value.items()}
+    for column, value in (values | inner).items():
         if is_chat(value, "role") and column != "messages":
             return {column: "messages"}
         if is_chat(value, "from", "value") and column != "conversations":
@@ -158,8 +174,6 @@ def suggested_columns(rows: list[dict[str, Any]], columns: list[str]) -> dict[st
         found = _closest_column(wanted, [column for column in columns if column not in rename])
         if found is not None:
             rename[found] = wanted
-    if len(rename) == 2 and not set(COLUMNS).isdisjoint(columns):  # only chats have images
-        return {old: {"prompt": "instruction", "completion": "output"}[new] for old, new in rename.items()}
     if len(rename) == 2:
         return {old: new for old, new in rename.items() if old != new}
     found = _closest_column("text", columns)

@@ -142,8 +142,6 @@ class RowFormat(ABC):
     """The value of the source's `format`."""
     columns: ClassVar[tuple[str, ...]]
     """The columns that a row needs."""
-    aliases: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Names so common that rows whose texts have them are read as `columns`. Others need the source's `columns`."""
     known_columns: ClassVar[frozenset[str]]
     """Columns that the format reads, and columns that often repeat other columns: the rendered text, the first
     question. Any other column must be in the text (data/chat/coverage.py)."""

@@ -15,16 +15,8 @@ MAX_DEPTH = 100
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-_TYPE_NAMES = {
-    type(None): "null",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    dict: "an object",
-    list: "a list",
-    tuple: "a list",
-}
+_TYPE_NAMES = {type(None): "null", bool: "a boolean", str: "a string", dict: "an object"}
+_TYPE_NAMES |= dict.fromkeys((int, float), "a number") | dict.fromkeys((list, tuple), "a list")
 
 
 class RowError(DataError):

@@ -1,9 +1,9 @@
 """Token ids and tensors of images, made by the model family's own processor (transformers).
 
 A chat template writes a placeholder where a message has an image. The processor replaces the placeholder by the tokens
-of the image: one for each feature of the tower, and in some families marks around tiles or lines. The number of tokens
-depends on the size of the image alone, so tokenizing needs no pixels: the processor is called once for each size, with
-a blank image.
+of the image: one for each feature of the vision encoder, and in some families marks around tiles or lines. The number
+of tokens depends on the size of the image alone, so tokenizing needs no pixels: the processor is called once for each
+size, with a blank image.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ImageProcessor:
 
     @property
     def feature_token(self) -> int:
-        """The id of the token that a feature of the tower replaces."""
+        """The id of the token that a feature of the vision encoder replaces."""
         named = getattr(self.processor.tokenizer, "image_token_id", None)  # Gemma 3's placeholder is another token
         return next(iter(self.placeholders.values())) if named is None else int(named)
 

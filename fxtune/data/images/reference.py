@@ -115,9 +115,9 @@ def _name_and_data(value: Any) -> tuple[str, bytes | None]:
             f"an image is {'empty' if value == '' else type_name(value)}: give a path, a data: URI or bytes"
         )
     if not value.startswith("data:"):
-        if _BASE64.match(value):
-            raise RowError(f"{EMBEDDED}: it looks like base64; write data:image/png;base64, in front of it")
-        return value, None
+        if not _BASE64.match(value):
+            return value, None
+        value = f"data:;base64,{value}"
     head, _, body = value.partition(",")
     try:
         if head.endswith(";base64"):

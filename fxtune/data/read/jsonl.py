@@ -6,22 +6,12 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, unique_keys
-from fxtune.data.read.row import (
-    Row,
-    bad_row,
-    bounded_lines,
-    checked_row,
-    converted,
-    longest_row,
-    reading,
-    rename_columns,
-    too_long,
-)
+from fxtune.data.read.row import Reading, Row, bad_row, bounded_lines, checked_row, longest_row, reading, too_long
 from fxtune.errors import DataError
 
 
@@ -34,9 +24,7 @@ class LineShard:
     start: int
     end: int
     first_line: int
-    columns: dict[str, str] = field(default_factory=dict)
-    converter: str | None = ""
-    keeps_images: bool = False
+    reading: Reading
 
     @property
     def size(self) -> int:
@@ -45,22 +33,13 @@ class LineShard:
     def rows(self) -> Iterator[Row]:
         with reading(self.name), open(self.path, "rb") as file:
             file.seek(self.start)
-            rows = _line_rows(file, self.name, self.first_line, self.size, self.keeps_images)
-            renamed = rename_columns(rows, self.columns)
-            yield from converted(renamed, self.converter)
+            rows = _line_rows(file, self.name, self.first_line, self.size, self.reading.keeps_images)
+            yield from self.reading.read(rows)
 
 
-def line_shards(
-    path: Path,
-    name: str,
-    end: int,
-    shard_bytes: int,
-    columns: dict[str, str],
-    converter: str | None = "",
-    keeps_images: bool = False,
-) -> Iterator[LineShard]:
+def line_shards(path: Path, name: str, end: int, shard_bytes: int, as_read: Reading) -> Iterator[LineShard]:
     """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`, in one pass that only counts
-    newlines. `columns`, `converter`: see rename_columns() and converted()."""
+    newlines."""
     start, first_line, newlines, position = 0, 1, 0, 0
     with reading(name), open(path, "rb") as file:
         while position < end:
@@ -69,12 +48,12 @@ def line_shards(
                 raise _shrunk(name)
             cut = block.find(b"\n") + 1 if position else 0
             if cut and position + cut < end:
-                yield LineShard(str(path), name, start, position + cut, first_line, columns, converter, keeps_images)
+                yield LineShard(str(path), name, start, position + cut, first_line, as_read)
                 start, first_line = position + cut, newlines + 2
             newlines += block.count(b"\n")
             position += len(block)
     if start < end:
-        yield LineShard(str(path), name, start, end, first_line, columns, converter, keeps_images)
+        yield LineShard(str(path), name, start, end, first_line, as_read)
 
 
 def jsonl_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:

@@ -11,11 +11,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fxtune.data.formats.registry import with_format_names
-from fxtune.data.formats.values import type_name
+from fxtune.data.formats.values import RowError, type_name
 from fxtune.errors import ConfigError, DataError
 from fxtune.plugins import ROW_FORMATS, Group
 
@@ -131,41 +131,46 @@ def too_long(size: int, keeps_images: bool = False) -> str:
     return f"{found}. Split it into several rows"
 
 
-def converted(rows: Iterable[Row], converter: str | None) -> Iterator[Row]:
-    """Rows in one of fxtune's formats. `converter`: the name of a plugin's row format; empty: rows whose
-    columns may have other names (PAIRS); None: rows as they are."""
-    if converter is None:
-        yield from rows
-        return
-    convert = ROW_FORMATS[converter] if converter else None
-    for row in rows:
-        if row.value is None:
-            yield row
-            continue
-        if convert is None:
-            value = with_format_names(row.value)
-            yield row if value is row.value else Row(row.where, value, size=row.size)
-            continue
-        try:
-            found = convert(dict(row.value))
-        except ConfigError as error:  # it names the plugin's file and line
-            yield bad_row(row.where, str(error).rstrip("."), row.value)
-            continue
-        value = found.as_row() if isinstance(found, Group) else found
-        yield checked_row(row.where, value, row.size, suspicious=True)
+@dataclass(frozen=True)
+class Reading:
+    """What becomes of the rows of a file of any kind. `columns`: {name in the data: new name}, which replaces a column
+    of that name. `plugin`: a plugin's row format; empty: fxtune's formats and other shapes; None: rows as they are."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    plugin: str | None = ""
+    unused: tuple[str, ...] = ()
+    keeps_images: bool = False
+
+    def read(self, rows: Iterable[Row]) -> Iterator[Row]:
+        convert = ROW_FORMATS[self.plugin] if self.plugin else None
+        for row in rows:
+            if row.value is None:
+                yield row
+                continue
+            value = row.value
+            for old in self.columns:
+                value = lifted(value, old)
+            if replaced := {new for old, new in self.columns.items() if old in value}:
+                kept = {key: item for key, item in value.items() if key in self.columns or key not in replaced}
+                value = {self.columns.get(key, key): item for key, item in kept.items()}
+            try:
+                found = convert(dict(value)) if convert else value
+                if self.plugin == "":
+                    found = with_format_names(value, self.unused, self.keeps_images)
+            except (RowError, ConfigError) as reason:  # of a plugin, it names the file and the line
+                yield bad_row(row.where, str(reason).rstrip("."), value)
+                continue
+            found = found.as_row() if isinstance(found, Group) else found
+            yield checked_row(row.where, found, row.size, True) if convert else Row(row.where, found, size=row.size)
 
 
-def rename_columns(rows: Iterable[Row], columns: dict[str, str]) -> Iterator[Row]:
-    """Rename columns, {name in the data: new name}. A renamed column replaces one that already has the new name."""
-    for row in rows:
-        if row.value is None or not columns:
-            yield row
-            continue
-        replaced = {new for old, new in columns.items() if old in row.value}
-        value = {
-            columns.get(key, key): item for key, item in row.value.items() if key in columns or key not in replaced
-        }
-        yield Row(row.where, value, size=row.size)
+def lifted(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """`row` with a column `name`, a key of the object before the dot."""
+    column, _, key = name.partition(".")
+    inner = row.get(column)
+    if name in row or not isinstance(inner, Mapping) or key not in inner:
+        return row
+    return {**row, column: {other: item for other, item in inner.items() if other != key}, name: inner[key]}
 
 
 @contextmanager

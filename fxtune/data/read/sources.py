@@ -32,7 +32,7 @@ from fxtune.data.read.delimited import csv_rows
 from fxtune.data.read.files import DataFile
 from fxtune.data.read.json_array import json_rows
 from fxtune.data.read.jsonl import LineShard, jsonl_rows, line_shards
-from fxtune.data.read.row import Row, RowShard, converted, rename_columns, row_shards
+from fxtune.data.read.row import Reading, Row, RowShard, lifted, row_shards
 from fxtune.data.read.text import text_rows
 from fxtune.errors import DataError, nearest
 
@@ -58,6 +58,8 @@ class Source:
     """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
     remark: str = ""
     """Which files of a folder are read and which are left out; empty if all are read."""
+    splits: tuple[str, ...] = ()
+    """The splits of a folder that have files."""
     keeps_images: bool = False
     """Columns of images that `datasets` wrote are read; without it they are left out."""
     as_they_are: bool = False
@@ -84,8 +86,9 @@ class Source:
         return {} if self.kind == "hub" else {file.name: file.path.parent for file in self.files}
 
     @property
-    def _converter(self) -> str | None:
-        return None if self.as_they_are else self.config.plugin_format
+    def _reading(self) -> Reading:
+        plugin = None if self.as_they_are else self.config.plugin_format
+        return Reading(self.config.columns, plugin, tuple(self.config.unused), self.keeps_images)
 
     def shards(self) -> Iterator[Shard]:
         """The pieces of the source, in order. A worker can read each; it has at most a few megabytes, or one row."""
@@ -97,16 +100,7 @@ class Source:
                 if file.compressed:
                     yield from row_shards(self._read([file]), shard_bytes)
                 else:
-                    config = self.config
-                    yield from line_shards(
-                        file.path,
-                        file.name,
-                        file.size,
-                        shard_bytes,
-                        config.columns,
-                        self._converter,
-                        self.keeps_images,
-                    )
+                    yield from line_shards(file.path, file.name, file.size, shard_bytes, self._reading)
         else:
             yield from row_shards(islice(self._read_parts(), limit), shard_bytes)
 
@@ -125,21 +119,19 @@ class Source:
             rows_read, size = rows_read + 1, size + row.size
             if row.value is not None:
                 usable.append(row)
-            if (
-                rows_read >= count or size > HEAD_BYTES
-            ) and usable:  # bad rows have no format, so read on until one is usable
+            if usable and (rows_read >= count or size > HEAD_BYTES):  # bad rows have no format
                 break
         if not rows_read:
             raise DataError(f"{self.name} has no rows: nothing but blank lines, a header or an empty list.")
         columns = list(dict.fromkeys(key for row in usable for key in row.value or ()))
         for column in self.config.columns if usable else ():
-            if column not in columns:
+            if not any(column in lifted(row.value or {}, column) for row in usable):
                 close = nearest(column, columns)
                 raise DataError(
                     f"{self.name}: `columns` renames {column!r}, which none of the first {rows_read} rows has"
                     f"{f'; did you mean {close!r}?' if close else '.'} Their columns: {', '.join(columns)}."
                 )
-        rows = converted(rename_columns(usable, self.config.columns), self.config.plugin_format)
+        rows = self._reading.read(usable)
         return [row.value for row in rows if row.value is not None]
 
     def format(self) -> RowFormat:
@@ -203,7 +195,7 @@ class Source:
                 "text": partial(text_rows, unit=TextUnit(self.config.text_unit).value),
             }
             rows = (row for file in data_files for row in readers[self.kind](file.path, file.name))
-        return converted(rename_columns(rows, self.config.columns), self._converter)
+        return self._reading.read(rows)
 
 
 def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
@@ -256,13 +248,14 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
     subset = folders.find_subset(path, config.subset, data) if is_folder else folders.Subset("", {folders.TRAIN: data})
     asked = splits.split_names(config)
     shown = data if is_folder else [names[name].name for name in data]
+    there = tuple(name for name, own in subset.splits.items() if own)
     for split in asked:
-        splits.require_split(config, split, [name for name, own in subset.splits.items() if own], shown)
+        splits.require_split(config, split, there, shown)
     chosen = list(dict.fromkeys(chain.from_iterable(subset.splits[split] for split in asked)))
 
     whole = splits.is_whole(config.split)
     selected = files.select_data_files(config.path, [names[name] for name in chosen], config.limit if whole else None)
-    source = Source(config, selected[0].kind, selected)
+    source = Source(config, selected[0].kind, selected, splits=there)
     if not whole:
         by_path = {file.path: file for file in selected}
         own_files = {

@@ -151,8 +151,8 @@ class TokenTable:
         return np.ascontiguousarray(self.images["start"])
 
     def image_sizes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the images with these indices: how many of their tokens stand for a feature of the tower, and their
-        heights and widths in pixels; int64 arrays."""
+        """Of the images with these indices: how many of their tokens stand for a feature of the vision encoder, and
+        their heights and widths in pixels; int64 arrays."""
         assert self.images is not None
         found = self.images[indices]
         heights, widths = (found[name].astype(np.int64) for name in ("height", "width"))

@@ -80,18 +80,8 @@ def tokenize(
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     opened.keeps_images = images is not None
     format = opened.format()
-    encoder = Encoder(
-        tokenizer,
-        format,
-        data.chat_template,
-        data.system,
-        data.learn,
-        source.unused,
-        data.chat_template_kwargs,
-        data.on_rewritten,
-        data.template_time,
-        images,
-    )
+    options = dict(learn=data.learn, unused=source.unused, on_rewritten=data.on_rewritten)
+    encoder = Encoder.of(data, tokenizer, format, images, **options)
     encoder.folders = opened.folders
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:

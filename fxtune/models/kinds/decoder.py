@@ -5,8 +5,8 @@ text (AutoModelForCausalLM) are one kind, whether Llama or Qwen, and the base of
 images are another kind, with parts beside the decoder (image_decoder.py). A head that gives a number for a document
 makes another kind, too (scorer.py): it has another auto class, and `architectures` in its config names its class.
 
-Some checkpoints of AutoModelForCausalLM also hold a tower for images or sound (Gemma 3n). Their text model is trained,
-and the files that prepare images go into an export as they are.
+Some checkpoints of AutoModelForCausalLM also hold an encoder of images or sound (Gemma 3n). Their text model is
+trained, and the files that prepare images go into an export as they are.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Decoder:
         return []
 
     def projectors(self, model: Any) -> list[nn.Module]:
-        """The modules of a model without adapters between its towers, or inside them, and its decoder."""
+        """The modules of a model without adapters between its vision encoders, or inside them, and its decoder."""
         return []
 
     def tower_configs(self, config: Any) -> list[Any]:
@@ -140,7 +140,7 @@ class Decoder:
         return []
 
     def tower_shape(self, config: Any) -> TowerShape | None:
-        """What the tower of a model of this config computes for an image; None: the model reads no images."""
+        """What the vision encoder of a model of this config computes for an image; None: the model reads no images."""
         return None
 
     def positions(self, config: Any, position_ids: torch.Tensor, rope_positions: torch.Tensor | None) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Decoder:
         self, model: Any, images: dict[str, torch.Tensor], documents: Sequence[torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:
         """The tensors of each document's images, from merge() of them all: {} for a document without images.
-        `documents`: the ids of each. The model runs its tower to count the features of the images."""
+        `documents`: the ids of each. The model runs its vision encoder to count the features of the images."""
         return [{} for _ in documents]
 
     def token_types(self, config: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,18 +181,18 @@ class Decoder:
         return None
 
     def image_features(self, model: Any, images: int = 1) -> list[torch.Tensor]:
-        """What the towers and projectors make of small images, all alike: the tensors that the decoder gets. The
-        model, without adapters or with adapters, must have weights."""
+        """What the vision encoders and projectors make of small images, all alike: the tensors that the decoder gets.
+        The model, without adapters or with adapters, must have weights."""
         return []
 
     def image_row(self, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A small row with one image on the model's device: ids [1, tokens], and the tensors of the image. The tower
-        must have weights."""
+        """A small row with one image on the model's device: ids [1, tokens], and the tensors of the image. The vision
+        encoder must have weights."""
         raise NotImplementedError(f"{type(self).__name__} reads no images")
 
     def image_probe(self, model: Any) -> dict[str, torch.Tensor]:
-        """The arguments of a plain forward pass over image_row(). Empty if the model reads no images, its tower takes
-        no small image, or its weights have no memory yet."""
+        """The arguments of a plain forward pass over image_row(). Empty if the model reads no images, its vision
+        encoder takes no small image, or its weights have no memory yet."""
         return {}
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """Decoders that also read images: AutoModelForImageTextToText of transformers.
 
-A tower turns the patches of an image into features, a projector brings the features to the width of the language
-model, and there they take the place of the embeddings of placeholder tokens. The language model is a decoder as any
-other, and techniques act on it alone. Rows without images pass through the language model and its head only.
+A vision encoder turns the patches of an image into features, a projector brings the features to the width of the
+language model, and there they take the place of the embeddings of placeholder tokens. The language model is a decoder
+as any other, and techniques act on it alone. Rows without images pass through the language model and its head only.
 
 What the families differ in, beside the names of the parts:
 
@@ -11,8 +11,8 @@ What the families differ in, beside the names of the parts:
   rope_positions() computes them here, a document at a time. forward() gets four axes: the first has the positions of
   the text, by which transformers tells packed documents apart.
 - Attention. In Gemma 3, and in Gemma 4 by its config, all tokens of an image see each other.
-- Tensors. Towers with images of one size take a batch of them, Qwen's take the patches of all images in one list, and
-  Idefics has a dimension for documents. merge() joins the tensors of several documents.
+- Tensors. Vision encoders with images of one size take a batch of them, Qwen's take the patches of all images in one
+  list, and Idefics has a dimension for documents. merge() joins the tensors of several documents.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ImageDecoder(Decoder):
         return {"input_ids": ids, **images, **self.token_types(model.config, ids)}
 
     def untrained_parts(self, config: Any) -> str:
-        return "its language model and head are trained; its vision tower and projector stay (optimizer.lr_vision)"
+        return "its language model and head are trained; its vision encoder and projector stay (optimizer.lr_vision)"
 
 
 def _base(model: Any) -> Any:
@@ -199,7 +199,7 @@ def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _example(base: Any) -> Tensors:
-    """The tensors of a small image on the tower's device."""
+    """The tensors of a small image on the vision encoder's device."""
     given = FAMILIES[base.config.model_type].example(base.config)
     dtypes = {name: base.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in given.items()}
     tower = base.model.get_submodule(FAMILIES[base.config.model_type].tower)

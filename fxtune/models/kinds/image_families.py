@@ -75,7 +75,7 @@ class Family:
 
     tower: str
     projector: tuple[str, ...]
-    """Modules. They may be inside the tower."""
+    """Modules. They may be inside the vision encoder."""
     example: Callable[[Any], Tensors]
     """From a config: arguments of forward() for one small image."""
     shape: Callable[[Any], TowerShape]
@@ -85,7 +85,7 @@ class Family:
     token_types: str = ""
     """The argument of forward() that says which tokens are of an image."""
     casts_pixels: bool = True
-    """Whether forward() brings the pixels to the dtype of the tower's weights before it computes with them."""
+    """Whether forward() casts the pixels to the dtype of the vision encoder's weights first."""
     m_rope: bool = False
     two_way: Callable[[Any], bool] = lambda config: False
     """From a config: whether the tokens of an image see each other."""
@@ -138,7 +138,7 @@ def _listed_patches(config: Any) -> Tensors:
 
 
 def _merged_squares(config: Any) -> TowerShape:
-    """Of Qwen's towers: squares of patches become a feature. In Qwen2.5-VL most layers attend in windows."""
+    """Of Qwen's vision encoders: squares of patches become a feature. In Qwen2.5-VL most layers attend in windows."""
     vision = config.vision_config
     side = vision.spatial_merge_size
     window = getattr(vision, "window_size", 0) // (side * vision.patch_size) * side
@@ -148,7 +148,7 @@ def _merged_squares(config: Any) -> TowerShape:
 
 
 def _squares(config: Any) -> TowerShape:
-    """Of towers with images or tiles of one size, in which a square of patches becomes a feature."""
+    """Of vision encoders with images or tiles of one size, in which a square of patches becomes a feature."""
     vision = config.vision_config
     if vision.model_type == "pixtral":
         return _tower_shape(config, merged=float(getattr(config, "spatial_merge_size", 1) ** 2))

@@ -1,6 +1,6 @@
-"""The work of a tower for an image, computed from the image's number of features in a token table.
+"""The work of a vision encoder for an image, computed from the image's number of features in a token table.
 
-A tower attends within a sequence: the patches of a whole image, or of a tile of fixed size. Some towers add a class
+A vision encoder attends within a sequence: the patches of a whole image, or of a tile of fixed size. Some add a class
 token to each sequence. A projector merges patches, so the decoder gets fewer features than the image has patches.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class TowerWork(NamedTuple):
-    """The work of a tower and its projector, summed over images."""
+    """The work of a vision encoder and its projector, summed over images."""
 
     images: float
     positions: float
@@ -42,21 +42,21 @@ class TowerShape:
     merged: float = 1.0
     """Patches for each feature."""
     tile: int = 0
-    """Features of a tile; 0: the tower takes whole images of any size."""
+    """Features of a tile; 0: the vision encoder takes whole images of any size."""
     extra: int = 0
     """Positions of a sequence beside its patches: a class token."""
     window: int = 0
     """Patches of an attention window; 0: no layer has windows."""
     full_layers: int = 0
-    """Number of layers that attend to the whole image, in a tower with windows."""
+    """Number of layers that attend to the whole image, in a vision encoder with windows."""
     levels: int = 1
     """Features that the decoder gets for each group of merged patches: one at its input, the others in its layers."""
     tiles: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     """(heights, widths) of images in pixels -> tiles, if the number of features does not determine the tiles."""
 
     def work(self, features: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> TowerWork:
-        """The work for images; int64 arrays with one entry an image. `features`: tokens that the tower's features
-        replace; `heights`, `widths`: in pixels."""
+        """The work for images; int64 arrays with one entry an image. `features`: tokens that the vision encoder's
+        features replace; `heights`, `widths`: in pixels."""
         count, length, projected = np.ones_like(features), np.rint(features * self.merged).astype(np.int64), features
         if self.tile:
             count = features // self.tile if self.tiles is None else self.tiles(heights, widths)
@@ -69,5 +69,5 @@ class TowerShape:
         return TowerWork(len(features), int(positions.sum()), int(patches), int(projected.sum()), float(pairs))
 
     def positions(self, features: float) -> float:
-        """Positions of the tower for this number of features."""
+        """Positions of the vision encoder for this number of features."""
         return features * (self.merged + (self.extra / self.tile if self.tile else 0))

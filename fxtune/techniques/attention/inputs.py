@@ -26,7 +26,7 @@ OF_DOCUMENTS = (
     "context_group",
     "context_ranks",
 )
-"""Arguments of model_inputs() for the attention of the decoder. Some families hand them to their tower, too."""
+"""Arguments of model_inputs() for the attention of the decoder. Some vision encoders get them, too."""
 
 
 @dataclass(frozen=True)

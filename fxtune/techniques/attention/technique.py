@@ -173,7 +173,7 @@ class Attention(AttentionOptions, Technique):
         backend = self._backend(hf_config)
         backend.prepare()
         set_attention(hf_config, backend.implementation)
-        # Attention in a tower is not causal, which kernels for packed documents are.
+        # Attention in a vision encoder is not causal, which kernels for packed documents are.
         for of_tower in kind_of(hf_config).tower_configs(hf_config):
             set_attention(of_tower, (EAGER if backend is EAGER else SDPA).implementation)
 

@@ -1,7 +1,7 @@
-"""Vision towers: arguments that the host computes, and attention to all images in one call.
+"""Vision encoders: arguments that the host computes, and attention to all images in one call.
 
-Qwen's and Pixtral's towers take the patches of all images in one list and attend within each image, or within windows
-of an image. Two changes save time there, and change no number:
+Qwen's and Pixtral's vision encoders take the patches of all images in one list and attend within each image, or within
+windows of an image. Two changes save time there, and change no number:
 
 - The sizes of the images determine the bounds of images and windows, and the positions of patches. transformers
   computes them on the device, and the host waits for the device several times. prepare() computes them on the host,
@@ -11,7 +11,7 @@ of an image. Two changes save time there, and change no number:
   image, and calls attention once for each image or window: thousands of calls a pass. Here one call of FlashAttention
   takes the bounds.
 
-Other towers take images of one size as a batch. torch's attention needs no mask for them and uses FlashAttention.
+Other vision encoders take images of one size as a batch, for which torch uses FlashAttention without a mask.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ CORES: dict[str, tuple[Core, Backend]] = {
 
 
 def prepare(model: nn.Module) -> None:
-    """Register hooks that give the towers of a model arguments computed on the host, and drop the bounds of text
-    documents, which some families pass to the tower."""
+    """Register hooks that give the vision encoders of a model arguments computed on the host, and drop the bounds of
+    text documents, which some families pass to the vision encoder."""
 
     def arguments(tower: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         named = {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
@@ -83,7 +83,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
-    """Arguments by name that a Qwen tower would compute from `grid_thw` [images, 3], computed on the host
+    """Arguments by name that a Qwen vision encoder would compute from `grid_thw` [images, 3], computed on the host
     (transformers.vision_utils). Upper bounds of lengths are powers of two, because compiled code and kernels may be
     specialized for their values."""
     from transformers import vision_utils
@@ -110,8 +110,8 @@ def places_of(tower: Any, grid: Tensor) -> dict[str, Any]:
 
 
 def _bounds(tower: Any, pixels: Tensor, sizes: Tensor | None) -> dict[str, Any]:
-    """The bounds of images in Pixtral's tower, as arguments of attention by name. transformers 5.17 passes no bounds,
-    5.24 its own. `sizes` [images, 2]: heights and widths in pixels; None: each image is as large as `pixels`."""
+    """The bounds of images in Pixtral's vision encoder, as arguments of attention by name. transformers 5.17 passes no
+    bounds, 5.24 its own. `sizes` [images, 2]: heights and widths in pixels; None: images have the size of `pixels`."""
     sizes = torch.tensor([pixels.shape[-2:]] * len(pixels)) if sizes is None else sizes.cpu()
     bounds = F.pad((sizes // tower.patch_size).prod(-1).cumsum(0, dtype=torch.int32), (1, 0))
     longest = _longest(bounds)
@@ -132,7 +132,7 @@ def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend_at_once(model: nn.Module, device: torch.device) -> None:
-    """Let the towers of a model that will be on `device` attend to all images in one call.
+    """Let the vision encoders of a model that will be on `device` attend to all images in one call.
     Call this function under the autocast context of training."""
     if device.type != "cuda":
         return
@@ -144,7 +144,7 @@ def attend_at_once(model: nn.Module, device: torch.device) -> None:
 
 
 def call(tower: Any, name: str) -> None:
-    """Let a tower that takes_bounds() use the attention `name` of CORES.
+    """Let a vision encoder that takes_bounds() use the attention `name` of CORES.
 
     Call this function on a built model: while transformers builds a model, it looks for a package for each attention
     with `flash` in its name."""
@@ -155,8 +155,8 @@ def call(tower: Any, name: str) -> None:
 
 
 def takes_bounds(tower: Any) -> bool:
-    """Whether a tower passes the bounds of images to attention with `flash` in its name, and FlashAttention supports
-    the size of its heads."""
+    """Whether a vision encoder passes the bounds of images to attention with `flash` in its name, and FlashAttention
+    supports the size of its heads."""
     config = tower.config
     family = config.model_type
     if family != "pixtral" and not family.startswith("qwen"):
@@ -167,7 +167,7 @@ def takes_bounds(tower: Any) -> bool:
 
 
 def attends_at_once(tower: Any) -> bool:
-    """Whether attention in a tower takes all images at once."""
+    """Whether attention in a vision encoder takes all images at once."""
     return attention_of(tower.config) in CORES
 
 
@@ -195,8 +195,8 @@ def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
 
 
 def observe(model: Any) -> tuple[str, str, bool] | None:
-    """(attention that the towers should use, calls that a small image made, whether each layer made one). None: no
-    tower attends_at_once(), or no image can be tried."""
+    """(attention that the vision encoders should use, calls that a small image made, whether each layer made one).
+    None: no vision encoder attends_at_once(), or no image can be tried."""
     names = {attention_of(tower.config) for tower in towers(model) if attends_at_once(tower)}
     if not names or not kind_of(model.config).image_probe(model):
         return None
@@ -204,7 +204,7 @@ def observe(model: Any) -> tuple[str, str, bool] | None:
     seen = observe_operators(lambda: kind_of(model.config).image_features(model), {"tower": backend.ran})["tower"]
     layers = len(tower_layers(model))
     return (
-        f"the tower's: {backend.what}, once for all images",
-        f"{seen.calls} calls in {layers} layers of the tower",
+        f"the vision encoder's: {backend.what}, once for all images",
+        f"{seen.calls} calls in {layers} layers of the vision encoder",
         seen.calls >= layers,
     )

@@ -288,8 +288,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
     def _wrap_tower(self, model: nn.Module) -> None:
-        """Let a tower that is trained keep as much as the decoder layer that keeps least. Its linears count by their
-        own names."""
+        """Let a vision encoder that is trained keep as much as the decoder layer that keeps least. Its linears count
+        by their own names."""
         options, layers = self._of_tower(model), tower_layers(model)
         selects = options is not None and options.policy is Policy.selective
         contexts = options._rule(layers).contexts() if options is not None and selects else None
@@ -297,7 +297,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             layer.forward = partial(_checkpointed, layer.forward, contexts)
 
     def _of_tower(self, model: nn.Module) -> Checkpointing | None:
-        """The options for the layers of the tower; None if they keep everything, or have nothing to keep."""
+        """The options for the layers of the vision encoder; None if they keep everything, or have nothing to keep."""
         layers = tower_layers(model)
         if not any(weight.requires_grad for layer in layers for weight in layer.parameters()):
             return None

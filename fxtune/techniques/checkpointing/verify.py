@@ -227,9 +227,9 @@ class Proof:
 
 
 def tower_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
-    """Whether the layers of a tower that is trained run again in the backward pass of a small image. A projector may
-    not read the last ones."""
-    kind, asked = kind_of(model.config), f"{len(layers)} layers of the tower recomputed"
+    """Whether the layers of a vision encoder that is trained run again in the backward pass of a small image. A
+    projector may not read the last ones."""
+    kind, asked = kind_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
     if not kind.image_probe(model):
         return _evidence(asked, NO_IMAGE, True)
     trained = [weight for layer in layers for weight in layer.parameters() if weight.requires_grad]

@@ -27,7 +27,7 @@ from fxtune.upstream import torch as upstream
 METRICS_LIMIT = 4096
 """Compilations whose metrics torch keeps; its default is 64."""
 TOWER = "of images"
-"""Stands for the shape of rows where layers of a tower are compiled."""
+"""Stands for the shape of rows where layers of a vision encoder are compiled."""
 VARIANTS = 4
 """How many times max_recompiles is allowed there: for one image and for several, and for the proof's arguments."""
 
@@ -119,7 +119,7 @@ class CompileMonitor:
         return self._call(_shape(args, kwargs), compiled, *args, **kwargs)
 
     def call_in_tower(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """call() for a layer of a tower, whose graph serves images of all sizes."""
+        """call() for a layer of a vision encoder, whose graph serves images of all sizes."""
         return self._call(TOWER, compiled, *args, **kwargs)
 
     def _call(self, shape: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ decoder as CUDA graphs. The head and the loss are not compiled. Parameter names 
 if the device finishes a layer before the host has launched the next one; `auto` decides by the layer's arithmetic
 (LAUNCH_SECONDS). All shapes must be static, and the host must not read from the device.
 
-Layers of a tower for images are compiled by layer, too, with one graph for images of all sizes: a micro-batch has a
-different number of patches each time. A tower whose attention splits by images on the host stays as it is
-(attention/tower.py). A tower without a trained parameter runs without gradient, so evaluation uses the same graph.
+Layers of a vision encoder are compiled by layer, too, with one graph for images of all sizes: a micro-batch has a
+different number of patches each time. A vision encoder whose attention splits by images on the host stays as it is
+(attention/tower.py). A frozen vision encoder runs without gradient, so evaluation uses the same graph.
 
 Shapes of rows are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a
 recompilation costs time and changes no number, so nobody would notice: it is reported with its place and reason
@@ -66,7 +66,7 @@ UNRECORDABLE_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
 tensor."""
 PROBE_IMAGES = 512
-"""Small images on which a tower is compiled first, if it takes the patches of all images in one list."""
+"""Small images on which a vision encoder is compiled first, if it takes the patches of all images in one list."""
 
 
 MODES = {"default": "default", "reduce_overhead": "reduce-overhead", "max_autotune": "max-autotune-no-cudagraphs"}
@@ -280,7 +280,7 @@ class Compile(CompileOptions, Technique):
 
     def _observe_tower(self, model: Any, layers: int) -> Evidence:
         """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
-        kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the tower runs compiled code"
+        kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
             if not (example := kind.image_probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
@@ -301,7 +301,7 @@ class Compile(CompileOptions, Technique):
 
 
 def _in_tower(model: nn.Module) -> list[nn.Module]:
-    """The layers of towers that can be compiled: without attention that splits by images on the host."""
+    """The layers of vision encoders that can be compiled: without attention that splits by images on the host."""
     if any(tower.takes_bounds(part) and not tower.attends_at_once(part) for part in towers(model)):
         return []
     return tower_layers(model)
@@ -317,7 +317,7 @@ class _TowerLayer:
         self.trained = any(weight.requires_grad for weight in layer.parameters())
 
     def __call__(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.called:  # transformers installs its hooks when the tower first runs
+        if not self.called:  # transformers installs its hooks when the vision encoder first runs
             for part in self.parts:
                 upstream.remove_recorders(part)
             self.called = True

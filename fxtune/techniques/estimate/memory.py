@@ -20,8 +20,8 @@ Layers with low levels come first (`RecomputePlan.levels`), and the memory of th
 first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
 the tensors of two layers. Outside the layers there are weights, for each trained parameter its gradient and the
 optimizer's moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the
-layers' backward pass begins. The images of a micro-batch add their pixels and features, and their tower runs before
-the decoder (tower.py).
+layers' backward pass begins. The images of a micro-batch add their pixels and features, and their vision encoder runs
+before the decoder (tower.py).
 
 Gradients do not exist together with all kept tensors: the backward pass frees a layer's tensors and leaves
 its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
@@ -115,9 +115,9 @@ class Need:
     update: int = 0
     """Bytes that the end of the backward pass or the optimizer's step adds to the gradients."""
     images: int = 0
-    """Pixels and features of images, and what a tower with gradients keeps."""
+    """Pixels and features of images, and what a vision encoder with gradients keeps."""
     tower: int = 0
-    """Bytes that a tower for images adds to `images` while it runs, with the gradients that exist then."""
+    """Bytes that a vision encoder adds to `images` while it runs, with the gradients that exist then."""
 
     @property
     def passing(self) -> int:
@@ -207,7 +207,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     # A tied weight has two gradients, which are added up.
     update = max(undone, trained.end if shape.tied and not freed else 0)
     images = image_memory(facts, plan, number, shape.hidden)
-    # A tower without gradients runs before the decoder; the backward pass of another one comes last.
+    # A vision encoder without gradients runs before the decoder; the backward pass of another one comes last.
     before = gradients if has_gradients(facts) and not held_on else 0
     return Need(
         weights,
@@ -520,7 +520,7 @@ class AdapterNumbers:
     all: int
     experts: int
     images: int
-    """Of the tower and its projector."""
+    """Of the vision encoder and its projector."""
 
 
 def adapter_numbers(facts: Facts) -> AdapterNumbers:

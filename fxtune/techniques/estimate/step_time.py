@@ -193,8 +193,8 @@ def attention_backward_share(facts: Facts) -> float:
 
 
 def tower_seconds(facts: Facts, images: TowerWork | None, trains: bool = True) -> float:
-    """Seconds of the tower and its projector for some images at the decoder's rates: forward, and backward where they
-    are trained and `trains` is set. 0 for None."""
+    """Seconds of the vision encoder and its projector for some images at the decoder's rates: forward, and backward
+    where they are trained and `trains` is set. 0 for None."""
     if images is None or (cost := planned_cost(facts, trains)) is None:
         return 0.0
     shape, card = cost.shape, rates(facts)

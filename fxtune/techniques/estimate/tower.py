@@ -1,15 +1,15 @@
-"""FLOPs and memory of a tower and its projector for the images of a step.
+"""FLOPs and memory of a vision encoder and its projector for the images of a step.
 
-FLOPs are counted as in tracking/throughput.py. Frozen parts run forward only. If a weight of the tower is trained,
-gradients pass through the whole tower except the patch embedding, whose inputs are pixels. If only the projector is
-trained, gradients end in the projector.
+FLOPs are counted as in tracking/throughput.py. Frozen parts run forward only. If a weight of the vision encoder is
+trained, gradients pass through the whole vision encoder except the patch embedding, whose inputs are pixels. If only
+the projector is trained, gradients end in the projector.
 
-Memory is counted in bytes for each position of the tower. h, q and i are the widths of hidden states, heads and MLP. A
-frozen tower runs without gradients, on all images of a micro-batch at once, before the decoder keeps activations. So
-the peak is one layer: four copies of the hidden states, and either queries, keys and values (an eager layer of Qwen's
-towers adds six copies in float32) or the intermediate results of the MLP. A tower with gradients keeps the inputs of
-linears, norms and activations in each layer until the decoder's backward pass has ended; checkpointing keeps fewer.
-The pixels of two micro-batches and the features count for the whole step.
+Memory is counted in bytes for each position of the vision encoder. h, q and i are the widths of hidden states, heads
+and MLP. A frozen vision encoder runs without gradients, on all images of a micro-batch at once, before the decoder
+keeps activations. So the peak is one layer: four copies of the hidden states, and either queries, keys and values (an
+eager layer of Qwen's vision encoders adds six copies in float32) or the intermediate results of the MLP. A vision
+encoder with gradients keeps the inputs of linears, norms and activations in each layer until the decoder's backward
+pass has ended; checkpointing keeps fewer. The pixels of two micro-batches and the features count for the whole step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TowerCost:
 
     shape: TowerShape
     per_position: float
-    """Matmuls of the tower, for each of its positions."""
+    """Matmuls of the vision encoder, for each of its positions."""
     per_patch: float
     """The patch embedding."""
     per_feature: float
@@ -84,7 +84,7 @@ class ImageParts:
     embedding: list[nn.Module]
     """The modules with the weights of the patch embedding."""
     tower: list[nn.Module]
-    """The other modules of the tower."""
+    """The other modules of the vision encoder."""
     projector: list[nn.Module]
 
     @staticmethod
@@ -110,7 +110,7 @@ class ImageParts:
         yield from (*self.embedding, *self.tower, *self.projector)
 
     def cost(self, is_trained: Callable[[nn.Module], bool], reached: bool, forward_passes: int) -> TowerCost:
-        """`reached`: whether a module of the tower is trained, so that gradients pass through the tower."""
+        """`reached`: whether a module of the vision encoder is trained, so that gradients pass through it."""
         in_tower = reached or any(map(is_trained, self.embedding))
         in_projector = in_tower or any(map(is_trained, self.projector))
 
@@ -129,7 +129,7 @@ class ImageParts:
 
 
 def weight_count(module: nn.Module) -> int:
-    """Weights in the matrix product of a module of a tower or a projector."""
+    """Weights in the matrix product of a module of a vision encoder or a projector."""
     if (sizes := matmul_sizes(module)) is not None:
         return sizes[0] * sizes[1]
     # Gemma 3's projector has no linear: its matrix is a bare parameter.
@@ -158,15 +158,15 @@ class ImageNumbers:
     pixels: int
     """Values in a patch."""
     is_gated: bool
-    """Whether the MLPs of the tower multiply two products."""
+    """Whether the MLPs of the vision encoder multiply two products."""
     multiplies: bool
     """Whether the activation of these MLPs has a product: a gate, or x sigmoid(1.7 x)."""
     joins_qkv: bool
-    """Whether one product makes queries, keys and values, as in Qwen's towers, which rotate in float32."""
+    """Whether one product makes queries, keys and values, as in Qwen's vision encoders, which rotate in float32."""
     norms: int
     """Sum of the widths of a layer's RMS norms. torch's layer norms keep no copies."""
     parts: ImageParts | None
-    """None: fxtune does not run the model's tower, such as a tower for sound."""
+    """None: fxtune does not run the model's vision encoder, such as an encoder of sound."""
 
 
 def image_numbers(facts: Facts) -> ImageNumbers | None:
@@ -228,7 +228,7 @@ def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
 
 
 def has_gradients(facts: Facts) -> bool:
-    """Whether gradients pass through the tower."""
+    """Whether gradients pass through the vision encoder."""
     lora = facts.techniques.lora
     return lora.vision if lora.enabled else facts.trains_images
 
@@ -238,14 +238,14 @@ class ImageMemory:
     """Bytes on one rank."""
 
     held: int = 0
-    """For a whole step: pixels, features, and the activations of a tower with gradients."""
+    """For a whole step: pixels, features, and the activations of a vision encoder with gradients."""
     peak: int = 0
-    """In addition, while the tower runs forward or backward."""
+    """In addition, while the vision encoder runs forward or backward."""
 
 
 def tower_level(plan: RecomputePlan) -> str:
-    """The checkpointing level of a tower with gradients: the level of the decoder layer that keeps the least. With a
-    budget, which is the compiler's, the tower keeps everything (see Checkpointing)."""
+    """The checkpointing level of a vision encoder with gradients: the level of the decoder layer that keeps the least.
+    With a budget, which is the compiler's, the vision encoder keeps everything (see Checkpointing)."""
     if plan.mix:
         return min((level for level, count in plan.mix if count), key=LEVELS.index, default="input")
     return "everything" if plan.level == "budget" else plan.level

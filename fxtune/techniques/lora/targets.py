@@ -1,7 +1,7 @@
 """Which modules of a model get adapters, which do not, and why.
 
 `all-linear` means every linear of the decoder. Routers are left out by name, because an adapter would change which
-experts a token gets; so is the head. A tower for images and its projector get adapters where an option says so.
+experts a token gets; so is the head. A vision encoder and its projector get adapters where an option says so.
 
 transformers keeps the experts of a layer as one tensor. For the families that peft knows, peft reads `gate_proj`,
 `up_proj` and `down_proj` as names of these tensors, and the dense linears of the same names would get no adapter. So
@@ -362,8 +362,8 @@ def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
 
 def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> None:
     """Move modules of `chosen` that do not change the features of an image to `chosen.left`: a last layer that the
-    projector does not read, the head of a tower that was made to classify. `device`: of the model, whose weights may
-    have no memory yet."""
+    projector does not read, the head of a vision encoder that was made to classify. `device`: of the model, whose
+    weights may have no memory yet."""
     places = _Places(model)
     beside = [path for path in chosen.modules if places.is_beside(path)]
     if not beside:
@@ -471,7 +471,7 @@ class _Places:
 
     def why_left(self, path: str, lora: LoraOptions) -> str:
         """The option that leaves a module for images without an adapter; empty: none does. A projector may be part of
-        a tower."""
+        a vision encoder."""
         if any(_is_below(path, part) for part in self._projectors):
             return "" if lora.projector else "techniques.lora.projector=off"
         if any(_is_below(path, part) for part in self._towers):
@@ -495,4 +495,5 @@ def _leaf(path: str) -> str:
 
 def _near(entry: str, names: list[str]) -> str:
     guess = nearest(entry, names)
-    return f"Did you mean {guess}? " * bool(guess) + f"Its linears are {', '.join(names)}."
+    choice = f"Its linears are {', '.join(names)}."
+    return f"Did you mean {guess}? {choice}" if guess else f"Take it out, or name another one. {choice}"

@@ -113,6 +113,20 @@ def as_peft(adapted: nn.Module) -> None:
         vars(layer).pop("forward_adapters", None)
 
 
+def without_gradient(adapted: nn.Module, input_ids: torch.Tensor) -> set[str]:
+    """The names of trained rows that a batch gives no gradient: rows of an embedding that is no head, where none of
+    their tokens is in `input_ids`."""
+    layers = {path: layer for path, layer in adapted.named_modules() if hasattr(layer, "trainable_tokens_delta")}
+    if any(layer.tied_adapter is not None for layer in layers.values()):
+        return set()
+    unread = (
+        path
+        for path, layer in layers.items()
+        if _is_lookup(layer.base_layer) and not torch.isin(layer.trained_ids, input_ids).any()
+    )
+    return {f"{path}.trainable_tokens_delta.{name}" for path in unread for name in layers[path].trainable_tokens_delta}
+
+
 class Observed(NamedTuple):
     """The results of observe()."""
 

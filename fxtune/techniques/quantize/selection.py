@@ -21,8 +21,8 @@ def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[
     """(full name, parent, name in it, linear) of each linear to quantize: all but the head, linears for images and
     linears in `skip`; none where they stay in 16 bits beside the `experts`.
 
-    A tower is small beside its decoder, and each image passes through it once, so there is little to gain. Its sizes
-    are often no multiples of what kernels take (3,420 in Qwen2.5-VL)."""
+    A vision encoder is small beside its decoder, and each image passes through it once, so there is little to gain.
+    Its sizes are often no multiples of what kernels take (3,420 in Qwen2.5-VL)."""
     head, found = output_head(model), []
     of_images = {module for part in (*towers(model), *projectors(model)) for module in part.modules()}
     for path, parent in model.named_modules():

@@ -110,9 +110,13 @@ def test_what_is_no_image_is_a_bad_row(folder, value):
     assert len(str(raised.value)) < 500
 
 
-def test_base64_without_a_uri_and_heic_are_told_what_to_write(folder):
-    with pytest.raises(RowError, match="data:image/png;base64,"):
-        find_image(base64.b64encode(picture() * 2).decode(), folder)
+def test_base64_is_read_with_and_without_a_uri_also_in_lines(folder):
+    data = picture() * 2
+    for text in (base64.b64encode(data).decode(), base64.encodebytes(data).decode()):
+        assert find_image(text, folder) == find_image(f"data:image/png;base64,{text}", None)
+
+
+def test_heic_is_told_what_to_write(folder):
     with pytest.raises(RowError, match=r"HEIC.*convert"):
         find_image(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", None)
 

@@ -12,6 +12,7 @@ from support.rows import values, write_jsonl
 from fxtune.data.config import SourceConfig
 from fxtune.data.read import sources
 from fxtune.data.read.jsonl import LineShard, line_shards
+from fxtune.data.read.row import Reading
 from fxtune.data.read.sources import open_source
 from fxtune.errors import DataError
 
@@ -45,7 +46,7 @@ def test_shards_of_any_size_give_the_lines_of_the_file(tmp_path, texts, shard_by
     body = newline.join(json.dumps({"text": text}, ensure_ascii=False) if text.strip(" ") else text for text in texts)
     path = tmp_path / "a.jsonl"
     path.write_bytes((body + newline * last_newline).encode())
-    shards = list(line_shards(path, "a.jsonl", path.stat().st_size, shard_bytes, {}))
+    shards = list(line_shards(path, "a.jsonl", path.stat().st_size, shard_bytes, Reading()))
     assert [(row.where, row.value["text"]) for shard in shards for row in shard.rows()] == [
         (f"a.jsonl:{number}", text) for number, text in enumerate(texts, 1) if text.strip(" ")
     ]

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from fxtune.data.read import row as rows
-from fxtune.data.read.row import Row, bounded_lines, checked_row, rename_columns, row_shards
+from fxtune.data.read.row import Reading, Row, bounded_lines, checked_row, row_shards
 from fxtune.errors import DataError
 
 
@@ -32,7 +32,7 @@ def test_shards_hold_all_rows_in_order_and_end_at_either_limit():
 
 
 def test_renamed_column_replaces_one_that_has_its_name():
-    renamed = rename_columns([Row("1", {"question": "a", "prompt": "b", "id": 1})], {"question": "prompt"})
+    renamed = Reading({"question": "prompt"}).read([Row("1", {"question": "a", "prompt": "b", "id": 1})])
     assert [row.value for row in renamed] == [{"prompt": "a", "id": 1}]
 
 

@@ -52,7 +52,7 @@ def test_text_model_of_a_checkpoint_with_a_tower_is_the_decoder(tmp_path):
     kind = kind_of(config)
     assert len(kind.layers(model)) == 2
     assert not any("vision" in name for name, _ in kind.backbone(model).named_modules())
-    assert "vision tower and projector stay" in kind.untrained_parts(config)
+    assert "vision encoder and projector stay" in kind.untrained_parts(config)
 
 
 def test_files_that_prepare_images_go_with_an_export(tmp_path):

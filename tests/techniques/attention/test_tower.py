@@ -46,8 +46,8 @@ def test_attention_is_called_once_in_a_layer(family):
     model = prepared(family)
     asked, seen, acted = tower.observe(model)
     assert acted
-    assert seen == f"{len(tower_layers(model))} calls in 2 layers of the tower"
-    assert asked == "the tower's: FlashAttention-4, once for all images"
+    assert seen == f"{len(tower_layers(model))} calls in 2 layers of the vision encoder"
+    assert asked == "the vision encoder's: FlashAttention-4, once for all images"
 
 
 @pytest.mark.parametrize("family", [family for family in AT_ONCE if family.startswith("qwen")])

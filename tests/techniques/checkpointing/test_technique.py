@@ -398,7 +398,7 @@ def test_a_trained_tower_is_checkpointed_too(family, options):
     assert all(torch.equal(saved[name], plain[name]) for name in plain)
     evidence = [*pipeline.checkpointing.verify(PreparedModel(adapted), make_probe(adapted))]
     assert all(observation.acted for observation in evidence), evidence
-    assert sum("tower" in observation.asked for observation in evidence) == 1
+    assert sum("vision encoder" in observation.asked for observation in evidence) == 1
 
 
 def test_a_frozen_tower_is_not_checkpointed():
@@ -406,4 +406,4 @@ def test_a_frozen_tower_is_not_checkpointed():
     adapted = built(pipeline, image_models.recipe("qwen2_5_vl"))
     assert not any("forward" in vars(layer) for layer in tower_layers(adapted))
     evidence = pipeline.checkpointing.verify(PreparedModel(adapted), make_probe(adapted))
-    assert not any("tower" in observation.asked for observation in evidence)
+    assert not any("vision encoder" in observation.asked for observation in evidence)

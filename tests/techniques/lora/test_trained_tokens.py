@@ -109,8 +109,7 @@ def test_only_the_rows_that_auto_finds_change_and_the_merged_model_ends_its_answ
 def test_a_step_has_the_loss_and_the_gradients_of_plain_peft(untrained, cwd, capsys, tied):
     untrained.techniques.liger.enabled = True
     untrained.techniques.liger.fused_linear_cross_entropy = Switch.on
-    verify.run(untrained, loss=True, json=cwd / "seen.json")
-    seen = json.loads((cwd / "seen.json").read_text())
+    seen = verify.run(untrained, loss=True)
     assert seen["techniques"]["lora"]["train_tokens"] == ROWS
     assert len(seen["loss"]) > 1, "verify raises unless each variant is within its bounds"
     (parameters,) = [row for row in seen["evidence"] if row["technique"] == "parameters"]

@@ -1,4 +1,4 @@
-"""W&B as a process of its own: offline, killed, hanging, online."""
+"""W&B as a process of its own: offline, killed, hanging, online. A server that fails: tests/faults/test_wandb.py."""
 
 import json
 import os
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from support.harness import wait_for
 from support.runs import history
+from support.servers import Wandb, serving
 from support.tracking import start
 
-from fxtune.tracking import wandb_client
+from fxtune.tracking import client
 from fxtune.tracking.tracker import WandbMode
 
 CANARY = "canary-7f3e-never-upload-me"
@@ -58,7 +59,7 @@ def test_offline_run_has_all_rows_and_resumes_under_its_id(tmp_path, monkeypatch
     first = start(tmp_path / "one", WandbMode.offline, notes, config)
     for step in (1, 2, 3):
         first.log(step, {"train/loss": 1 / step, "eval/loss": 2.0})
-    assert first._wandb.folder is None, "logging does not wait for W&B to start"
+    assert first._clients[0].ready is False, "logging does not wait for W&B to start"
     first.finish({"questions/exact_match": 0.5})
     second = start(tmp_path / "two", WandbMode.offline, wandb_id=first.wandb_id, resume_step=3)
     second.log(4, {"train/loss": 0.1})
@@ -100,10 +101,10 @@ def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path)
     notes: list[str] = []
     tracker = start(tmp_path, WandbMode.offline, notes)
     tracker.log(1, {"train/loss": 1.0})
-    wait_for(lambda: tracker._wandb.folder)
+    wait_for(lambda: tracker._clients[0].ready)
     services = [
         pid
-        for pid in descendants(tracker._wandb.process.pid)
+        for pid in descendants(tracker._clients[0].process.pid)
         if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert services
@@ -121,16 +122,34 @@ def test_killing_the_wandb_service_stops_neither_training_nor_the_exit(tmp_path)
 
 def test_wandb_that_hangs_at_the_end_is_killed(tmp_path, monkeypatch):
     stub = tmp_path / "stub.py"
-    ready = '{"imported": true}\\n{"ready": {"dir": "d", "url": null, "last": -1}}'
+    ready = '{"imported": true}\\n{"ready": {"url": "", "last": -1}}'
     stub.write_text(f"import sys, time\nprint('{ready}', flush=True)\ntime.sleep(600)\n")
-    monkeypatch.setattr(wandb_client, "PROGRAM", stub)
-    monkeypatch.setattr(wandb_client, "END_TIMEOUT", 0.5)
+    monkeypatch.setattr(client, "PROGRAM", stub)
+    monkeypatch.setattr(client, "END_TIMEOUT", 0.5)
     notes: list[str] = []
     tracker = start(tmp_path, WandbMode.offline, notes, init_timeout=0.5)
     for step in range(3000):
         tracker.log(step, {"train/loss": 1.0, "words": "x" * 50})
-    wait_for(lambda: tracker._wandb.folder)
-    process = tracker._wandb.process
+    wait_for(lambda: tracker._clients[0].ready)
+    process = tracker._clients[0].process
     tracker.finish()
     assert process.wait(timeout=600) != 0
     assert any("left behind" in note for note in notes)
+
+
+@pytest.fixture
+def wandb_server(monkeypatch):
+    with serving(Wandb()) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        yield server
+
+
+def test_online_history_reaches_the_server_under_the_given_id(tmp_path, wandb_server):
+    notes: list[str] = []
+    tracker = start(tmp_path, WandbMode.auto, notes, wandb_id="abcd1234")
+    tracker.log(7, {"train/loss": 0.25})
+    tracker.finish()
+    assert any("/runs/abcd1234" in note for note in notes), notes
+    assert {upsert["name"] for upsert in wandb_server.upserts} == {"abcd1234"}
+    assert [(row["train/step"], row["train/loss"]) for row in wandb_server.history("abcd1234")] == [(7, 0.25)]

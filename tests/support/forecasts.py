@@ -52,10 +52,13 @@ def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> 
 
 
 def allocated(run: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that `run` allocates on the CPU, by torch's profiler: at the peak, and with its result at the end."""
+    """Bytes that `run` allocates on the CPU, by torch's profiler: at the peak, and with its result at the end. Without
+    oneDNN, whose copies of bfloat16 numbers depend on the CPU's instructions."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    activities = [ProfilerActivity.CPU]
+    with torch.backends.mkldnn.flags(enabled=False), profile(activities=activities, profile_memory=True) as seen:
         held = run()
     events = seen.profiler.kineto_results.events()
     sizes = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]

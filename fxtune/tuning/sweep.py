@@ -251,9 +251,8 @@ class Sweep:
         last = {frozen.user_attrs["run"]: frozen for frozen in found if "run" in frozen.user_attrs}
         for frozen in found:
             if frozen.state is TrialState.RUNNING:
-                # A process that was killed while it drew the values has left some of them, and no run.
-                if last.get(frozen.user_attrs.get("run", "")) is frozen:
-                    self.study.enqueue_trial(frozen.user_attrs["values"], user_attrs=frozen.user_attrs)
+                if last.get(frozen.user_attrs.get("run"), frozen) is frozen:
+                    self.study.enqueue_trial(frozen.params, user_attrs=frozen.user_attrs)
                 self.study.tell(frozen.number, state=TrialState.FAIL)
         for name, frozen in last.items():
             kept, state = frozen.user_attrs, STATES[frozen.state]

@@ -3,7 +3,7 @@
     python scripts/study/sweep_cost.py --json sweep_cost.json --jobs 6 --minutes 9      # again: continues
     python scripts/study/sweep_cost.py --json /tmp/sweep.json --smoke                   # a short test
 
-Both draw the same eight configurations. The script prints two figures of the first sweep. One is its time in runs: a
+Both draw the same eight configurations (the first eight of a seed do not depend on losses). The script prints two figures of the first sweep. One is its time in runs: a
 run is the time of the second sweep divided by the number of configurations. The other is how far the held-out loss of
 its winner is above the lowest loss of all configurations. Each sweep has a core of its own and trains one configuration
 at a time, with one thread (pinned_jobs.py). Seconds are from the start of the command to its end. The folder of a sweep
@@ -41,7 +41,7 @@ SMOKE = ["data.sources.0.limit=60", "train.eval_every=2", "data.sequence_length=
 
 def sweep(folder: Path, method: str, seed: str, trials: str, words: list[str]) -> dict[str, Any]:
     """The results of one sweep, with a digest of each adapter that was trained to its end."""
-    options = [f"--seed={seed}", f"--method={method}", f"--trials={trials}", "--sampler=spread"]
+    options = [f"--method={method}", f"--trials={trials}"]
     places = [f"--output={folder}.yaml", f"run.seed={seed}", f"run.dir={folder}"]
     signal.signal(signal.SIGTERM, lambda *_: None)  # the sweep gets it too, and saves its runs
     command = [sys.executable, "-m", "fxtune", "sweep", *RECIPE, *words, *SPACE, *places, *options]

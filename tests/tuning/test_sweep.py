@@ -177,13 +177,12 @@ def test_sweep_that_died_while_it_drew_goes_on(recipe, monkeypatch):
             raise KeyboardInterrupt
         usual(self, key, value)
 
-    monkeypatch.setattr(optuna.Trial, "set_user_attr", dying)
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe)
-    monkeypatch.undo()
-    made = sweep_of(recipe)
-    with made.opened():
-        assert [trial.folder.name for trial in made.trials] == ["trial-0"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optuna.Trial, "set_user_attr", dying)
+        run(recipe, space=["sweep.lr=1e-2,1e-3,2e-3"])
+    made = run(recipe, space=["sweep.lr=1e-2,1e-3,2e-3"])
+    assert [trial.folder.name for trial in made.trials] == ["trial-0", "trial-1", "trial-2"]
+    assert {trial.values["optimizer.lr"] for trial in made.trials} == {1e-2, 1e-3, 2e-3}
 
 
 def test_run_that_something_else_ends_goes_on_and_fails_at_last(recipe):
@@ -287,7 +286,7 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
 
 
 def test_no_secret_is_in_the_study(recipe):
-    with sweep_of([*recipe, "tracking.wandb.base_url=https://me:topsecret@host"]).opened():
+    with sweep_of([*recipe, "tracking.wandb.tags=['https://me:topsecret@host']"]).opened():
         pass
     assert "topsecret" not in "".join(sqlite3.connect("sweep/optuna.db").iterdump())
 

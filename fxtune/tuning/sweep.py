@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from fxtune.system.process_group import end_process, run_process, start_process
 from fxtune.system.redact import redact, redact_text
 from fxtune.system.signals import SIGNALS
 from fxtune.training.run_energy import Used
-from fxtune.tuning.sweep_space import Dimension, combinations, listed
+from fxtune.tuning.sweep_space import REFUSED, Dimension, combinations, listed
 from fxtune.tuning.trial import failure
 
 STUDY = "optuna.db"
@@ -484,32 +485,18 @@ def raise_if_it_ends_the_sweep(code: int, reason: str, trained: bool) -> None:
 def refuse(config: Config) -> None:
     """Raise ConfigError with each reason why this recipe cannot be swept."""
     refusals = []
-    train = config.train
-    if not config.data.eval_fraction and not config.data.eval_sources:
+    if not config.data.holds_out:
         refusals.append(
-            "nothing is held out, and configurations are compared by the held-out loss: set "
-            "data.eval_fraction=0.05 or data.eval_sources"
+            "nothing is held out, and configurations are compared by the held-out loss: set data.eval_fraction=0.05 "
+            "or data.eval_sources"
         )
-    if train.stop.patience:
-        refusals.append(
-            "train.stop.patience: the sweep stops configurations itself. Leave the key out, and add it to the recipe "
-            "that wins"
-        )
-    for key, value in (("max_minutes", train.max_minutes), ("eval_share", train.eval_share)):
-        if value is not None:
-            refusals.append(
-                f"train.{key} depends on the clock, and configurations are compared after the same steps: leave the "
-                "key out"
-            )
-    if train.pause_after is not None:
-        refusals.append("train.pause_after: the sweep decides when its runs end. Leave the key out")
-    if config.run.gpus not in ("auto", "1"):
-        refusals.append(
-            f"run.gpus={config.run.gpus}: each run of a sweep has one card. Leave the key out; --workers says how "
-            "many runs train at once"
-        )
-    degrees = ((name, getattr(config.parallel, name)) for name in DEGREES)
-    several = [f"parallel.{name}={value}" for name, value in degrees if value not in (AUTO, "1")]
+    for key in ("train.stop.patience", "train.max_minutes", "train.eval_share", "train.pause_after"):
+        if attrgetter(key)(config):
+            refusals.append(f"{key}: {REFUSED[key.removesuffix('.patience')]}. Leave it out")
+    degrees = ((f"parallel.{name}", getattr(config.parallel, name)) for name in DEGREES)
+    several = [
+        f"{key}={value}" for key, value in [("run.gpus", config.run.gpus), *degrees] if value not in (AUTO, "1")
+    ]
     for asked in (*several, *config.parallel.summed_otherwise):
         refusals.append(f"{asked}: each run of a sweep has one card. Leave it out, and add it to the recipe that wins")
     if refusals:

@@ -39,7 +39,7 @@ REFUSED = {
     "train.epochs": "configurations are compared after the same share of a run of one length. Give it one value",
     "train.eval_every": "the sweep decides when its runs evaluate",
     "train.eval_share": "the sweep decides when its runs evaluate",
-    "train.pause_after": "the sweep decides when its runs pause",
+    "train.pause_after": "the sweep decides when its runs end",
     "train.max_minutes": "a deadline depends on the clock, and configurations are compared after the same steps",
     "train.stop": "the sweep stops the losers itself. Add it to the recipe of the winner",
     "train.log_every": "it does not change what is learned",

@@ -32,7 +32,7 @@ RECIPE = [
     "data.questions.path=null",
     "run.report=false",
 ]
-"""Both sweeps evaluate at the same steps, so that a configuration gets the same weights in both, bit for bit."""
+"""Both sweeps evaluate at the same steps, so that a configuration gets the same bits in both."""
 SPACE = ["sweep.lr=loguniform(5e-4,5e-2)", "sweep.r=choice(4,8,16,32)"]
 METHODS = ("none", "halving")
 """The one that takes longest first."""
@@ -58,15 +58,12 @@ def sweep(folder: Path, method: str, seed: str, trials: str, words: list[str]) -
 
 
 def startup(files: list[Path]) -> dict[str, float]:
-    """Seconds before the first step of all starts of all runs, by stage. Their process has loaded the libraries."""
+    """Seconds before the first step of all starts of all runs, by stage."""
     seconds: dict[str, float] = {}
     for file in files:
         for line in file.read_text().splitlines():
             for key, value in json.loads(line).items():
-                if key.startswith("startup/") and key not in (
-                    "startup/imports_seconds",
-                    "startup/first_steps_seconds",
-                ):
+                if key.startswith("startup/") and key != "startup/first_steps_seconds":
                     stage = key.removeprefix("startup/").removesuffix("_seconds")
                     seconds[stage] = seconds.get(stage, 0.0) + value
     return seconds
@@ -137,11 +134,11 @@ def main() -> None:
             f"seed {seed}: {row['runs']:.3g} runs trained in the time of {row['runs_time']:.2f} (of the processor: "
             f"{row['runs_processor']:.2f}); the winner is number {row['rank']} of {options.trials}, its loss "
             f"{row['loss']:.4f} is {row['worse_by']:+.1%} from the best ({row['best_loss']:.4f}); survivors have the "
-            f"{'same' if row['same_bits'] else 'OTHER'} bits as unpaused runs"
+            f"{'same' if row['same_bits'] else 'OTHER'} bits as in the other sweep"
         )
         stages, whole = halving["startup"], halving["wall_seconds"]
         print(
-            f"  start-up of its runs, libraries loaded: {sum(stages.values()):.1f} of {whole:.0f} s, of which "
+            f"  start-up of its runs: {sum(stages.values()):.1f} of {whole:.0f} s, of which "
             + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items())
         )
     if rows:

@@ -296,7 +296,7 @@ def test_no_secret_is_in_the_study(recipe):
     ("words", "told"),
     [
         (["data.eval_fraction=0"], "nothing is held out"),
-        (["train.stop.patience=2"], "the sweep stops configurations itself"),
+        (["train.stop.patience=2"], "the sweep stops the losers itself"),
         (["train.max_minutes=3"], "depends on the clock"),
         (["train.pause_after=3"], "decides when its runs end"),
         (["run.gpus=2"], "each run of a sweep has one card"),

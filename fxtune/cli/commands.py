@@ -148,15 +148,9 @@ COMMANDS = {
         options={
             "--trials": _value("N", "configurations (8)", whole_number(2)),
             "--method": {
-                "choices": ["halving", "hyperband", "asha", "median", "none"],
+                "choices": ["halving", "hyperband", "median", "none"],
                 "help": "how the losers are found (halving)",
             },
-            "--eta": _value("N", "of N configurations one goes on (2)", whole_number(2)),
-            "--rungs": _value(
-                "N", "how often they are compared, the end included; each rung is eta times as far", whole_number(1)
-            ),
-            "--sampler": {"choices": ["spread", "tpe"], "help": "how configurations are drawn (docs/sweeps.md)"},
-            "--seed": _value("N", "the seed with which they are drawn (0)", whole_number(0)),
             "--workers": _value("N", "runs at a time (all GPUs, or 1)", whole_number(1)),
             "--output": _value("FILE.yaml", "where the recipe goes"),
         },

@@ -1,24 +1,24 @@
 """`fxtune sweep`: searches for good hyper-parameters, and stops bad configurations early.
 
     fxtune sweep +recipe=quickstart data.eval_fraction=0.1 sweep.lr='loguniform(1e-3,2e-2)' sweep.r='choice(8,16,32)'
-    fxtune sweep ... --method hyperband                  # several brackets, with early rungs and late rungs
-    fxtune sweep ... --trials 16 --eta 4 --workers 2     # one of four goes on at a rung; two runs at a time
+    fxtune sweep ... --trials 16 --workers 2             # sixteen configurations; two runs at a time
+    fxtune sweep ... --method median                     # how the losers are found
 
 sweep.KEY takes loguniform(LOW,HIGH), uniform(LOW,HIGH) or choice(A,B,C). KEY may be shortened to the end of its name.
-Each configuration trains up to a rung (a share of its run), writes a checkpoint and pauses. The best 1/eta go on with
-the same bits, at the learning rate of the whole run. The others are stopped. Eight configurations cost 2.5 runs.
+Optuna draws the configurations: eight at random, then where losses were low. Its pruners stop losers at the eighths of
+a run.
 
-methods: halving (the default), hyperband, asha and median (Optuna's pruners, which judge a configuration by earlier
-configurations), none (each configuration runs to its end). Each of several GPUs trains another configuration.
+methods: halving (the default: successive halving; at 1/8 and 3/8 of a run the best third goes on), hyperband (several
+brackets of halving), median (those below the median go on), none (each configuration runs to its end). Each of several
+GPUs trains another configuration.
 
 The sweep's folder is runs/NAME_sweep, or run.dir: a run for each configuration, optuna.db for optuna-dashboard,
 sweep.json and curves.svg. The sweep ends with the winner's recipe, recipes/NAME_swept.yaml. After a kill the same
-command goes on.
+command goes on; with more --trials it draws more configurations.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -46,30 +46,24 @@ from fxtune.system.redact import redact_arguments
 from fxtune.system.threads import VARIABLES, share
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training.run_energy import Used, sentence
-from fxtune.tuning import recipe_writer, sampling, sweep_space
-from fxtune.tuning.race import EntrantState, hyperband
-from fxtune.tuning.sampling import Sampler
-from fxtune.tuning.sweep import THREADS, Method, Sweep, SweepPlan, Trial, refuse, shown
-from fxtune.tuning.sweep_space import Dimension
+from fxtune.tuning import recipe_writer, sweep_space
+from fxtune.tuning.sweep import Method, State, Sweep, Trial, refuse, shown
 
-TRIALS, ETA, MOST_RUNGS = 8, 2, 5
+TRIALS = 8
 CURVES = "curves.svg"
+ENDED = (State.stopped, State.done, State.failed)
 
 
 def run(
     config: Config,
     overrides: Sequence[str],
     space: Sequence[str],
-    trials: Optional[int] = None,
+    trials: int = TRIALS,
     method: str = Method.halving.value,
-    eta: int = ETA,
-    rungs: Optional[int] = None,
-    sampler: Optional[str] = None,
-    seed: int = 0,
     workers: Optional[int] = None,
     output: Optional[str] = None,
 ) -> None:
-    """Race, print the table, write the recipe of the winner. `overrides`: the recipe and keys as typed. `space`: the
+    """Sweep, print the table, write the recipe of the winner. `overrides`: the recipe and keys as typed. `space`: the
     words that begin with `sweep.`.
 
     Raises ConfigError for a bad option or if nothing runs, StorageError for a file that cannot be written.
@@ -87,7 +81,6 @@ def run(
                 f"`{sweep_space.PREFIX}{dimension.key}=...`"
             )
     refuse(config)
-    plan = plan_of(dimensions, trials, Method(method), eta, rungs, sampler, seed)
     path = recipe_writer.output_path(list(overrides), config.run.name, output, "swept")
     folder = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / f"{config.run.name}_sweep"
 
@@ -95,10 +88,10 @@ def run(
         say(text)
         write_json(folder / FILE, results(sweep))
 
-    sweep = Sweep(config, overrides, plan, folder, environments(config, workers), tell)
+    cards = environments(config, workers)
+    sweep = Sweep(config, overrides, dimensions, Method(method), trials, folder, cards, tell)
     with sweep.opened():
-        cost = sum(bracket.cost for bracket in plan.brackets()) / plan.parts
-        say(f"{plan.trials} configurations, {method}, for {cost:.3g} whole runs: {folder}")
+        say(f"{sweep.count} configurations, {method}: {folder}")
         with _shown(sweep, config.tracking.display) as look:
             sweep.run(look)
         best = sweep.winner()
@@ -110,34 +103,10 @@ def run(
         if best is None:
             raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")
         recipe_writer.write(path, header(sweep, best, path), list(overrides), winning_config(sweep, best))
-    say(f"The best is trial {best.entrant.number}: {best.title}, held-out loss {best.entrant.loss:.4f}: {best.folder}")
+    say(f"The best is trial {best.number}: {best.title}, held-out loss {best.loss:.4f}: {best.folder}")
     if line := sentence(sweep.used().figures(0, config.tracking.cost)):
         say(line)
     say(f"The recipe is {path}: fxtune +recipe={_name(path)}. The curves are in {folder / CURVES}.")
-
-
-def plan_of(
-    dimensions: Sequence[Dimension],
-    trials: Optional[int],
-    method: Method,
-    eta: int,
-    rungs: Optional[int],
-    sampler: Optional[str],
-    seed: int,
-) -> SweepPlan:
-    """The plan that the options ask for, with defaults for options that were not given."""
-    if rungs is None:
-        rungs = min(MOST_RUNGS, 1 + int(math.log(trials or TRIALS, eta) + 1e-9)) if method is Method.halving else 4
-        rungs = 1 if method is Method.none else max(rungs, 2)
-    parts = eta ** (rungs - 1)
-    if trials is None:
-        trials = TRIALS
-        if method is Method.hyperband:
-            trials = sum(bracket.count for bracket in hyperband(eta, parts))
-    trials = int(min(trials, sampling.combinations(dimensions)))
-    learns = method is not Method.halving
-    chosen = Sampler(sampler) if sampler else Sampler.tpe if learns else Sampler.spread
-    return SweepPlan(tuple(dimensions), method, trials, parts, eta, chosen, seed)
 
 
 def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
@@ -154,21 +123,21 @@ def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]
     workers = workers or 1
     if os.environ.keys() & VARIABLES:
         return [{} for _ in range(workers)]
-    return [{THREADS: str(share(torch.get_num_threads(), workers))} for _ in range(workers)]
+    return [{"OMP_NUM_THREADS": str(share(torch.get_num_threads(), workers))} for _ in range(workers)]
 
 
 @contextmanager
 def _shown(sweep: Sweep, kind: DisplayKind) -> Iterator[Any]:
-    """Show the race: a live table on a terminal, lines elsewhere. Yields a function to call each second."""
-    live, total = None, sum(bracket.cost for bracket in sweep.plan.brackets()) / sweep.plan.parts
+    """Show the sweep: a live table on a terminal, lines elsewhere. Yields a function to call again and again."""
+    live = None
     if kind in (DisplayKind.auto, DisplayKind.rich) and console.is_live():
         progress.hide()
         live = progress.live_region(lambda: table(sweep), transient=True)
     try:
-        with progress.phase("The race", total, "whole runs", announce=False) as work:
+        with progress.phase("The sweep", sweep.count, "configurations", announce=False) as work:
 
             def look() -> None:
-                work.done = sweep.runs
+                work.done = sum(trial.state in ENDED for trial in sweep.trials)
 
             yield look
     finally:
@@ -176,44 +145,42 @@ def _shown(sweep: Sweep, kind: DisplayKind) -> Iterator[Any]:
 
 
 def table(sweep: Sweep) -> Any:
-    """The race: the farthest first, then the lowest loss."""
+    """The configurations: the farthest first, then the lowest loss."""
     rows = []
     for trial in sweep.ranking():
-        entrant = trial.entrant
-        steps = trial.step() if entrant.state is EntrantState.running else trial.step_of(entrant.reached)
-        state = entrant.state.value + (f": {entrant.reason.strip().splitlines()[0]}" if entrant.reason else "")
-        loss = f"{entrant.loss:.4f}" if entrant.losses else ""
+        state = trial.state.value + (f": {trial.reason.strip().splitlines()[0]}" if trial.reason else "")
+        loss = f"{trial.loss:.4f}" if trial.losses else ""
         values = [shown(value) for value in trial.values.values()]
-        rows.append([str(entrant.number), *values, f"{steps}/{trial.steps}" if trial.steps else "", loss, state])
-    keys = [dimension.key.removeprefix("techniques.") for dimension in sweep.plan.space]
-    title = f"Sweep of {sweep.plan.trials} configurations, {sweep.plan.method.value}; {sweep.runs:.3g} whole runs"
+        steps = f"{trial.step()}/{trial.steps}" if trial.steps else ""
+        rows.append([str(trial.number), *values, steps, loss, state])
+    keys = [dimension.key.removeprefix("techniques.") for dimension in sweep.space]
+    title = f"Sweep of {sweep.count} configurations, {sweep.method.value}; {sweep.runs:.3g} whole runs"
     return console.table(title, ["trial", *keys, "steps", "held-out loss", ""], rows)
 
 
 def results(sweep: Sweep) -> dict[str, Any]:
     """The content of sweep.json: the plan, and each configuration, best first."""
-    best = sweep.winner()
-    rows = []
-    for trial in sweep.ranking():
-        entrant = trial.entrant
-        rows.append(
-            {
-                "trial": entrant.number,
-                "values": trial.values,
-                "state": entrant.state.value,
-                "loss": entrant.loss if entrant.losses else None,
-                "losses": {str(trial.step_of(rung)): loss for rung, loss in entrant.losses.items()},
-                "steps": trial.steps,
-                "energy": Used.read(trial.folder).figures(0, sweep.config.tracking.cost),
-                "folder": str(trial.folder),
-                "error": entrant.reason or None,
-            }
-        )
+    best, cost = sweep.winner(), sweep.config.tracking.cost
+    rows = [
+        {
+            "trial": trial.number,
+            "values": trial.values,
+            "state": trial.state.value,
+            "loss": trial.loss if trial.losses else None,
+            "losses": dict(trial.curve()),
+            "steps": trial.steps,
+            "energy": Used.read(trial.folder).figures(0, cost),
+            "folder": str(trial.folder),
+            "error": trial.reason or None,
+        }
+        for trial in sweep.ranking()
+    ]
+    space = {dimension.key: dimension.text for dimension in sweep.space}
     return {
-        "sweep": sweep.plan.saved(),
+        "sweep": {"space": space, "method": sweep.method.value, "trials": sweep.count},
         "whole_runs": sweep.runs,
-        "energy": sweep.used().figures(0, sweep.config.tracking.cost),
-        "winner": None if best is None else best.entrant.number,
+        "energy": sweep.used().figures(0, cost),
+        "winner": None if best is None else best.number,
         "runs": rows,
     }
 
@@ -223,7 +190,7 @@ def _write_curves(sweep: Sweep) -> None:
     for trial in sweep.trials:
         if points := trial.curve():
             share = [(step / max(trial.steps, 1), loss) for step, loss in points]
-            curves.append(Series(f"trial {trial.entrant.number}: {trial.title}", share, thick=trial is best))
+            curves.append(Series(f"trial {trial.number}: {trial.title}", share, thick=trial is best))
     title = f"{sweep.config.run.name}: held-out loss of each configuration"
     text = plot(title, curves, "share of the run", sweep.config.objective.unit, percent=True)
     replace_text(sweep.folder / CURVES, text)
@@ -236,11 +203,10 @@ def winning_config(sweep: Sweep, best: Trial) -> Config:
 
 def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
     """The comment at the top of the recipe: its purpose, its command and the measurements."""
-    plan, entrant = sweep.plan, best.entrant
-    words = [f"{sweep_space.PREFIX}{dimension.key}={dimension.text}" for dimension in plan.space]
-    asked = ["--method", plan.method.value, "--trials", str(plan.trials), "--seed", str(plan.seed)]
+    words = [f"{sweep_space.PREFIX}{dimension.key}={dimension.text}" for dimension in sweep.space]
+    asked = ["--method", sweep.method.value, "--trials", str(sweep.count)]
     command = shlex.join([*redact_arguments(list(sweep.overrides)), *words, *asked])
-    done = sum(trial.entrant.state is EntrantState.done for trial in sweep.trials)
+    done = sum(trial.state is State.done for trial in sweep.trials)
     return [
         f"{sweep.config.run.name} with the lowest held-out loss of {len(sweep.trials)} configurations",
         "",
@@ -248,7 +214,7 @@ def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
         "",
         f"{recipe_writer.MARK.removeprefix('# ')}sweep {command} ({date.today()}, fxtune {__version__})",
         f"Values: {best.title}.",
-        f"Measured: held-out loss {entrant.loss:.4f} after {best.steps} steps; {done} of {len(sweep.trials)} ran to "
+        f"Measured: held-out loss {best.loss:.4f} after {best.steps} steps; {done} of {len(sweep.trials)} ran to "
         f"their end, for {sweep.runs:.3g} whole runs in all.",
     ]
 

@@ -11,7 +11,9 @@ keys that change the data, the model, the length of the run or what is compared 
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from optuna import Trial
 
 from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.overrides import COMMAND_LINE, RecipeStore, unquoted
@@ -36,12 +39,14 @@ REFUSED = {
     "train.epochs": "configurations are compared after the same share of a run of one length. Give it one value",
     "train.eval_every": "the sweep decides when its runs evaluate",
     "train.eval_share": "the sweep decides when its runs evaluate",
-    "train.pause_after": "the sweep decides when its runs pause",
+    "train.pause_after": "the sweep decides when its runs end",
     "train.max_minutes": "a deadline depends on the clock, and configurations are compared after the same steps",
     "train.stop": "the sweep stops the losers itself. Add it to the recipe of the winner",
     "train.log_every": "it does not change what is learned",
 }
 """Key or section -> why it cannot be swept."""
+SMALL = 4
+"""A space is small if it has at most so many times the configurations of the sweep."""
 INTERVALS = ("loguniform", "uniform")
 _CALL = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
 
@@ -59,19 +64,6 @@ class Dimension:
     whole: bool = False
     choices: tuple[tuple[Any, str], ...] = ()
 
-    def at(self, share: float) -> Any:
-        """The value at `share` of the way through the dimension, 0 up to 1."""
-        if self.choices:
-            return self.choices[min(int(share * len(self.choices)), len(self.choices) - 1)][0]
-        # Whole numbers get intervals of the same width (or of the same width in the logarithm).
-        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
-        if self.log:
-            value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
-        else:
-            value = low + share * (high - low)
-        value = min(max(value, self.low), self.high)
-        return min(max(round(value), int(self.low)), int(self.high)) if self.whole else value
-
     @property
     def size(self) -> float:
         """How many values it has."""
@@ -79,9 +71,39 @@ class Dimension:
             return len(self.choices)
         return self.high - self.low + 1 if self.whole else math.inf
 
+    @property
+    def values(self) -> list[Any]:
+        """Its values, if there are finitely many."""
+        return [value for value, _ in self.choices] or [*range(int(self.low), int(self.high) + 1)]
+
+    def suggest(self, trial: Trial) -> Any:
+        """The value that Optuna draws for `trial`."""
+        if self.choices:
+            return trial.suggest_categorical(self.key, self.values)
+        if self.whole:
+            return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
+        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
+
     def override(self, value: Any) -> str:
         """The word of a command line that sets `value`."""
         return f"{self.key}={dict(self.choices)[value] if self.choices else repr(value)}"
+
+
+def combinations(space: Sequence[Dimension]) -> float:
+    """How many configurations the space has."""
+    return math.prod(dimension.size for dimension in space)
+
+
+def listed(space: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` different configurations of a small space, in the order of `seed`; none of a larger space.
+
+    A sampler draws a configuration of a small space more than once.
+    """
+    if combinations(space) > SMALL * count:
+        return []
+    every = list(itertools.product(*(dimension.values for dimension in space)))
+    chosen = random.Random(seed).sample(every, len(every))[:count]
+    return [dict(zip((dimension.key for dimension in space), values, strict=True)) for values in chosen]
 
 
 def parse(words: Sequence[str]) -> list[Dimension]:

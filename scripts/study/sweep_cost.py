@@ -3,7 +3,7 @@
     python scripts/study/sweep_cost.py --json sweep_cost.json --jobs 6 --minutes 9      # again: continues
     python scripts/study/sweep_cost.py --json /tmp/sweep.json --smoke                   # a short test
 
-Both draw the same eight configurations. The script prints two figures of the first sweep. One is its time in runs: a
+Both draw the same eight configurations (the first eight of a seed do not depend on losses). The script prints two figures of the first sweep. One is its time in runs: a
 run is the time of the second sweep divided by the number of configurations. The other is how far the held-out loss of
 its winner is above the lowest loss of all configurations. Each sweep has a core of its own and trains one configuration
 at a time, with one thread (pinned_jobs.py). Seconds are from the start of the command to its end. The folder of a sweep
@@ -32,7 +32,7 @@ RECIPE = [
     "data.questions.path=null",
     "run.report=false",
 ]
-"""Both sweeps evaluate at the same steps, so that a configuration gets the same weights in both, bit for bit."""
+"""Both sweeps evaluate at the same steps, so that a configuration gets the same bits in both."""
 SPACE = ["sweep.lr=loguniform(5e-4,5e-2)", "sweep.r=choice(4,8,16,32)"]
 METHODS = ("none", "halving")
 """The one that takes longest first."""
@@ -41,7 +41,7 @@ SMOKE = ["data.sources.0.limit=60", "train.eval_every=2", "data.sequence_length=
 
 def sweep(folder: Path, method: str, seed: str, trials: str, words: list[str]) -> dict[str, Any]:
     """The results of one sweep, with a digest of each adapter that was trained to its end."""
-    options = [f"--seed={seed}", f"--method={method}", f"--trials={trials}", "--sampler=spread"]
+    options = [f"--method={method}", f"--trials={trials}"]
     places = [f"--output={folder}.yaml", f"run.seed={seed}", f"run.dir={folder}"]
     signal.signal(signal.SIGTERM, lambda *_: None)  # the sweep gets it too, and saves its runs
     command = [sys.executable, "-m", "fxtune", "sweep", *RECIPE, *words, *SPACE, *places, *options]
@@ -58,15 +58,12 @@ def sweep(folder: Path, method: str, seed: str, trials: str, words: list[str]) -
 
 
 def startup(files: list[Path]) -> dict[str, float]:
-    """Seconds before the first step of all starts of all runs, by stage. Their process has loaded the libraries."""
+    """Seconds before the first step of all starts of all runs, by stage."""
     seconds: dict[str, float] = {}
     for file in files:
         for line in file.read_text().splitlines():
             for key, value in json.loads(line).items():
-                if key.startswith("startup/") and key not in (
-                    "startup/imports_seconds",
-                    "startup/first_steps_seconds",
-                ):
+                if key.startswith("startup/") and key != "startup/first_steps_seconds":
                     stage = key.removeprefix("startup/").removesuffix("_seconds")
                     seconds[stage] = seconds.get(stage, 0.0) + value
     return seconds
@@ -137,11 +134,11 @@ def main() -> None:
             f"seed {seed}: {row['runs']:.3g} runs trained in the time of {row['runs_time']:.2f} (of the processor: "
             f"{row['runs_processor']:.2f}); the winner is number {row['rank']} of {options.trials}, its loss "
             f"{row['loss']:.4f} is {row['worse_by']:+.1%} from the best ({row['best_loss']:.4f}); survivors have the "
-            f"{'same' if row['same_bits'] else 'OTHER'} bits as unpaused runs"
+            f"{'same' if row['same_bits'] else 'OTHER'} bits as in the other sweep"
         )
         stages, whole = halving["startup"], halving["wall_seconds"]
         print(
-            f"  start-up of its runs, libraries loaded: {sum(stages.values()):.1f} of {whole:.0f} s, of which "
+            f"  start-up of its runs: {sum(stages.values()):.1f} of {whole:.0f} s, of which "
             + ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items())
         )
     if rows:

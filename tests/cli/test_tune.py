@@ -135,9 +135,14 @@ def test_when_the_minutes_are_over_the_rest_is_listed(cwd, trials, capsys):
     code, found = fxtune_tune("--axes", "attention,micro_batch", "--minutes", "0.1")
     assert code == 0
     assert "attention.backend=eager" in found["not_tried"]
+    assert any("micro_batch_size" in text for text in found["not_tried"])
     out = capsys.readouterr().out
     assert "The 0.1 minutes are over. Not tried: " in out
     assert "more --minutes" in out
+    trials.rules = {EAGER: 2.0}
+    assert fxtune_tune("--axes", "attention,micro_batch")[1]["winner"] == {"techniques.attention.backend": "eager"}, (
+        "the time limit is no result"
+    )
 
 
 def test_ctrl_c_loses_no_finished_trial(cwd, trials, capsys):

@@ -47,11 +47,11 @@ def test_winner_is_compared_by_its_loss_in_the_sweep_that_ran_all(sweep_cost):
     assert not sweep_cost.compare(halving, every)["same_bits"]
 
 
-def test_seconds_of_all_starts_are_added_up_without_libraries_and_steps(sweep_cost, tmp_path):
+def test_seconds_of_all_starts_are_added_up_without_steps(sweep_cost, tmp_path):
     lines = [
         {"train/step": 1, "startup/imports_seconds": 4.0, "startup/model_seconds": 1.0},
         {"train/step": 2},
         {"train/step": 3, "startup/model_seconds": 0.5, "startup/first_steps_seconds": 9.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert sweep_cost.startup([tmp_path / "metrics.jsonl"] * 2) == {"model": 3.0}
+    assert sweep_cost.startup([tmp_path / "metrics.jsonl"] * 2) == {"imports": 8.0, "model": 3.0}

@@ -170,23 +170,7 @@ def test_if_the_recipe_does_not_run_the_search_starts_from_a_setting_that_does(t
     assert any("gives no measurement (out of memory: CUDA out of memory)" in note for note in search.notes)
 
 
-def test_if_nothing_runs_the_best_has_no_speed(trials, run):
-    trials.rules = {"all": Outcome.crashed}
-    assert run("attention").best.speed == 0
-
-
 # --- time
-
-
-def test_what_there_was_no_time_for_is_listed_and_not_cached(trials, run):
-    trials.rules = {EAGER: Outcome.hung, "train.micro_batch_size=2": 2.0}
-    search = run("attention", "micro_batch", minutes=0.1)
-    assert "attention.backend=eager" in search.untried
-    assert any("micro_batch_size" in text for text in search.untried)
-    trials.rules = {"train.micro_batch_size=2": 2.0}
-    again = run("attention", "micro_batch")
-    assert again.winner()[0].deltas == {"train.micro_batch_size": 2}
-    assert verdict(again, techniques__attention__backend="eager") == ""
 
 
 def test_a_trial_that_reaches_its_own_limit_is_a_result(trials, run):
@@ -227,19 +211,6 @@ def test_a_direction_that_was_given_up_does_not_count_as_untried(trials, run):
 
 
 # --- the cache
-
-
-def test_an_interrupted_search_continues_from_its_cache(trials, start, run):
-    trials.rules = {"train.micro_batch_size=2": KeyboardInterrupt}
-    interrupted = start("attention", "micro_batch")
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.run()
-    assert tried(interrupted) == [{}, {"techniques.attention.backend": "eager"}]
-    before, trials.rules = len(trials.calls), {"train.micro_batch_size=2": 2.0}
-    search = run("attention", "micro_batch")
-    assert search.winner()[0].deltas == {"train.micro_batch_size": 2}
-    assert all(result.cached for candidate in search.candidates[:2] for result in candidate.results[:1])
-    assert trials.calls[before] == ["run.gpus=1", "train.micro_batch_size=2"]
 
 
 def test_the_cache_key_names_everything_a_result_depends_on(start):

@@ -1,285 +1,278 @@
-"""The engine of `fxtune sweep`. A stand-in for its processes answers here: it trains, or it writes the metrics of a run
-whose losses follow from its learning rate.
+"""The engine of `fxtune sweep`. The processes that train are replaced by a small program that writes the metrics of a
+run whose losses follow from its learning rate.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
 import signal
-from collections.abc import Callable
+import sqlite3
+import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import optuna
 import pytest
-from support.runs import history
+from support.harness import wait_for
 
 from fxtune.config.compose import load
-from fxtune.errors import ConfigError, Stopped, StorageError
-from fxtune.training import trainer as train
+from fxtune.errors import ConfigError, DataError, Stopped, StorageError
+from fxtune.system.signals import SIGNALS
 from fxtune.tuning import sweep as engine
-from fxtune.tuning import sweep_worker
-from fxtune.tuning.race import Entrant, EntrantState
-from fxtune.tuning.sampling import Sampler
-from fxtune.tuning.sweep import Method, Sweep, SweepPlan, refuse
+from fxtune.tuning.sweep import PARTS, Method, State, Sweep, refuse
 from fxtune.tuning.sweep_space import parse
 
 SPACE = ["sweep.lr=loguniform(1e-4,1e-1)", "sweep.r=choice(2,4)"]
-
-
-class InlineWorker:
-    """Answers as SweepWorker does, in this process."""
-
-    before: Callable[[list[str]], None] = staticmethod(lambda overrides: None)
-    work = staticmethod(sweep_worker._answer)
-
-    def __init__(self, environment) -> None:
-        self.read, self.write = os.pipe()
-        self.busy = False
-
-    def send(self, call, overrides, log) -> None:
-        self.busy = True
-        self.before(overrides)
-        self.answer = self.work(call, overrides)
-        os.write(self.write, b".")
-
-    def receive(self):
-        os.read(self.read, 1)
-        self.busy = False
-        return self.answer
-
-    def fileno(self) -> int:
-        return self.read
-
-    def interrupt(self) -> None: ...
-
-    def end(self) -> None:
-        os.close(self.read)
-        os.close(self.write)
-
-
-def pretend(call, overrides) -> dict:
-    """The answer of a run of six steps, whose loss falls to what its learning rate allows."""
-    values = dict(word.split("=", 1) for word in overrides)
-    if call == "plan":
-        return {"steps": 6}
-    every, last = int(values["train.eval_every"]), int(values.get("train.pause_after", 6))
-    folder = Path(values["run.dir"].strip("'"))
-    folder.mkdir(exist_ok=True)
-    least = abs(math.log(float(values["optimizer.lr"])) - math.log(1e-2))
-    lines = [
-        {"train/step": step, "eval/loss": least + 1 / step}
-        for step in range(1, last + 1)
-        if step % every == 0 or step == 6
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    return {"figures": {}}
+PROGRAM = """
+import json, math, os, pathlib, sys, time
+values = dict(word.split("=", 1) for word in sys.argv[1:])
+folder = pathlib.Path(values["run.dir"].strip("'"))
+(folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+with open(folder / "starts", "a") as starts:
+    starts.write(f"{os.getpid()}\\n")
+if pathlib.Path("error").exists():
+    code, text = pathlib.Path("error").read_text().split(" ", 1)
+    print(f"fxtune: {text}", file=sys.stderr)
+    sys.exit(int(code))
+file, every = folder / "metrics.jsonl", int(values["train.eval_every"])
+lines = file.read_text().splitlines() if file.exists() else []
+least = abs(math.log(float(values["optimizer.lr"])) - math.log(1e-2))
+for step in range(len(lines) + 1, STEPS + 1):
+    while pathlib.Path("hold").exists() and step > 1:
+        time.sleep(0.01)
+    line = {"train/step": step}
+    if step % every == 0 or step == STEPS:
+        line["eval/loss"] = least + 1 / step
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\\n")
+    time.sleep(0.03 * (STEPS < 100))
+"""
+STEPS = 16
 
 
 @pytest.fixture
-def recipe(real, monkeypatch) -> list[str]:
-    monkeypatch.setattr(InlineWorker, "work", staticmethod(pretend))
-    return real
+def recipe(chats, cwd, monkeypatch) -> list[str]:
+    program = cwd / "train.py"
+    program.write_text(f"STEPS = {STEPS}\n{PROGRAM}")
+    monkeypatch.setattr(engine, "train_command", lambda words: [sys.executable, str(program), *words])
+    monkeypatch.setattr(engine, "planned_steps", lambda words: STEPS)
+    monkeypatch.setattr(engine, "POLL", 0.01)
+    return [f"data.sources=[{{path: '{chats}'}}]", "data.eval_fraction=0.2", "techniques.lora.enabled=true"]
 
 
-@pytest.fixture
-def real(chats, cwd, monkeypatch) -> list[str]:
-    monkeypatch.setattr(engine, "SweepWorker", InlineWorker)
-    monkeypatch.setattr(InlineWorker, "before", staticmethod(lambda overrides: None))
-    shape = "hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4"
-    return [
-        f"data.sources=[{{path: '{chats}'}}]",
-        "data.sequence_length=256",
-        "data.cache_dir=cache",
-        "data.eval_fraction=0.2",
-        "model.init=random",
-        f"model.architecture={{{shape}, num_key_value_heads: 2, head_dim: 16}}",
-        "techniques.lora.enabled=true",
-        "train.max_steps=6",
-        "train.epochs=100",
-        "train.global_batch_size=4",
-        "train.micro_batch_size=4",
-        "schedule.warmup_steps=1",
-    ]
+def sweep_of(recipe, method=Method.halving, trials=4, space=SPACE, workers=1, tell=lambda text: None) -> Sweep:
+    return Sweep(load(recipe), recipe, parse(space), method, trials, Path("sweep"), [{}] * workers, tell)
 
 
-def sweep_of(recipe, method=Method.halving, trials=4, space=SPACE, parts=4, sampler=Sampler.spread, seed=0) -> Sweep:
-    plan = SweepPlan(tuple(parse(space)), method, trials, parts, 2, sampler, seed)
-    return Sweep(load(recipe), recipe, plan, Path("sweep"), [{}], lambda text: None)
-
-
-def race(recipe, **options) -> Sweep:
+def run(recipe, look=lambda: None, **options) -> Sweep:
     made = sweep_of(recipe, **options)
     with made.opened():
-        made.run(lambda: None)
+        made.run(look)
     return made
 
 
-def adapter(folder: Path) -> str:
-    return hashlib.sha256((folder / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+def states(made: Sweep) -> list[str]:
+    return [trial.state.value for trial in made.trials]
 
 
-def curve(folder: Path) -> list[tuple]:
-    names = ("train/step", "train/loss", "train/lr", "train/grad_norm", "eval/loss")
-    return [tuple(line.get(name) for name in names) for line in history(folder)]
+def starts(trial) -> list[int]:
+    return [int(line) for line in (trial.folder / "starts").read_text().split()]
 
 
-def outcome(made: Sweep) -> list[tuple]:
-    return [(trial.entrant.number, trial.entrant.state, trial.entrant.losses, trial.values) for trial in made.trials]
+def final(trial) -> float:
+    """The loss of a run that is not stopped."""
+    return trial.curve()[-1][1] - 1 / trial.curve()[-1][0] + 1 / STEPS
 
 
-@pytest.mark.slow
-def test_winner_has_the_bits_of_its_run_alone(real):
-    made = race(real)
+@pytest.mark.parametrize("method", [Method.halving, Method.hyperband, Method.median])
+def test_losers_are_stopped_and_the_best_runs_to_its_end(recipe, method):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Optuna's warnings must not reach a user
+        made = run(recipe, method=method, trials=8)
     best = made.winner()
-    assert [trial.entrant.state for trial in made.trials].count(EntrantState.stopped) == 3
-    assert {rung: best.step_of(rung) for rung in best.entrant.losses} == {1: 2, 2: 4, 4: 6}
-    assert made.runs == pytest.approx((4 * 2 + 2 * 2 + 2) / 6)
-    assert len({step for step, _ in best.curve()}) == 3
-    alone = load([*made.words(best), "run.dir=alone"])
-    train.run(alone)
-    assert adapter(best.folder) == adapter(Path("alone"))
-    assert [line for line in curve(best.folder) if line[1] is not None or line[4] is not None] == [
-        line for line in curve(Path("alone")) if line[1] is not None or line[4] is not None
-    ]
-    losers = [trial for trial in made.trials if trial.entrant.state is EntrantState.stopped]
-    assert not any((trial.folder / "checkpoints").exists() for trial in losers), "they do not go on"
-    study = optuna.load_study(study_name="run", storage="sqlite:///sweep/optuna.db")
-    assert study.best_trial.number == best.entrant.number
-    assert study.best_value == best.entrant.loss
-    states = [trial.state.name for trial in study.trials]
-    assert sorted(states) == ["COMPLETE", "PRUNED", "PRUNED", "PRUNED"]
+    assert (len(made.trials), best.state, best.step()) == (8, State.done, STEPS)
+    assert best.loss == pytest.approx(min(map(final, made.trials)))
+    stopped = [trial for trial in made.trials if trial.state is State.stopped]
+    assert stopped
+    assert {len(starts(trial)) for trial in made.trials} == {1}
+    assert all(trial.step() < STEPS for trial in stopped)
+    assert not any((trial.folder / "checkpoints").exists() for trial in stopped), "they do not go on"
+    assert made.runs < 8
+    study = optuna.load_study(study_name="sweep", storage="sqlite:///sweep/optuna.db")
+    assert study.best_value == best.loss
+    assert study.best_trial.params == best.values
+    assert [trial.state.name for trial in study.trials].count("PRUNED") == len(stopped)
+    assert max(study.best_trial.intermediate_values) == PARTS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [Method.halving, Method.median, Method.hyperband])
-def test_killed_sweep_goes_on_to_the_same_end(recipe, monkeypatch, method):
-    options = {"method": method, "trials": 4, "parts": 2, "sampler": Sampler.tpe}
-    whole = race(recipe, **options)
-    Path("sweep").rename("whole")
-    killed = 0
+def test_without_a_method_all_run_to_their_end_two_at_a_time(recipe):
+    """The first two wait for each other."""
+    Path("hold").touch()
 
-    def kill(overrides):
-        nonlocal killed
-        killed += 1
-        if killed % 2:
+    def look():
+        if all(Path(f"sweep/trial-{number}/starts").exists() for number in range(2)):
+            Path("hold").unlink(missing_ok=True)
+
+    assert states(run(recipe, look, method=Method.none, trials=3, workers=2)) == ["done"] * 3
+
+
+def test_a_small_space_is_drawn_without_repetition(recipe):
+    made = run(recipe, trials=9, space=["sweep.lr=1e-2,1e-3", "sweep.r=uniform(2,4)"])
+    values = [tuple(trial.values.values()) for trial in made.trials]
+    assert sorted(values) == [(lr, r) for lr in (1e-3, 1e-2) for r in (2, 3, 4)]
+
+
+def test_draws_follow_the_seed_of_the_run(recipe):
+    def drawn(seed: int, folder: str) -> list[dict]:
+        made = run([*recipe, f"run.seed={seed}"], method=Method.none, trials=2)
+        Path("sweep").rename(folder)
+        return [trial.values for trial in made.trials]
+
+    assert drawn(0, "a") == drawn(0, "b") != drawn(1, "c")
+
+
+def test_more_trials_go_on_with_the_sweep(recipe):
+    before = run(recipe, trials=2)
+    after = run(recipe, trials=4)
+    assert [trial.values for trial in after.trials[:2]] == [trial.values for trial in before.trials]
+    assert len({trial.values["optimizer.lr"] for trial in after.trials}) == 4
+    assert [len(starts(trial)) for trial in after.trials] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("space", [SPACE, ["sweep.lr=1e-2,1e-3,2e-3,3e-3"]], ids=["drawn", "listed"])
+def test_killed_sweep_goes_on_in_the_same_run_folders(recipe, space):
+    """A child process begins the sweep, and is killed twice."""
+    Path("hold").touch()
+    for begun in ("trial-1", "trial-2"):
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                run(recipe, space=space, workers=2)
+            os._exit(1)
+        wait_for(Path(f"sweep/{begun}/metrics.jsonl").exists)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        Path("hold").unlink(missing_ok=True)
+    begun = {folder: folder.stat().st_ino for folder in Path("sweep").glob("trial-*") if folder.is_dir()}
+    made = run(recipe, space=space)
+    assert sorted(trial.folder.name for trial in made.trials) == [f"trial-{number}" for number in range(4)]
+    assert set(states(made)) <= {"done", "stopped"}
+    assert len({tuple(trial.values.values()) for trial in made.trials}) == 4
+    assert {folder: folder.stat().st_ino for folder in begun} == begun
+    for trial in made.trials:
+        steps = [step for step, _ in trial.curve()]
+        assert steps == sorted({*steps}), "each went on from where it was"
+    assert made.winner().loss == pytest.approx(min(map(final, made.trials)))
+    again = run(recipe, space=space)
+    assert [len(starts(trial)) for trial in again.trials] == [len(starts(trial)) for trial in made.trials]
+    assert again.winner().number == made.winner().number
+
+
+def test_sweep_that_died_while_it_drew_goes_on(recipe, monkeypatch):
+    usual = optuna.Trial.set_user_attr
+
+    def dying(self, key, value):
+        if self.number == 1:
             raise KeyboardInterrupt
+        usual(self, key, value)
 
-    monkeypatch.setattr(InlineWorker, "before", staticmethod(kill))
-    made = None
-    while made is None:
-        try:
-            made = race(recipe, **options)
-        except KeyboardInterrupt:
-            assert killed < 40
-    assert outcome(made) == outcome(whole)
-    assert killed > 8
-    monkeypatch.setattr(InlineWorker, "before", staticmethod(lambda overrides: pytest.fail("nothing is left to do")))
-    assert outcome(race(recipe, **options)) == outcome(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["set_trial_intermediate_value", "tell"])
-def test_killed_between_two_records_of_a_result(recipe, monkeypatch, place):
-    options = {"trials": 2, "parts": 2, "space": SPACE[:1]}
-    whole = race(recipe, **options)
-    Path("sweep").rename("whole")
-    owner = engine.RDBStorage if place.startswith("set") else optuna.Study
-    usual, calls = getattr(owner, place), []
-
-    def killing(self, *arguments, **keywords):
-        calls.append(arguments)
-        if len(calls) in (1, 3):
-            raise KeyboardInterrupt
-        return usual(self, *arguments, **keywords)
-
-    monkeypatch.setattr(owner, place, killing)
-    for _ in range(2):
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Trial, "set_user_attr", dying)
         with pytest.raises(KeyboardInterrupt):
-            race(recipe, **options)
-    assert outcome(race(recipe, **options)) == outcome(whole)
+            run(recipe, space=["sweep.lr=1e-2,1e-3,2e-3"])
+    made = run(recipe, space=["sweep.lr=1e-2,1e-3,2e-3"])
+    assert [trial.folder.name for trial in made.trials] == ["trial-0", "trial-1", "trial-2"]
+    assert {trial.values["optimizer.lr"] for trial in made.trials} == {1e-2, 1e-3, 2e-3}
+
+
+def test_run_that_something_else_ends_goes_on_and_fails_at_last(recipe):
+    Path("hold").touch()
+    killed: list[int] = []
+
+    def kill():
+        file = Path("sweep/trial-0/starts")
+        pid = starts(made.trials[0])[-1] if file.exists() else 0
+        if pid and pid not in killed:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            if len(killed) > engine.RESTARTS:
+                Path("hold").unlink()
+
+    made = sweep_of(recipe, trials=2)
+    with made.opened():
+        made.run(kill)
+    assert states(made) == ["failed", "done"]
+    assert "most likely because the host ran out of memory" in made.trials[0].reason
+    assert len(killed) == engine.RESTARTS + 1
 
 
 def test_failed_configuration_loses_and_says_why(recipe):
     space = ["sweep.global_batch_size=choice(4,6)", "sweep.lr=choice(1e-2,1e-3)"]
-    made = race(recipe, trials=4, parts=2, space=space)
-    failed = [trial for trial in made.trials if trial.entrant.state is EntrantState.failed]
+    made = run([*recipe, "train.micro_batch_size=4"], space=space)
+    failed = [trial for trial in made.trials if trial.state is State.failed]
     assert len(failed) == 2
-    assert "must be a multiple of" in failed[0].entrant.reason
+    assert all("must be a multiple of" in trial.reason for trial in failed)
     assert made.winner().values == {"train.global_batch_size": 4, "optimizer.lr": 1e-2}
+    assert run([*recipe, "train.micro_batch_size=4"], space=space).ranking()[-1].reason == failed[-1].reason
 
 
 def test_sweep_whose_configurations_all_fail_is_an_error(recipe):
-    with pytest.raises(ConfigError, match=r"Every configuration failed. The first of them: .*must be a multiple"):
-        race([*recipe, "train.micro_batch_size=4"], trials=2, space=["sweep.global_batch_size=choice(5,6)"])
+    Path("error").write_text("5 the loss is not finite")
+    with pytest.raises(ConfigError, match=r"Every configuration failed. The first of them: .*the loss is not finite"):
+        run(recipe, trials=2)
 
 
-def test_full_disk_ends_the_sweep_and_not_a_configuration(recipe, monkeypatch):
-    full = {"error": "the disk is full", "kind": "StorageError"}
-    monkeypatch.setattr(
-        InlineWorker, "work", staticmethod(lambda call, words: full if call == "train" else pretend(call, words))
-    )
-    with pytest.raises(StorageError, match="the disk is full"):
-        race(recipe)
-    monkeypatch.setattr(InlineWorker, "work", staticmethod(pretend))
-    assert race(recipe).winner() is not None
+@pytest.mark.parametrize(("code", "kind"), [(6, StorageError), (3, DataError)])
+def test_full_disk_or_bad_data_ends_the_sweep_and_not_a_configuration(recipe, code, kind):
+    Path("error").write_text(f"{code} the disk is full")
+    with pytest.raises(kind, match="the disk is full"):
+        run(recipe)
+    Path("error").unlink()
+    assert "failed" not in states(run(recipe))
 
 
-def test_configuration_that_cannot_go_on_ends_the_sweep_and_is_not_lost(recipe, monkeypatch):
-    """Its data or its packages have changed since it was paused. They can be put back."""
-    changed = {"error": "cannot be resumed with the same bits", "kind": "ConfigError"}
-    begun = set()
+def test_configuration_that_cannot_go_on_ends_the_sweep_and_is_not_lost(recipe):
+    """Its data or its packages have changed since it began. They can be put back."""
 
-    def work(call, words):
-        folder = next((word for word in words if word.startswith("run.dir=")), "")
-        again = call == "train" and folder in begun
-        if call == "train":
-            begun.add(folder)
-        return changed if again else pretend(call, words)
+    def change():
+        if not Path("error").exists() and made.trials[0].losses:
+            Path("error").write_text("2 cannot be resumed with the same bits")
+            os.kill(starts(made.trials[0])[0], signal.SIGKILL)
 
-    monkeypatch.setattr(InlineWorker, "work", staticmethod(work))
-    with pytest.raises(ConfigError, match="cannot be resumed with the same bits"):
-        race(recipe)
-    monkeypatch.setattr(InlineWorker, "work", staticmethod(pretend))
-    made = race(recipe)
-    assert made.winner() is not None
-    assert not [trial for trial in made.trials if trial.entrant.state is EntrantState.failed]
+    made = sweep_of(recipe)
+    with made.opened(), pytest.raises(ConfigError, match="cannot be resumed with the same bits"):
+        made.run(change)
+    Path("error").unlink()
+    assert "failed" not in states(run(recipe))
 
 
-def test_signal_saves_the_runs_and_says_so(recipe, monkeypatch):
-    def stop(overrides):
-        if any(word.startswith("train.pause_after") for word in overrides) and not Path("stopped").exists():
-            Path("stopped").touch()
+def test_signal_saves_the_runs_and_says_so(recipe):
+    Path("hold").touch()
+
+    def stop():
+        if Path("sweep/trial-0/metrics.jsonl").exists() and Path("hold").exists():
+            Path("hold").unlink()
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(InlineWorker, "before", staticmethod(stop))
-    with engine.SIGNALS, pytest.raises(Stopped) as stopped:
-        race(recipe, trials=2, parts=2, space=SPACE[:1])
-    assert "The same command goes on" in str(stopped.value)
-    assert race(recipe, trials=2, parts=2, space=SPACE[:1]).winner() is not None
+    with SIGNALS, pytest.raises(Stopped) as stopped:
+        run(recipe, stop)
+    assert "1 run saved in sweep. The same command goes on" in str(stopped.value)
+    made = run(recipe)
+    assert len(starts(made.trials[0])) == 2
+    assert made.winner() is not None
 
 
 def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
-    recipe = [*recipe, "train.max_steps=1"]
     with (
         sweep_of(recipe).opened(),
         pytest.raises(StorageError, match="in use by a sweep that is alive"),
         sweep_of(recipe).opened(),
     ):
         pass
-    for other, told in (
-        (
-            {"space": ["sweep.lr=loguniform(1e-4,1e-2)", SPACE[1]]},
-            r"space.optimizer.lr: .* -> loguniform\(1e-4,1e-2\)",
-        ),
-        ({"trials": 8}, "trials: 4 -> 8"),
-        ({"method": Method.hyperband}, "method: halving -> hyperband"),
-    ):
-        with pytest.raises(ConfigError, match=told), sweep_of(recipe, **other).opened():
-            pass
+    other = sweep_of(recipe, space=["sweep.lr=loguniform(1e-4,1e-2)", SPACE[1]])
+    with pytest.raises(ConfigError, match=r"optimizer.lr: .* -> loguniform\(1e-4,1e-2\)"), other.opened():
+        pass
     other = sweep_of([*recipe, "optimizer.weight_decay=0.3"])
     with pytest.raises(ConfigError, match=r"optimizer.weight_decay: .* -> 0.3"), other.opened():
         pass
@@ -288,18 +281,24 @@ def test_folder_of_another_sweep_or_of_a_run_is_refused(recipe):
         pass
     with sweep_of([*recipe, "tracking.wandb.project=other", "checkpoint.every=7"]).opened():
         pass
-    Path("sweep/sweep.yaml").rename("sweep/config.yaml")
+    Path("sweep/config.yaml").touch()
     with pytest.raises(ConfigError, match="holds a run, and no sweep"), sweep_of(recipe).opened():
         pass
+
+
+def test_no_secret_is_in_the_study(recipe):
+    with sweep_of([*recipe, "tracking.wandb.tags=['https://me:topsecret@host']"]).opened():
+        pass
+    assert "topsecret" not in "".join(sqlite3.connect("sweep/optuna.db").iterdump())
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["data.eval_fraction=0"], "nothing is held out"),
-        (["train.stop.patience=2"], "the sweep stops configurations itself"),
+        (["train.stop.patience=2"], "the sweep stops the losers itself"),
         (["train.max_minutes=3"], "depends on the clock"),
-        (["train.pause_after=3"], "decides when its runs pause"),
+        (["train.pause_after=3"], "decides when its runs end"),
         (["run.gpus=2"], "each run of a sweep has one card"),
         (["parallel.shard=2"], r"parallel\.shard=2: each run of a sweep has one card"),
         (["parallel.average_every=4"], r"parallel\.average_every=4: each run of a sweep has one card"),
@@ -310,51 +309,30 @@ def test_recipe_that_cannot_be_swept(recipe, words, told):
         refuse(load([*recipe, *words]))
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "kept", "at"),
-    [
-        (87, 10, (1, 2, 4, 8), [10, 20, 40, 87]),
-        (100, 20, (1, 2, 4, 8), [20, 40, 60, 100]),
-        (10, 0, (1, 2, 4, 8), [2, 4, 6, 10]),
-        (60, 50, (4, 8), [50, 60]),
-        (30, 50, (8,), [30]),
-    ],
-)
-def test_each_rung_has_an_evaluation_of_its_own(recipe, steps, every, kept, at):
-    made = sweep_of([*recipe, f"train.eval_every={every}"], trials=8, parts=8)
-    made._steps = {"{}": steps}
-    trial = made._add(Entrant(0, 0), {})
-    assert made.race.brackets[0].rungs == kept
-    assert [trial.step_of(rung) for rung in kept] == at
-    assert trial.step_of(0) == 0
+@pytest.mark.parametrize(("every", "compared"), [(0, [1, 2, 3, 4, 5, 6, 7, 8]), (5, [2, 5, 7, 8]), (20, [8])])
+def test_configurations_are_compared_at_the_first_evaluation_after_an_eighth(recipe, every, compared):
+    made = run([*recipe, f"train.eval_every={every}"], method=Method.none, trials=2)
+    assert list(made.trials[0].losses) == compared
+    if not every:
+        assert [step for step, _ in made.trials[0].curve()] == [2 * eighth for eighth in compared]
+
+
+def test_a_longer_run_is_compared_after_the_same_share(recipe, monkeypatch):
+    """A larger batch has fewer steps in an epoch."""
+    program = Path("train.py")
+    text = program.read_text().replace(
+        f"STEPS = {STEPS}\n", "import sys\nSTEPS = 12 if 'train.global_batch_size=4' in sys.argv else 6\n"
+    )
+    program.write_text(text)
+    monkeypatch.setattr(engine, "planned_steps", lambda words: 12 if "train.global_batch_size=4" in words else 6)
+    space = ["sweep.global_batch_size=choice(4,8)", "sweep.lr=1e-2,1e-3"]
+    made = run([*recipe, "train.eval_every=3"], method=Method.none, space=space)
+    found = {(trial.values["train.global_batch_size"], trial.steps, tuple(trial.losses)) for trial in made.trials}
+    assert found == {(4, 12, (2, 4, 6, 8)), (8, 6, (4, 8))}
 
 
 @pytest.mark.slow
-def test_race_with_fewer_evaluations_than_rungs_cuts_once_by_each(recipe):
-    told = []
-    made = sweep_of([*recipe, "train.eval_every=3"], trials=4)
-    made.tell = told.append
-    with made.opened():
-        made.run(lambda: None)
-    assert "compared after 3, 6 steps and not 3 times" in told[0]
-    assert [trial.entrant.state for trial in made.trials].count(EntrantState.done) == 2
-
-
-def test_batch_size_is_swept_over_runs_of_the_same_share(recipe, monkeypatch):
-    """A larger batch has fewer steps in an epoch, so its rungs come after fewer steps."""
-
-    def work(call, overrides):
-        values = dict(word.split("=", 1) for word in overrides)
-        steps = {"4": 12, "8": 6}[values["train.global_batch_size"]]
-        return {"steps": steps} if call == "plan" else pretend(call, overrides)
-
-    monkeypatch.setattr(InlineWorker, "work", staticmethod(work))
-    made = sweep_of(recipe, trials=2, parts=2, space=["sweep.global_batch_size=choice(4,8)", "sweep.lr=1e-2,1e-3"])
-    with made.opened():
-        made._draw(0)
-        made._draw(1)
-        made.workers = [InlineWorker({})]
-        for trial in made.trials:
-            made._find_steps(trial, made.workers[0])
-    sizes = {trial.values["train.global_batch_size"]: (trial.step_of(1), trial.step_of(2)) for trial in made.trials}
-    assert sizes == {4: (6, 12), 8: (3, 6)}
+def test_planned_steps_are_the_steps_of_the_run(cwd):
+    assert engine.planned_steps(["+recipe=quickstart", "train.max_steps=7", "data.cache_dir=cache"]) == 7
+    with pytest.raises(ConfigError, match=r"unknown key `train.max_stps`"):
+        engine.planned_steps(["train.max_stps=3"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import optuna
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError
-from fxtune.tuning.sweep_space import parse
+from fxtune.tuning.sweep_space import combinations, listed, parse
 
 
 def only(text: str):
@@ -16,41 +15,46 @@ def only(text: str):
     return found
 
 
+def drawn(dimensions, count: int = 30) -> list[dict]:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    return [
+        {dimension.key: dimension.suggest(trial) for dimension in dimensions}
+        for trial in (study.ask() for _ in range(count))
+    ]
+
+
 def test_short_names_intervals_and_choices():
-    rate = only("lr=loguniform(1e-4,1e-2)")
-    assert rate.key == "optimizer.lr"
-    assert rate.at(0.5) == pytest.approx(1e-3)
-    assert (rate.at(0.0), rate.at(1.0)) == (pytest.approx(1e-4), pytest.approx(1e-2))
-    rank = only("lora.r=loguniform(4,64)")
-    assert (rank.key, rank.at(0.0), rank.at(0.9999), rank.size) == ("techniques.lora.r", 4, 64, 61)
-    assert {only("r=uniform(1,3)").at(share / 30) for share in range(30)} == {1, 2, 3}
-    assert only("r=8,16").choices == only("r=choice(8,16)").choices == ((8, "8"), (16, "16"))
-    assert only("optimizer.name=choice(adamw,lion)").at(0.7) == "lion"
-    both = parse(["sweep.lr=1e-3,2e-3", "sweep.r=8,16"])
-    assert [dimension.key for dimension in both] == ["optimizer.lr", "techniques.lora.r"]
+    dimensions = parse(
+        [
+            "sweep.lr=loguniform(1e-4,1e-2)",
+            "sweep.lora.r=loguniform(4,6)",
+            "sweep.weight_decay=0,0.1",
+            "sweep.optimizer.name=choice(adamw,lion)",
+            "sweep.betas=choice([0.9,0.95],[0.9,0.99])",
+        ]
+    )
+    found = {key: [values[key] for values in drawn(dimensions)] for key in drawn(dimensions, 1)[0]}
+    assert all(1e-4 <= rate <= 1e-2 for rate in found["optimizer.lr"])
+    assert 8 < sum(rate < 1e-3 for rate in found["optimizer.lr"]) < 22, "evenly in the logarithm"
+    assert {*found["techniques.lora.r"]} == {4, 5, 6}
+    assert {*found["optimizer.weight_decay"]} == {0, 0.1}
+    assert {*found["optimizer.name"]} == {"adamw", "lion"}
+    assert only("r=8,16").choices == only("r=choice(8,16)").choices
+    for values in drawn(dimensions):
+        config = load([dimension.override(values[dimension.key]) for dimension in dimensions])
+        assert config.optimizer.lr == values["optimizer.lr"]
+        assert config.techniques.lora.r == values["techniques.lora.r"]
+        assert str(config.optimizer.betas).replace(" ", "") == values["optimizer.betas"]
 
 
-@settings(max_examples=20)
-@given(st.floats(0, 1))
-def test_every_value_can_be_set(share):
-    words = ["lr=loguniform(1e-7,3)", "r=uniform(1,99)", "betas=choice([0.9,0.95],[0.9,0.99])", "weight_decay=0,0.1"]
-    for text in words:
-        found = only(text)
-        value = found.at(share)
-        key, _, spelled = found.override(value).partition("=")
-        assert key == found.key
-        assert value in (
-            spelled,
-            float(spelled) if spelled[0] != "[" else None,
-            int(spelled) if spelled.isdigit() else None,
-        )
-
-
-def test_override_gives_the_value_to_the_config():
-    found = only("betas=choice([0.9,0.95],[0.9,0.99])")
-    assert load([found.override(found.at(0.9))]).optimizer.betas == [0.9, 0.99]
-    rate = only("lr=loguniform(1e-9,1e-8)")
-    assert load([rate.override(rate.at(0.3))]).optimizer.lr == rate.at(0.3)
+def test_small_space_is_listed_and_a_larger_one_is_not():
+    space = parse(["sweep.r=uniform(1,3)", "sweep.lora.alpha=8,16"])
+    every = listed(space, 6, 0)
+    assert len({tuple(values.items()) for values in every}) == combinations(space) == 6
+    assert listed(space, 2, 0) == every[:2]
+    assert listed(space, 6, 1) != every
+    assert listed(space, 1, 0) == listed(parse(["sweep.lr=uniform(1,2)"]), 6, 0) == []
 
 
 @pytest.mark.parametrize(

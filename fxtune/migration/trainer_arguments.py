@@ -44,9 +44,6 @@ def trainer(account: Account, kind: str) -> None:
     # The optimizer and its rate.
     theirs, ours = str(account.get("optim")), account.word("optim")
     account.set("optimizer.name", ours, "optim")
-    if ours == "adamw_8bit":
-        library = "torchao" if theirs in ("adamw_torch_8bit", "ao_adamw_8bit") else "bitsandbytes"
-        account.set("optimizer.library", library, "optim")
     if ours == "sgd":
         account.set("optimizer.momentum", 0, "optim")  # as torch's default
     if theirs.startswith("paged"):
@@ -70,7 +67,7 @@ def trainer(account: Account, kind: str) -> None:
     recompute, offload = "gradient_checkpointing", "activation_offloading"
     if account.get(recompute) in ("offload", "offload_disk", "legacy") or account.get(offload):
         account.set("techniques.checkpointing.enabled", True, recompute)
-        account.set("techniques.checkpointing.offload", True, recompute, offload)
+        account.set("techniques.checkpointing.offload", "inputs", recompute, offload)
     elif half:
         account.note("techniques=fast recomputes as much as the card's memory needs", recompute)
 

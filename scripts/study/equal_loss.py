@@ -145,10 +145,10 @@ ALL_TECHNIQUES = ("techniques=[fast,lora]",)
 CPU_TECHNIQUES = (
     "techniques=[lora,selective]",
     "techniques.liger.enabled=true",
-    "techniques.liger.fused_linear_cross_entropy='on'",
+    "techniques.liger.kernels=[fused_linear_cross_entropy]",
 )
 """Without compilation, which takes longer on a CPU than everything else."""
-CPU_MOE_TECHNIQUES = ("techniques=[lora,selective]", "techniques.lora.grouped_experts='on'")
+CPU_MOE_TECHNIQUES = "techniques=[lora,selective]"
 
 
 class TimeOver(Exception):

@@ -26,8 +26,6 @@ REFUSED = [
     (["train.eval_share=0.1"], "train.eval_share=0.1", "train.eval_every or train.stop.patience"),
     (["train.stop.min_delta=0.1"], "train.stop.min_delta=0.1", "train.stop.patience"),
     (["train.stop.metric=exact_match"], "train.stop.metric=exact_match", "train.stop.patience"),
-    (["train.spikes=off", "train.spike_window=8"], "train.spike_window=8", "train.spikes=report|skip"),
-    (["train.spikes=off", "train.spike_threshold=2"], "train.spike_threshold=2.0", "train.spikes=report|skip"),
     (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
     (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
     (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
@@ -37,7 +35,6 @@ REFUSED = [
         "optimizer.fused=false",
         "optimizer.stochastic_rounding=false",
     ),
-    (["parallel.powersgd_start=5"], "parallel.powersgd_start=5", "parallel.powersgd_rank"),
     (["loader.num_workers=0", "loader.prefetch_factor=2"], "loader.prefetch_factor=2", "loader.num_workers"),
     (
         ["loader.num_workers=0", "loader.persistent_workers=false"],

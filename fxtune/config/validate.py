@@ -62,6 +62,10 @@ REPLACED = {
         f"techniques.liger.{kernel}": _KERNELS
         for kernel in ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy")
     },
+    **{
+        f"techniques.rope.{name}": f"use techniques.rope.parameters={{{name}: NUMBER}}"
+        for name in ("beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor")
+    },
     "techniques.apex.layer_norm": "techniques.apex.enabled replaces both kinds of norms",
     "techniques.apex.rms_norm": "techniques.apex.enabled replaces both kinds of norms",
     "techniques.precision.initial_scale": "the first loss scale is 65536",

@@ -73,17 +73,11 @@ class RopeOptions(Options):
     original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
     """The context that the model was trained on; null: max_position_embeddings of the model's config, or the original
     length of the same scaling if the model already has it."""
-    beta_fast: float = field(default=32.0, metadata={"above": 0})
-    """yarn only: pairs with more rotations than this over the original context keep their frequency."""
-    beta_slow: float = field(default=1.0, metadata={"above": 0})
-    """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of
-    it."""
-    attention_factor: Optional[float] = field(default=None, metadata={"above": 0})
-    """yarn only: the scale of queries and of keys, so its square scales the logits; null: 0.1 ln(factor) + 1."""
-    low_freq_factor: float = field(default=1.0, metadata={"above": 0})
-    """llama3 only: like beta_slow."""
-    high_freq_factor: float = field(default=4.0, metadata={"above": 0})
-    """llama3 only: like beta_fast."""
+    parameters: dict[str, float] = field(default_factory=dict, metadata={"above": 0})
+    """Parameters of the type, as transformers names them, in place of the usual ones. yarn: beta_fast (32; pairs with
+    more rotations over the original context keep their frequency), beta_slow (1; pairs with fewer are slowed down by
+    `factor`), attention_factor (0.1 ln(factor) + 1; the scale of queries and of keys, so its square scales the
+    logits). llama3: high_freq_factor (4), low_freq_factor (1), in the same order."""
 
 
 @dataclass

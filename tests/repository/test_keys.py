@@ -244,11 +244,7 @@ CASES: dict[str, Case] = {
     "techniques.rope.type": Case(built, "linear", f"{ROPE}"),
     "techniques.rope.factor": Case(built, "4.0", f"{ROPE}"),
     "techniques.rope.original_max_position_embeddings": Case(built, "64", f"{ROPE}"),
-    "techniques.rope.beta_fast": Case(built, "4.0", f"{ROPE}"),
-    "techniques.rope.beta_slow": Case(built, "2.0", f"{ROPE}"),
-    "techniques.rope.attention_factor": Case(step, "2.0", f"{ROPE}"),
-    "techniques.rope.low_freq_factor": Case(built, "2.0", f"{ROPE} techniques.rope.type=llama3"),
-    "techniques.rope.high_freq_factor": Case(built, "8.0", f"{ROPE} techniques.rope.type=llama3"),
+    "techniques.rope.parameters": Case(built, "{beta_fast: 4.0}", f"{ROPE}"),
     "techniques.attention.enabled": Case(step, "false", "data.packing=true", refused="attention"),
     "techniques.attention.backend": Case(step, "eager"),
     "techniques.attention.trust_remote_code": Case(step, "true", refused="trust_remote_code"),
@@ -541,7 +537,11 @@ def test_every_number_has_a_lower_limit(key):
 
 def one_of(key: str, number: float | str) -> str:
     """`number` as `key` takes it."""
-    text = f"{{{'q_proj' if 'lora' in key else 'input'}: {number}}}" if KEYS[key].container is dict else f"{number}"
+    text = (
+        f"{{{'q_proj' if 'lora' in key else 'beta_fast' if 'rope' in key else 'input'}: {number}}}"
+        if KEYS[key].container is dict
+        else f"{number}"
+    )
     return f"{key}={f'[{number}, {number}]' if KEYS[key].container is list else text}"
 
 

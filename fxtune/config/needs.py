@@ -76,11 +76,8 @@ NEEDS = (
         for option in ("betas", "eps", "momentum", "fused")
     ),
     KeyNeed("optimizer.fused", "optimizer.stochastic_rounding=false"),
-    KeyNeed("schedule.warmup_ratio", "schedule.warmup_steps=0"),
     KeyNeed("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
     KeyNeed("schedule.decay_steps", "schedule.name=wsd"),
-    KeyNeed("schedule.decay_ratio", "schedule.name=wsd"),
-    KeyNeed("schedule.decay_ratio", "schedule.decay_steps=0"),
     *(
         # null is automatic: two workers on a GPU
         KeyNeed(f"loader.{option}", "loader.num_workers", lambda config: config.loader.num_workers != 0)

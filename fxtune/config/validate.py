@@ -84,6 +84,8 @@ REPLACED = {
     "parallel.reduce_dtype": "use parallel.compression=bfloat16",
     "parallel.powersgd_rank": "use parallel.compression=powersgd, of rank 4",
     "parallel.powersgd_start": "PowerSGD begins at step 10",
+    "schedule.warmup_ratio": "use schedule.warmup_steps, where a number below 1 is a share of the run",
+    "schedule.decay_ratio": "use schedule.decay_steps, where a number below 1 is a share of the run",
     "train.spike_window": _SPIKES,
     "train.spike_threshold": _SPIKES,
     "optimizer.library": _DECIDED,

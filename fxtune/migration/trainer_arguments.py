@@ -55,12 +55,12 @@ def trainer(account: Account, kind: str) -> None:
     account.set("schedule.name", form, "lr_scheduler_type")
     steps, constant = float(account.get("warmup_steps", 0)), account.get("lr_scheduler_type") == "constant"
     if steps >= 1 and not constant:
-        account.set("schedule.warmup_steps", steps, "warmup_steps")
+        account.set("schedule.warmup_steps", int(steps), "warmup_steps")
         account.note("warmup_steps decides", "warmup_ratio")
     else:  # transformers' `constant` has no warm-up, and its newer versions read a share in warmup_steps
         given = account.has("warmup_steps") and (steps or not account.has("warmup_ratio"))
         share = 0 if constant else steps if given else account.get("warmup_ratio")
-        account.set("schedule.warmup_ratio", share, "warmup_steps", "warmup_ratio")
+        account.set("schedule.warmup_steps", share, "warmup_steps", "warmup_ratio")
     if account.recipe.get("objective") == "simpo" and float(account.get("cpo_alpha", 0)):
         account.differ(f"cpo_alpha={account.get('cpo_alpha')}: the loss of the chosen answers is not added to SimPO's")
     # The memory of activations.

@@ -10,15 +10,8 @@ from fxtune.config.needs import NEEDS, unread, unread_warnings
 from fxtune.config.root import Config
 
 REFUSED = [
-    (["schedule.name=cosine", "schedule.decay_ratio=0.5"], "schedule.decay_ratio=0.5", "schedule.name=wsd"),
-    (["schedule.name=linear", "schedule.decay_steps=5"], "schedule.decay_steps=5", "schedule.name=wsd"),
+    (["schedule.name=linear", "schedule.decay_steps=5"], "schedule.decay_steps=5.0", "schedule.name=wsd"),
     (["schedule.name=constant", "schedule.min_lr_ratio=0.1"], "schedule.min_lr_ratio=0.1", "cosine|linear|wsd"),
-    (["schedule.warmup_steps=5", "schedule.warmup_ratio=0.1"], "schedule.warmup_ratio=0.1", "schedule.warmup_steps=0"),
-    (
-        ["schedule.name=wsd", "schedule.decay_steps=5", "schedule.decay_ratio=0.5"],
-        "schedule.decay_ratio=0.5",
-        "schedule.decay_steps=0",
-    ),
     (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
     (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
     (["data.share_prompts=true"], "data.share_prompts=true", "an objective over pairs"),

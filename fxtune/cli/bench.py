@@ -144,7 +144,7 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
 
 
 def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (what is off, the overrides for it) for each technique and each switch in one that is on."""
+    """Yield (what is off, the overrides for it) for each technique, switch and kernel that is on."""
     for name, options in techniques.items():
         if name == "attention":
             if options["backend"] != "sdpa":
@@ -153,6 +153,10 @@ def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[
         yield name, [f"techniques.{name}.enabled=false"]
         for option in (option for option, value in options.items() if value == "on"):
             yield f"{name}.{option}", [f"techniques.{name}.{option}='off'"]
+        kernels = options.get("kernels", ())
+        for kernel in kernels:
+            others = ",".join(other for other in kernels if other != kernel)
+            yield f"{name}.{kernel}", [f"techniques.{name}.kernels=[{others}]"]
 
 
 def ablation_table(base: Figures, without: Mapping[str, Figures]) -> Any:

@@ -57,7 +57,6 @@ def _has_other_sides(config: Config) -> bool:
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "batch_size", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
-_SPIKES = "train.spikes=report|skip"
 _WANDB_OPTIONS = ("project", "entity", "group", "tags", "init_timeout")
 
 NEEDS = (
@@ -72,19 +71,13 @@ NEEDS = (
     KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),
     KeyNeed("train.stop.min_delta", "train.stop.patience"),
     KeyNeed("train.stop.metric", "train.stop.patience"),
-    KeyNeed("train.spike_window", _SPIKES),
-    KeyNeed("train.spike_threshold", _SPIKES),
     *(
         KeyNeed(f"optimizer.{option}", _optimizers_that_read(option))
         for option in ("betas", "eps", "momentum", "fused")
     ),
     KeyNeed("optimizer.fused", "optimizer.stochastic_rounding=false"),
-    KeyNeed("schedule.warmup_ratio", "schedule.warmup_steps=0"),
     KeyNeed("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
     KeyNeed("schedule.decay_steps", "schedule.name=wsd"),
-    KeyNeed("schedule.decay_ratio", "schedule.name=wsd"),
-    KeyNeed("schedule.decay_ratio", "schedule.decay_steps=0"),
-    KeyNeed("parallel.powersgd_start", "parallel.powersgd_rank"),
     *(
         # null is automatic: two workers on a GPU
         KeyNeed(f"loader.{option}", "loader.num_workers", lambda config: config.loader.num_workers != 0)

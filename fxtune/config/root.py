@@ -158,13 +158,9 @@ class TrainConfig:
     """Stop after this many consecutive steps with a non-finite loss or gradient (such a step never changes the
     weights). Steps that float16 skips while it searches for its loss scale do not count."""
     spikes: Spikes = Spikes.report
-    """What happens to a step with a loss far above the losses before. `report`: log it with its samples.
+    """What happens to a step with a loss far above the losses of the 64 steps before: above their median by 8 times
+    1.4826 x their median absolute deviation. `report`: log it with its samples.
     `skip`: also leave the weights unchanged (decided on the device). `off`: nothing."""
-    spike_window: int = field(default=64, metadata={"min": 1, "max": 100_000})
-    """A spike is judged by the losses of this many steps before it, as soon as there are a quarter as many."""
-    spike_threshold: float = field(default=8.0, metadata={"above": 0})
-    """A loss is a spike if it exceeds the median of these losses by more than this many times 1.4826 x their median
-    absolute deviation."""
     out_of_memory: OutOfMemory = OutOfMemory.halve
     """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
     there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""

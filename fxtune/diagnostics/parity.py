@@ -346,7 +346,7 @@ class _Comparison:
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
         """The training step with the techniques of `pipeline`, once for each micro-batch size."""
         builder = copy.copy(self.builder)
-        # On slow links reduce_dtype, powersgd_rank and average_every change the sum by design.
+        # On slow links compression and average_every change the sum by design.
         parallel = builder.config.parallel
         parallel = ParallelConfig(parallel.replicate, parallel.shard, parallel.context)
         settled = builder.settled.using(pipeline)

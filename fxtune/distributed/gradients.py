@@ -20,7 +20,7 @@ Overlap needs a hook that runs when the gradient is final. A replayed CUDA graph
 gradient is final only after the pass, when the loss scale is divided out. Ranks that share rows cannot overlap either:
 their backward passes call other collectives, and two collectives at once may wait for each other.
 
-`reduce_dtype=bfloat16` halves what is sent. Each gradient is rounded to 8 significant bits (by at most 1/256 of its
+`compression=bfloat16` halves what is sent. Each gradient is rounded to 8 significant bits (by at most 1/256 of its
 value), and so is each partial sum: N ranks round N - 1 times more. The range is float32's, so nothing overflows.
 Losses and metrics stay float32.
 """
@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxtune.distributed.parallel import ParallelConfig
+from fxtune.distributed.parallel import Compression, ParallelConfig
 from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
@@ -94,11 +94,9 @@ class GradientSum:
         """
         self.world, self.names = world, list(parameters.values())
         self.parameters = list(parameters)
-        dtype = getattr(torch, config.reduce_dtype.value)
+        dtype = torch.bfloat16 if config.compression is Compression.bfloat16 else torch.float32
         self.buckets = _buckets(self.parameters, dtype, world.device, bucket_bytes)
-        self.compression = (
-            PowerSGD(world, config.powersgd_rank, config.powersgd_start) if config.powersgd_rank else None
-        )
+        self.compression = PowerSGD(world) if config.compression is Compression.powersgd else None
         self.overlaps = overlap and len(self.buckets) > 1 and self.compression is None
         self._sums: list[dist.Work] = []
         """The sums that were started and not waited for, in the order of the buckets."""
@@ -193,8 +191,8 @@ class GradientSum:
             return
         if bucket < self._started_buckets:
             raise ConfigError(
-                f"parallel.bucket_mib: the backward pass adds to the gradient of {self.names[member]} more than once, "
-                "so its sum over the ranks cannot start beside the pass. Set parallel.bucket_mib=0."
+                f"run.gpus: the backward pass adds to the gradient of {self.names[member]} more than once, so its sum "
+                "over the ranks cannot start beside the pass. Set run.gpus=1."
             )
         self._missing[bucket].discard(member)
         while self._started_buckets < len(self.buckets) - 1 and not self._missing[self._started_buckets]:

@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Optional
 
 from fxtune.errors import ConfigError
 from fxtune.system.units import MIB
@@ -27,10 +26,14 @@ AUTO = "auto"
 DEGREES = ("replicate", "shard", "context")
 """The dimensions of the mesh, outermost first."""
 
+BUCKET = 100 * MIB
+"""Full fine-tuning sums gradients in buckets of about this many bytes."""
 
-class ReduceDtype(str, Enum):
-    float32 = "float32"
+
+class Compression(str, Enum):
+    none = "none"
     bfloat16 = "bfloat16"
+    powersgd = "powersgd"
 
 
 def count_or_auto() -> str:
@@ -49,17 +52,10 @@ class ParallelConfig:
     card."""
     context: str = count_or_auto()
     """Over how many ranks each row is divided. `auto`: 1, unless by the forecast nothing else fits a card."""
-    bucket_mib: Optional[float] = field(default=None, metadata={"min": 0})
-    """Replicas sum their gradients in buckets of about this many MiB, which start beside the backward pass of the last
-    micro-batch. 0: one bucket after it. null: 100 for full fine-tuning, 0 for adapters."""
-    reduce_dtype: ReduceDtype = ReduceDtype.float32
-    """The dtype in which replicas send their gradients. `bfloat16` halves the bytes and rounds each gradient and each
-    partial sum to 8 significant bits. For links between hosts, as the next three are (docs/distributed.md)."""
-    powersgd_rank: int = field(default=0, metadata={"min": 0})
-    """Send low-rank approximations of this rank in place of gradient matrices (PowerSGD, full fine-tuning only). 0: do
-    not; 1 to 4 are usual."""
-    powersgd_start: int = field(default=10, metadata={"min": 2})
-    """How many steps sum whole gradients before PowerSGD begins; a tenth of the run is usual."""
+    compression: Compression = Compression.none
+    """How replicas send their gradients over slow links between hosts (docs/distributed.md). `none`: in float32.
+    `bfloat16`: half the bytes; each gradient and each partial sum is rounded to 8 significant bits. `powersgd`: from
+    step 10 on two thin matrices of rank 4 in place of each gradient matrix (full fine-tuning only)."""
     average_every: int = field(default=1, metadata={"min": 1})
     """Each rank takes this many steps alone, then all average their weights (local SGD). 1: gradients are summed in
     each step. Weights are also averaged before each evaluation and each checkpoint."""
@@ -73,18 +69,17 @@ class ParallelConfig:
                 yield f"`parallel.{name}={value}` must be `auto` or a whole number from 1 on"
         if len(keys := self.summed_otherwise) > 1:
             yield f"{' and '.join(f'`{option}`' for option in keys)} exclude each other: keep one of them"
-        if self.powersgd_rank and adapters:
+        if self.compression is Compression.powersgd and adapters:
             yield (
-                f"`parallel.powersgd_rank={self.powersgd_rank}` approximates large gradient matrices, and those of "
-                "adapters are small and of low rank already. Set it to 0, or techniques.lora.enabled=false"
+                "`parallel.compression=powersgd` approximates large gradient matrices, and those of adapters are "
+                "small and of low rank already. Set it to none, or techniques.lora.enabled=false"
             )
 
     @property
     def summed_otherwise(self) -> list[str]:
         """The keys that replace the plain sum of gradients in float32."""
         options = [
-            ("reduce_dtype", self.reduce_dtype.value, self.reduce_dtype is not ReduceDtype.float32),
-            ("powersgd_rank", self.powersgd_rank, self.powersgd_rank > 0),
+            ("compression", self.compression.value, self.compression is not Compression.none),
             ("average_every", self.average_every, self.average_every > 1),
         ]
         return [f"parallel.{name}={value}" for name, value, is_set in options if is_set]
@@ -94,20 +89,15 @@ class ParallelConfig:
         """Bytes that a replica holds for each trained number to sum gradients, at the peak."""
         if self.average_every > 1:
             return 0  # 64 MiB in all
-        return 16 if self.powersgd_rank else 2 if self.reduce_dtype is ReduceDtype.bfloat16 else 4
+        return {Compression.powersgd: 16, Compression.bfloat16: 2}.get(self.compression, 4)
 
     def bucket_bytes(self, adapters: bool) -> int:
-        """Bytes of a bucket of gradients; 0: one bucket. `adapters`: whether only they are trained."""
-        mib = (0 if adapters else 100) if self.bucket_mib is None else self.bucket_mib
-        return int(mib * MIB)
+        """Bytes of a bucket of gradients; 0: one bucket. `adapters`: whether only they are trained. Sums of
+        buckets start beside the backward pass of a step's last micro-batch."""
+        return 0 if adapters else BUCKET
 
     def degree_refusals(self, degrees: Degrees) -> Iterator[str]:
         """Yield a message for each key that a run with these `degrees` cannot have."""
-        if self.bucket_mib is not None and degrees.ranks == 1:
-            yield (
-                f"parallel.bucket_mib={self.bucket_mib:g}: says how ranks sum gradients, and this run has one rank. "
-                "Leave it out."
-            )
         for key in self.summed_otherwise:
             if degrees.ranks == 1:
                 yield f"{key}: says how ranks exchange gradients, and this run has one rank. Leave it out."

@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 
+RANK, START = 4, 10
 EPSILON = 1e-8
 """Added to the norms of columns. The hook divides by the norms, and some are zero."""
 
@@ -37,12 +38,12 @@ class PowerSGD:
     After each step keep() says whether the step counts.
     """
 
-    def __init__(self, world: World, rank: int, start: int) -> None:
+    def __init__(self, world: World, rank: int = RANK, start: int = START) -> None:
         """Raises ConfigError where torch's hook would fail: it waits for a GPU wherever it sees one."""
         if world.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigError(
-                f"parallel.powersgd_rank={rank} cannot run with run.device=cpu where torch sees a GPU. Hide the GPUs "
-                "(CUDA_VISIBLE_DEVICES=), use them, or set parallel.powersgd_rank=0."
+                "parallel.compression=powersgd cannot run with run.device=cpu where torch sees a GPU. Hide the GPUs "
+                "(CUDA_VISIBLE_DEVICES=), use them, or set parallel.compression=none."
             )
         self.world = world
         self.hook_state = PowerSGDState(

@@ -28,6 +28,14 @@ class Options:
     enabled: bool = False
     """Whether to use this technique. Its other options have no effect without it."""
 
+    def is_auto(self, part: str) -> bool:
+        """Whether the recipe leaves `part`, an option or a kernel of this technique, to fxtune."""
+        return getattr(self, part, None) is Switch.auto
+
+    def switch_off(self, part: str) -> None:
+        """Turn off `part`, which is_auto() has named."""
+        setattr(self, part, Switch.off)
+
 
 @dataclass
 class AutoOptions(Options):
@@ -65,17 +73,11 @@ class RopeOptions(Options):
     original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
     """The context that the model was trained on; null: max_position_embeddings of the model's config, or the original
     length of the same scaling if the model already has it."""
-    beta_fast: float = field(default=32.0, metadata={"above": 0})
-    """yarn only: pairs with more rotations than this over the original context keep their frequency."""
-    beta_slow: float = field(default=1.0, metadata={"above": 0})
-    """yarn only: pairs with fewer rotations than this are slowed down by `factor`; pairs between the two by a part of
-    it."""
-    attention_factor: Optional[float] = field(default=None, metadata={"above": 0})
-    """yarn only: the scale of queries and of keys, so its square scales the logits; null: 0.1 ln(factor) + 1."""
-    low_freq_factor: float = field(default=1.0, metadata={"above": 0})
-    """llama3 only: like beta_slow."""
-    high_freq_factor: float = field(default=4.0, metadata={"above": 0})
-    """llama3 only: like beta_fast."""
+    parameters: dict[str, float] = field(default_factory=dict, metadata={"above": 0})
+    """Parameters of the type, as transformers names them, in place of the usual ones. yarn: beta_fast (32; pairs with
+    more rotations over the original context keep their frequency), beta_slow (1; pairs with fewer are slowed down by
+    `factor`), attention_factor (0.1 ln(factor) + 1; the scale of queries and of keys, so its square scales the
+    logits). llama3: high_freq_factor (4), low_freq_factor (1), in the same order."""
 
 
 @dataclass
@@ -99,10 +101,6 @@ class PrecisionOptions(Options):
     enabled: bool = True
     autocast: Autocast = Autocast.none
     """Run matmuls in this dtype while the weights keep theirs. float16 comes with loss scaling."""
-    initial_scale: float = field(default=65536.0, metadata={"above": 0})
-    """float16's first loss scale, a power of two. If it is too large, each halving costs one skipped step."""
-    scale_growth_interval: int = field(default=2000, metadata={"min": 1})
-    """Double the loss scale after this many good steps in a row."""
     tf32: Optional[bool] = None
     """Let float32 matmuls round their inputs to TF32. Null: on if the card has it (Ampere and newer)."""
     cudnn_benchmark: bool = False
@@ -114,41 +112,39 @@ class PrecisionOptions(Options):
         return self.enabled and self.autocast is not Autocast.none
 
 
+class LigerKernel(str, Enum):
+    rms_norm = "rms_norm"
+    layer_norm = "layer_norm"
+    rope = "rope"
+    swiglu = "swiglu"
+    geglu = "geglu"
+    fused_linear_cross_entropy = "fused_linear_cross_entropy"
+
+
 @dataclass
 class LigerOptions(AutoOptions):
-    rms_norm: Switch = Switch.auto
-    """`auto` here and below: on with a GPU; off under torch.compile, which fuses the same operations. `on` and
-    torch.compile exclude each other."""
-    layer_norm: Switch = Switch.auto
-    """Liger's LayerNorm."""
-    rope: Switch = Switch.auto
-    """fxtune's own kernel, on any device. `auto`: on with a GPU, unless torch.compile fuses RoPE with norms of queries
-    and keys."""
-    swiglu: Switch = Switch.auto
-    """Liger's product of the gate (SiLU) and the up projection."""
-    geglu: Switch = Switch.auto
-    """For the tanh form of GELU, as in Gemma."""
-    fused_linear_cross_entropy: Switch = Switch.auto
-    """Loss and head as one operation that never holds all logits. `auto`: on if a micro-batch's logits exceed 64
-    MiB."""
+    kernels: Any = field(default=AUTO, metadata={"kind": list[LigerKernel], "words": (AUTO,)})
+    """The kernels to run; each must act. `geglu` is for the tanh form of GELU; `rope` is fxtune's own and runs on any
+    device; `fused_linear_cross_entropy` computes head and loss without holding all logits. `auto`: with a GPU the
+    kernels of operations that neither torch.compile nor techniques.lora fuses, and the fused loss if a micro-batch's
+    logits exceed 64 MiB."""
     chunk_rows: Optional[int] = field(default=None, metadata={"min": 1})
-    """Rows of logits held at a time; null: as many as fit into 1 GiB."""
+    """Rows of logits that the fused loss holds at a time; null: as many as fit into 1 GiB."""
+
+    def runs(self, kernel: str) -> bool:
+        """Whether this kernel runs; false while `auto` is undecided."""
+        return bool(self.enabled) and self.kernels != AUTO and kernel in self.kernels
+
+    def is_auto(self, part: str) -> bool:
+        return self.kernels == AUTO
+
+    def switch_off(self, part: str) -> None:
+        self.kernels = [kernel for kernel in self.kernels if kernel != part]
 
 
 @dataclass
 class ApexOptions(Options):
-    layer_norm: bool = True
-    """Replace LayerNorm."""
-    rms_norm: bool = True
-    """Replace RMSNorm."""
-
-
-class Library(str, Enum):
-    """The package that stores weights or the optimizer's moments in 8 or 4 bits."""
-
-    auto = "auto"
-    bitsandbytes = "bitsandbytes"
-    torchao = "torchao"
+    """Apex's norms have no options."""
 
 
 class WeightFormat(str, Enum):
@@ -169,13 +165,8 @@ class ComputeDtype(str, Enum):
 class QuantizeOptions(Options):
     type: WeightFormat = WeightFormat.nf4
     """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits, one scale for each output row, a tenth of nf4's error.
-    `fp8`: products in 8-bit floating point, the fastest; `transpose` says how much memory it takes. `mxfp4`: the
-    experts of a mixture in 4 bits, in blocks of 32, as gpt-oss ships them; linears stay in model.dtype."""
-    library: Library = Library.auto
-    """The package that stores the weights. `auto`: bitsandbytes if installed (its nf4 is faster), else torchao. fp8
-    and mxfp4 need none."""
-    double: bool = True
-    """nf4: also quantize the blocks' scales, which saves 0.37 bits a weight."""
+    `fp8`: products in 8-bit floating point, the fastest. `mxfp4`: the experts of a mixture in 4 bits, in blocks of 32,
+    as gpt-oss ships them; linears stay in model.dtype. bitsandbytes stores nf4 and int8."""
     compute_dtype: ComputeDtype = ComputeDtype.auto
     """The dtype of dequantized weights and their matmuls. `auto`: that of the model's other matmuls."""
     skip: list[str] = field(default_factory=list)
@@ -184,16 +175,11 @@ class QuantizeOptions(Options):
     """fp8: also compute the output head's product in fp8. Its rounding shows in the reported loss."""
     embeddings: bool = False
     """fp8: store token embeddings in fp8 and dequantize the rows that are read: half of their memory."""
-    transpose: Switch = Switch.auto
-    """fp8: keep the transpose of each weight, too, 2 bytes a weight in place of 1. Without it each backward product
-    transposes the codes first, which takes 1 or 2 % of a step. `auto`: on if the transposes take at most an eighth of
-    the card's free memory."""
     experts: Switch = Switch.auto
     """Also the experts of a mixture. `auto`: on where their architecture and sizes allow it; otherwise they stay in
     model.dtype, and a line says why. Experts that a checkpoint ships in MXFP4 stay so, except in fp8."""
-    linears: Switch = Switch.auto
-    """fp8: also the linears beside experts in fp8. `auto`: off if all of them are small, because then they take hardly
-    any memory, and quantizing their input takes about as long as the faster product saves (by calculation)."""
+    keeps_transposes = True
+    """fp8: whether each weight is stored with its transpose. Technique.resolve() decides it by the free memory."""
 
 
 class WeightGradient(str, Enum):
@@ -215,12 +201,6 @@ class AdapterInit(str, Enum):
     gaussian = "gaussian"
     pissa = "pissa"
     olora = "olora"
-
-
-class Matmul(str, Enum):
-    auto = "auto"
-    cublas = "cublas"
-    cute = "cute"
 
 
 @dataclass
@@ -262,15 +242,6 @@ class LoraOptions(Options):
     """Run adapters of q, k and v, and whole MLPs, as one operator each. `auto`: on a GPU, where possible (on a CPU a
     step takes up to a quarter longer with it). Linears that cannot be fused run as in peft.
     """
-    grouped_experts: Switch = Switch.auto
-    """Run a mixture's experts and their adapters as grouped matmuls. `auto`: where transformers describes the model's
-    experts; others run as in peft, which adds an adapter's product to a copy of all experts in each pass.
-    """
-    matmul: Matmul = Matmul.auto
-    """GEMM backend for the 16-bit weights of fused adapters and for the fused loss's head: `cublas`, or `cute`, a
-    kernel of quack-kernels for Hopper that computes large products in 2 to 7 % less time. `auto`: cute where it is
-    available.
-    """
 
     @property
     def factored(self) -> bool:
@@ -305,6 +276,7 @@ class Policy(str, Enum):
 
 
 class Offloaded(str, Enum):
+    none = "none"
     inputs = "inputs"
     kept = "kept"
 
@@ -332,16 +304,18 @@ class CheckpointingOptions(AutoOptions):
     budget: float = field(default=0.5, metadata={"min": 0, "max": 1})
     """policy=budget: the share that the compiler may keep of what it would keep. 0: layers' inputs only; 1: all of
     it."""
-    offload: bool = False
-    """Hold what offload_what says in pinned host memory from forward to backward, copied while layers compute (needs a
-    GPU)."""
-    offload_what: Offloaded = Offloaded.inputs
-    """`inputs`: layers' inputs; `kept`: also what else they keep, except for products wider than the hidden state
-    (compiled)."""
-    offload_layers: Optional[int] = field(default=None, metadata={"min": 1})
-    """How many layers send, from the first; null: all except the last one, whose tensors are needed at once."""
+    offload: Offloaded = Offloaded.none
+    """What layers hold in pinned host memory from forward to backward, copied while layers compute (needs a GPU).
+    `inputs`: layers' inputs; `kept`: also what else they keep, except for products wider than the hidden state
+    (compiled). The last layer's tensors stay, and those of further layers that the host has no room for."""
     mlp_tiles: int = field(default=1, metadata={"min": 1, "max": 1024})
     """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: no tiles."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.senders: int | None = None
+        """How many layers send to host memory, from the first; None: all except the last one. Technique.resolve()
+        decides it by the host's memory."""
 
 
 class Scope(str, Enum):
@@ -376,11 +350,6 @@ class CompileOptions(AutoOptions):
     cuda_graphs: Switch = Switch.auto
     """Record forward and backward of a micro-batch as one launch. `auto`: for models so small that the device waits
     for launches."""
-    max_graph_breaks: int = field(default=0, metadata={"min": 0})
-    """With fullgraph=false: fail if there are graph breaks at more places than this."""
-    max_recompiles: int = field(default=8, metadata={"min": 0})
-    """Fail if rows of one length are compiled again more often than this. Training, evaluation, the first layer (whose
-    input needs no gradient) and each kind of layer take one each."""
 
     @property
     def keep_gradients(self) -> bool:

@@ -7,7 +7,7 @@ with zeros to a multiple of ALIGN. A bias is one more column of B, opposite a co
 
 kind                tensors                                       product
 dense, dense/cute   [M]: W with space for A and B, augment()      one matmul, see below
-nf4/..., int8/...   quantized_modules.packed() of each sibling    W is dequantized, B is added to y afterwards
+nf4, int8           quantized_modules.packed() of each sibling    W is dequantized, B is added to y afterwards
 fp8                 the two or four tensors of its fp8.Weight     two fp8 operands, B is added to y afterwards
 
 `Base` is the interface of a kind. To add one: subclass Base, define forward() and backward() (and operand(), if the

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,26 +37,10 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
     """
     if kind == MXFP4:
         unpack_mxfp4(tensors[0], tensors[1], out)
-    elif kind.startswith("int8/"):
+    elif kind == "int8":
         torch.mul(tensors[0].view(out.shape), tensors[1].unsqueeze(1), out=out)
-    elif kind == "nf4/torchao":
-        codes, scales, factor, mean, values = tensors
-        nf4_class = torchao().NF4Tensor
-        tensor_args = sys.modules[nf4_class.__module__].SubclassTensorArgs
-        stored = nf4_class(
-            tensor_args(out.shape, out.stride(), 0, values.dtype, out.device, False),
-            NF4_BLOCK,
-            out.numel() // NF4_BLOCK,
-            SCALE_BLOCK,
-            scales,
-            factor,
-            mean,
-            codes.flatten(),
-            values,
-        )
-        out.copy_(stored.get_original_weight())
     else:
-        assert kind == "nf4/bitsandbytes", kind
+        assert kind == "nf4", kind
         functional, outer = bitsandbytes().functional, None
         codes, absmax, values, *nested = tensors
         codes = codes.view(-1, 1)
@@ -128,12 +111,3 @@ def bitsandbytes() -> Any:
     import bitsandbytes
 
     return bitsandbytes
-
-
-@functools.cache
-def torchao() -> Any:
-    """torchao.quantization. The package logs every extension that was built for another torch."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    import torchao.quantization
-
-    return torchao.quantization

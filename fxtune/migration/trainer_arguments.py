@@ -44,9 +44,6 @@ def trainer(account: Account, kind: str) -> None:
     # The optimizer and its rate.
     theirs, ours = str(account.get("optim")), account.word("optim")
     account.set("optimizer.name", ours, "optim")
-    if ours == "adamw_8bit":
-        library = "torchao" if theirs in ("adamw_torch_8bit", "ao_adamw_8bit") else "bitsandbytes"
-        account.set("optimizer.library", library, "optim")
     if ours == "sgd":
         account.set("optimizer.momentum", 0, "optim")  # as torch's default
     if theirs.startswith("paged"):
@@ -58,19 +55,19 @@ def trainer(account: Account, kind: str) -> None:
     account.set("schedule.name", form, "lr_scheduler_type")
     steps, constant = float(account.get("warmup_steps", 0)), account.get("lr_scheduler_type") == "constant"
     if steps >= 1 and not constant:
-        account.set("schedule.warmup_steps", steps, "warmup_steps")
+        account.set("schedule.warmup_steps", int(steps), "warmup_steps")
         account.note("warmup_steps decides", "warmup_ratio")
     else:  # transformers' `constant` has no warm-up, and its newer versions read a share in warmup_steps
         given = account.has("warmup_steps") and (steps or not account.has("warmup_ratio"))
         share = 0 if constant else steps if given else account.get("warmup_ratio")
-        account.set("schedule.warmup_ratio", share, "warmup_steps", "warmup_ratio")
+        account.set("schedule.warmup_steps", share, "warmup_steps", "warmup_ratio")
     if account.recipe.get("objective") == "simpo" and float(account.get("cpo_alpha", 0)):
         account.differ(f"cpo_alpha={account.get('cpo_alpha')}: the loss of the chosen answers is not added to SimPO's")
     # The memory of activations.
     recompute, offload = "gradient_checkpointing", "activation_offloading"
     if account.get(recompute) in ("offload", "offload_disk", "legacy") or account.get(offload):
         account.set("techniques.checkpointing.enabled", True, recompute)
-        account.set("techniques.checkpointing.offload", True, recompute, offload)
+        account.set("techniques.checkpointing.offload", "inputs", recompute, offload)
     elif half:
         account.note("techniques=fast recomputes as much as the card's memory needs", recompute)
 

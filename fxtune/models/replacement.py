@@ -36,7 +36,7 @@ class Packed:
     """A module with frozen weights in fewer bits than the model's dtype."""
 
     stored_as: str
-    """fp8, mxfp4, nf4/LIBRARY or int8/LIBRARY."""
+    """fp8, mxfp4, nf4 or int8."""
 
 
 class PackedLinear(Packed):

@@ -9,7 +9,7 @@ Some families change their logits after the head (a soft cap in Gemma 2, a scale
 may miss a family. So the constructor compares the logits of a small row with the logits of the model's own
 forward. If they differ, the model's own forward is used, and the evidence says so.
 
-With `liger.fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
+With Liger's `fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batches.batch import Batch
-from fxtune.facts.options import Switch
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
@@ -76,9 +75,8 @@ class LanguageModel:
         self.prepared, self.context_group, self.reference = prepared, context_group, reference
         self.model: Any = prepared.module
         self.routers = prepared.routers
-        enabled = liger is not None and liger.enabled
-        self.fused = enabled and liger.fused_linear_cross_entropy is Switch.on  # type: ignore[union-attr]
-        self.chunk_rows = liger.chunk_rows if enabled else None  # type: ignore[union-attr]
+        self.fused = liger is not None and liger.runs("fused_linear_cross_entropy")
+        self.chunk_rows = liger.chunk_rows if liger is not None and self.fused else None
         config: Any = self.model.config.get_text_config()
         factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
         self.scale = next(factors, 1.0)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Optional
 
 from omegaconf import FloatNode
 
-from fxtune.facts.options import Library, Switch
+from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.system.facts import APEX, MachineFacts, c_compiler
 
 AUTO = "auto"
-SCHEDULEFREE = "schedulefree"
+SCHEDULEFREE, BITSANDBYTES, TORCHAO = "schedulefree", "bitsandbytes", "torchao"
 QUANT = "Install it with pip install 'fxtune[quant]'"
 
 
@@ -37,7 +37,8 @@ class Moments(str, Enum):
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits; `adamw_schedulefree` averages its weights instead of decaying the
+    """`adamw_8bit` keeps AdamW's moments in 8 bits (by bitsandbytes, with stochastic_rounding by
+    torchao); `adamw_schedulefree` averages its weights instead of decaying the
     learning rate (arXiv 2405.15682), so it needs schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex;
     `muon` updates matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
@@ -58,12 +59,9 @@ class OptimizerConfig:
     fused: bool = True
     """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host
     sync."""
-    library: Library = Library.auto
-    """The library of `adamw_8bit`. `auto`: torchao on a CPU and with stochastic_rounding, which bitsandbytes does not
-    have; otherwise bitsandbytes if it is installed, as it compiles nothing."""
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates add up instead of being lost. For
-    `adamw`, and for `adamw_8bit` of torchao."""
+    `adamw`, and for `adamw_8bit`."""
     moments: Moments = Moments.float32
     """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16`: half the memory, 4 bytes a weight, and
     they are rounded stochastically, too."""
@@ -107,23 +105,12 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     if config.lr == AUTO:
         yield from no_rule(config, facts)
     eight_bit, chosen = config.name is OptimizerName.adamw_8bit, library(config, facts)
-    if eight_bit and chosen is Library.auto:
-        reasons = [f"{name} {facts.lacks(name)}" for name in ("bitsandbytes", "torchao")]
-        lacking = " and ".join(reasons) if facts.broken else "neither is installed"
-        yield (f"optimizer.name: adamw_8bit needs bitsandbytes or torchao, and {lacking}. {QUANT}, or use adamw.")
-    elif eight_bit and chosen.value not in facts.packages:
-        yield f"optimizer.library: {chosen.value} {facts.lacks(chosen.value)}. {QUANT}, or use another library."
-    if eight_bit and chosen is Library.bitsandbytes and config.stochastic_rounding:
-        yield "optimizer.library: bitsandbytes has no stochastic rounding. Use torchao, or stochastic_rounding=false."
+    if eight_bit and chosen not in facts.packages:
+        yield f"optimizer.name: adamw_8bit needs {chosen}, which {facts.lacks(chosen)}. {QUANT}, or use adamw."
     if eight_bit and facts.degrees.shard > 1 and not facts.techniques.lora.enabled:
         yield (
             "optimizer.name: adamw_8bit scales its moments in blocks that span rows, so another number of ranks could "
             "not read a checkpoint of divided weights. Use adamw, lion, muon or sgd, or set parallel.shard=1."
-        )
-    if not eight_bit and config.library is not Library.auto:
-        yield (
-            f"optimizer.library: {config.library.value} has adamw_8bit, not {config.name.value}. Use auto, or "
-            "name=adamw_8bit."
         )
     if config.name is OptimizerName.adamw_schedulefree and SCHEDULEFREE not in facts.packages:
         yield (
@@ -154,7 +141,7 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
             f"{facts.degrees.shard} leaves each rank rows of them. Use adamw, lion, muon or sgd, train adapters "
             "(techniques.lora.enabled=true), or set parallel.shard=1."
         )
-    compiled = config.stochastic_rounding or (eight_bit and chosen is Library.torchao)
+    compiled = config.stochastic_rounding or (eight_bit and chosen == TORCHAO)
     if facts.device == "cuda" and compiled and not c_compiler():
         yield (
             "optimizer.name: this update is compiled on a GPU, and there is no C compiler on the PATH (gcc, clang or "
@@ -185,19 +172,15 @@ def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
 def packages(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
     """Yield the optional packages that this optimizer would use."""
     if config.name is OptimizerName.adamw_8bit:
-        yield library(config, facts).value
+        yield library(config, facts)
     elif config.name is OptimizerName.apex_adamw:
         yield APEX
 
 
-def library(config: OptimizerConfig, facts: MachineFacts) -> Library:
-    """The library of adamw_8bit under `facts`; `auto` if none is installed."""
-    if config.library is not Library.auto:
-        return config.library
-    order = [Library.torchao, Library.bitsandbytes]
-    if facts.device == "cuda" and not config.stochastic_rounding:
-        order.reverse()
-    return next((choice for choice in order if choice.value in facts.packages), Library.auto)
+def library(config: OptimizerConfig, facts: MachineFacts) -> str:
+    """The package of adamw_8bit: bitsandbytes, because torchao's update is compiled at the start of a run; torchao
+    with stochastic rounding, which bitsandbytes does not have, and where bitsandbytes is not installed."""
+    return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
 
 
 def _no_stochastic_rounding(config: OptimizerConfig, facts: Facts) -> Iterator[str]:

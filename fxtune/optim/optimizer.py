@@ -24,8 +24,7 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import Sharding
 from fxtune.distributed.world import World
-from fxtune.facts.options import Library
-from fxtune.optim.config import OptimizerConfig, OptimizerName, library
+from fxtune.optim.config import BITSANDBYTES, TORCHAO, OptimizerConfig, OptimizerName, library
 from fxtune.optim.divided_muon import DividedMuon, Matrix
 from fxtune.optim.skip_nonfinite import MAX_BYTES, NonfiniteGuard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
@@ -334,7 +333,7 @@ def _library_state(parameter: torch.Tensor, plain: dict[str, Any]) -> dict[str, 
 def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """On a CPU torchao's update runs uncompiled: compiling C++ for it would take longer than it saves."""
     on_cpu = part.param_groups[0]["params"][0].device.type == "cpu"
-    eager = on_cpu and _is_from(part, Library.torchao.value)
+    eager = on_cpu and _is_from(part, TORCHAO)
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
@@ -384,7 +383,7 @@ def _library_optimizers(
     if config.name is OptimizerName.adamw:
         return [adamw(groups)]
     if config.name is OptimizerName.adamw_8bit:
-        if library(config, World(parameters[0].device).facts()) is Library.bitsandbytes:
+        if library(config, World(parameters[0].device).facts()) == BITSANDBYTES:
             return [adamw_8bit_without_sync()(groups, **adam)]
         return [_torchao_adamw(groups, config.stochastic_rounding, adam)]
     if config.name is OptimizerName.apex_adamw:

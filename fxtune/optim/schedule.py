@@ -28,17 +28,14 @@ EXTENDABLE = (ScheduleName.wsd, ScheduleName.constant)
 @dataclass
 class ScheduleConfig:
     name: ScheduleName = ScheduleName.cosine
-    """`wsd`: warm up, stay, then decay over the last `decay_ratio` of the run (warmup-stable-decay)."""
-    warmup_steps: int = field(default=0, metadata={"min": 0})
-    """Steps of linear warm-up. When 0, warmup_ratio decides."""
-    warmup_ratio: float = field(default=0.03, metadata={"min": 0, "max": 1})
-    """Share of the run spent warming up."""
+    """`wsd`: warm up, stay, then decay over the last `decay_steps` (warmup-stable-decay)."""
+    warmup_steps: float = field(default=0.03, metadata={"min": 0})
+    """Steps of linear warm-up; a number below 1 is a share of the run."""
     min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1})
     """Where decay ends, as a share of optimizer.lr."""
-    decay_ratio: float = field(default=0.2, metadata={"min": 0, "max": 1})
-    """wsd only: the share of the run spent decaying. A run that ends early decays over the same share of its steps."""
-    decay_steps: int = field(default=0, metadata={"min": 0})
-    """wsd only: steps of decay. When 0, decay_ratio decides."""
+    decay_steps: float = field(default=0.2, metadata={"min": 0})
+    """wsd only: steps of decay; a number below 1 is a share of the run. A run that ends early decays over the
+    same share of its steps."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,10 @@ class Schedule:
     @staticmethod
     def of(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
         """The schedule of a run of `steps` steps."""
-        warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
+        warmup = min(_steps(config.warmup_steps, steps), steps)
         decay = 0 if config.name is ScheduleName.constant else steps - warmup
         if config.name is ScheduleName.wsd:
-            decay = min(decay, config.decay_steps or math.ceil(config.decay_ratio * steps))
+            decay = min(decay, _steps(config.decay_steps, steps))
         return Schedule(config, peak, steps, steps, steps, warmup, decay)
 
     def saved(self) -> dict[str, int]:
@@ -112,8 +109,8 @@ class Schedule:
         """The length of a decay that begins after `origin` steps: the same share as in a whole run, but not beyond the
         plan's end."""
         config = self.config
-        ratio = min(config.decay_ratio, 0.99)
-        decay = config.decay_steps or math.ceil(origin * ratio / (1 - ratio))
+        share = min(config.decay_steps, 0.99)  # of all steps, the decay included
+        decay = math.ceil(origin * share / (1 - share)) if config.decay_steps < 1 else _steps(config.decay_steps, 0)
         return max(1, min(decay, self.planned - origin))
 
     def decaying(self, step: int, origin: int, decay: int) -> Schedule:
@@ -138,6 +135,11 @@ class Schedule:
         decay = min(longer.decay, planned - origin)
         end = planned + dropped
         return replace(self, planned=planned, steps=end, last=end, decay=decay, dropped=dropped)
+
+
+def _steps(number: float, steps: int) -> int:
+    """`number` of steps; below 1: this share of `steps`."""
+    return math.ceil(number * steps if number < 1 else number)
 
 
 LENGTHS = ("planned", "steps", "last", "warmup", "decay", "dropped")

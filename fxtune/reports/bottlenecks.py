@@ -164,7 +164,7 @@ RULES: dict[str, Rule] = {
         0.10,
         _between_ranks,
         lambda times: "Sums over the ranks, and waiting for each other, took {share} of the time",
-        lambda times: ["a larger train.global_batch_size", "parallel.reduce_dtype=bfloat16"],
+        lambda times: ["a larger train.global_batch_size", "parallel.compression=bfloat16"],
     ),
     "evaluations": Rule(
         0.10,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxtune.config.root import Config
-from fxtune.distributed.parallel import Degrees
+from fxtune.distributed.parallel import Compression, Degrees
 from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.structure import skeleton, towers
@@ -82,8 +82,9 @@ def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:
             f"train.noise_scale: it compares gradients of whole rows and whole weights, and this run has {degrees}. "
             f"Set parallel.shard=1 and parallel.context=1, {off}"
         )
-    if degrees.ranks > 1 and (config.parallel.average_every > 1 or config.parallel.powersgd_rank):
+    parallel = config.parallel
+    if degrees.ranks > 1 and (parallel.average_every > 1 or parallel.compression is Compression.powersgd):
         yield (
-            "train.noise_scale: with parallel.average_every and parallel.powersgd_rank no rank sees the sum of the "
-            f"gradients. Set them to their defaults, {off}"
+            "train.noise_scale: with parallel.average_every and parallel.compression=powersgd no rank sees the sum of "
+            f"the gradients. Set them to their defaults, {off}"
         )

@@ -37,8 +37,6 @@ class Apex(ApexOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         if why := facts.apex_refusal():
             yield f"enabled: {why}, or set it to false."
-        if not self.layer_norm and not self.rms_norm:
-            yield "enabled: layer_norm and rms_norm are both false, so nothing is replaced. Set one of them to true."
         for other, why in (
             ("liger", "Liger's kernels replace the same norms"),
             ("compile", "torch.compile fuses norms itself, and cannot trace Apex's"),
@@ -62,10 +60,10 @@ class Apex(ApexOptions, Technique):
         for parent in list(model.module.modules()):
             for name, norm in list(parent.named_children()):
                 is_layer_norm = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
-                if self.layer_norm and is_layer_norm:
+                if is_layer_norm:
                     fused = FusedLayerNorm(norm.normalized_shape, eps=norm.eps)
                     fused.bias = norm.bias
-                elif self.rms_norm and (eps := _rms_epsilon(norm)) is not None:
+                elif (eps := _rms_epsilon(norm)) is not None:
                     weight: Any = norm.weight
                     fused = FusedRMSNorm(tuple(weight.shape), eps=eps)
                 else:

@@ -16,7 +16,7 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import Sharding, shard
 from fxtune.distributed.world import World
-from fxtune.facts.options import Scope, Switch, WeightFormat
+from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
 from fxtune.models.structure import (
@@ -65,12 +65,7 @@ def refusals(facts: Facts) -> Iterator[str]:
         yield f"techniques.lora.train_tokens copies rows of whole weights, which no rank has. Set it to null, {whole}."
     if lora.enabled and (model := skeleton(facts.model)) is not None and select(model, lora).experts:
         ranks, without = facts.degrees.shard * facts.degrees.context, "techniques.lora.exclude_modules=[experts]"
-        if lora.grouped_experts is Switch.off:
-            yield (
-                "peft adds adapters of experts to whole weights in each pass. Set techniques.lora.grouped_experts=on, "
-                f"{without}, {whole}."
-            )
-        elif not divisible_experts(model, ranks):
+        if not divisible_experts(model, ranks):
             yield (
                 f"experts with adapters are divided by expert, and {ranks} ranks cannot have equally many experts "
                 f"(or transformers does not describe them). Set another number of ranks, {without}, {whole}."

@@ -390,16 +390,21 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
             f"  {evidence.technique}: asked for {evidence.asked}; seen: {evidence.observed}" for evidence in idle
         ]
         keys = (evidence.key or evidence.technique for evidence in idle)
-        off = {"lora.train_tokens": "=null"}  # other options are switches
-        changes = dict.fromkeys(
-            f"techniques.{key}{off.get(key, '=off') if '.' in key else '.enabled=false'}" for key in keys
-        )
+        changes = dict.fromkeys(map(_switched_off, keys))
         by_proof = {ISOLATED: "data.packing=false", SHARES_PROMPT: "data.share_prompts=false"}
         change = next(
             (by_proof[evidence.asked] for evidence in idle if evidence.asked in by_proof), ", ".join(changes)
         )
         raise ConfigError("Asked for and not done:\n" + "\n".join(failed) + f"\nSet {change}, or use another model.")
     return observed
+
+
+def _switched_off(key: str) -> str:
+    """What to set so that a technique, or its part that was observed, is off."""
+    name, _, part = key.partition(".")
+    if name == "liger" and part:
+        return f"techniques.liger.kernels to a list without {part}"
+    return f"techniques.{key}{'=null' if part == 'train_tokens' else '=off' if part else '.enabled=false'}"
 
 
 def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:

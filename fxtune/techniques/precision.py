@@ -13,7 +13,6 @@ TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa: several tim
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,10 @@ from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream import torch as upstream
 
 VOLTA, AMPERE = (7, 0), (8, 0)
+FIRST_SCALE = 2.0**16
+"""The loss scale at the start of a run. If it is too large, each halving costs one skipped step."""
+GROWTH_INTERVAL = 2000
+"""The loss scale doubles after so many good steps in a row."""
 LARGEST_SCALE = 2.0**100
 """The largest loss scale. Twice this is still a finite float32."""
 _LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
@@ -68,12 +71,6 @@ class Precision(PrecisionOptions, Technique):
                 f"autocast: {self.autocast.value} over {facts.dtype} weights loses range and precision. Use none, or "
                 "another model.dtype."
             )
-        if math.frexp(self.initial_scale)[0] != 0.5:
-            yield f"initial_scale: {self.initial_scale} must be a power of two, so that scaling rounds nothing."
-        if "float16" not in (self.autocast.value, facts.dtype):
-            for name in ("initial_scale", "scale_growth_interval"):
-                if (value := getattr(self, name)) != getattr(Precision, name):
-                    yield f"{name}: {value} has an effect with float16 only. Leave it out, or set autocast=float16."
 
     def resolve(self, facts: Facts) -> str | None:
         if self.tf32 is not None:
@@ -90,7 +87,7 @@ class Precision(PrecisionOptions, Technique):
     def loss_scale(self, dtype: str, device: torch.device) -> LossScale:
         """The loss scale of a run whose weights have `dtype`: 1 without float16."""
         active = dtype == "float16" or (self.enabled and self.autocast is Autocast.float16)
-        return LossScale(device, self.initial_scale if active else 1.0, self.scale_growth_interval, active)
+        return LossScale(device, FIRST_SCALE if active else 1.0, GROWTH_INTERVAL, active)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         # Not on a CPU, where the same switch lets oneDNN round inputs as well.
@@ -142,7 +139,9 @@ class LossScale:
     The rule is torch.amp.GradScaler's: halve after a bad step, double after `interval` good steps in a row.
     """
 
-    def __init__(self, device: torch.device, initial: float = 1.0, interval: int = 2000, active: bool = False):
+    def __init__(
+        self, device: torch.device, initial: float = 1.0, interval: int = GROWTH_INTERVAL, active: bool = False
+    ):
         self.active, self.interval = active, interval
         self.scale = torch.full((), initial, device=device)
         self.good = torch.zeros((), dtype=torch.int32, device=device)

@@ -2,10 +2,11 @@
 
 nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal
 distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256.
-Weights are stored by bitsandbytes, whose kernels are fused, or by torchao, which is plain torch.
 
-int8: one scale for each output row. A library stores the weights, but the matmul is fxtune's own: that of bitsandbytes
-rounds the activations to 8 bits too, and that of torchao keeps each weight in 16 bits from forward to backward.
+int8: one scale for each output row. The matmul is fxtune's own: that of bitsandbytes rounds the activations to 8 bits
+too.
+
+bitsandbytes stores nf4 and int8 weights, and peft knows its linears.
 
 nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice
 as fast, and take 1 byte each, or 2 with their transpose (kernels/fp8.py). The head and the token embeddings can be in
@@ -31,7 +32,7 @@ from fxtune.distributed.chunks import chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
 from fxtune.kernels import fp8
 from fxtune.kernels.fp8 import E4M3, quantize_rows
-from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight, torchao
+from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, bitsandbytes, int8_weight
 from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows, mark_joined
 
@@ -41,50 +42,35 @@ SAMPLE = 64
 """Rows of a divided weight on which its rounding is measured."""
 
 
-def bytes_per_weight(kind: str, double: bool = True, transpose: bool = True) -> float:
+def bytes_per_weight(kind: str, transpose: bool = True) -> float:
     """Bytes that a quantized linear, or experts, take for each weight, scales included.
 
-    `kind`: nf4, int8, fp8 or mxfp4. `double`: whether nf4's scales are quantized, too. `transpose`: whether fp8 keeps
-    the transpose, too. The row scales of int8 and fp8, 4 bytes each, are counted for rows of 4,096.
+    `kind`: nf4, int8, fp8 or mxfp4. `transpose`: whether fp8 keeps the transpose, too. The row scales of int8 and fp8,
+    4 bytes each, are counted for rows of 4,096.
     """
     if kind in ("int8", "fp8"):
         return (1 + 4 / 4096) * (2 if kind == "fp8" and transpose else 1)
     if kind == MXFP4:
         return 0.5 + 1 / MX_BLOCK
-    scales = 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK) if double else 4 / NF4_BLOCK
-    return 0.5 + scales
+    return 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALE_BLOCK)
 
 
 def quantized(
-    linear: nn.Linear,
-    kind: str,
-    library: str,
-    double: bool,
-    compute: torch.dtype,
-    device: torch.device,
-    transpose: bool = True,
+    linear: nn.Linear, kind: str, compute: torch.dtype, device: torch.device, transpose: bool = True
 ) -> nn.Linear:
     """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
 
-    `library`: bitsandbytes or torchao; not read for fp8. `double`: quantize nf4's scales, too. `compute`: the dtype of
-    the dequantized weight and of the matmul; inputs are cast to it and outputs back to their dtype. fp8 products are
-    accumulated in float32 and rounded to bfloat16. `transpose`: keep the transpose of an fp8 weight. `linear` does not
-    change. A `linear` on the meta device can only become fp8: the result then stores the rows that models/shards.py
-    reads.
+    `compute`: the dtype of the dequantized weight and of the matmul; inputs are cast to it and outputs back to their
+    dtype. fp8 products are accumulated in float32 and rounded to bfloat16. `transpose`: keep the transpose of an fp8
+    weight. `linear` does not change. A `linear` on the meta device can only become fp8: the result then stores the
+    rows that models/shards.py reads.
     """
-    makers: dict[str, Any] = {
-        "fp8": functools.partial(_fp8, transpose=transpose),
-        "nf4/bitsandbytes": _nf4_bitsandbytes,
-        "nf4/torchao": _nf4_torchao,
-        "int8/bitsandbytes": _int8_bitsandbytes,
-        "int8/torchao": _int8_torchao,
-    }
-    name = kind if kind == "fp8" else f"{kind}/{library}"
+    makers: dict[str, Any] = {"fp8": functools.partial(_fp8, transpose=transpose), "nf4": _nf4, "int8": _int8}
     if linear.weight.is_meta:
         made: Any = _fp8_without_weight(linear, device, transpose)
     else:
-        made = makers[name](linear, linear.weight.detach().to(device), double)
-    made.compute_dtype, made.stored_as = compute, name
+        made = makers[kind](linear, linear.weight.detach().to(device))
+    made.compute_dtype, made.stored_as = compute, kind
     made.bias = _bias_of(linear, compute, device)
     return made.train(linear.training)
 
@@ -114,8 +100,6 @@ def dequantized(module: Any) -> Tensor:
         return fp8.dequantize_weight(whole(module.weight), module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
         return int8_weight(module.codes, module.scale, module.compute_dtype)
-    if module.stored_as == "nf4/torchao":
-        return module.weight.to(module.compute_dtype)
     weight: Tensor = bitsandbytes().functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return weight.to(module.compute_dtype)
 
@@ -129,12 +113,8 @@ def packed(module: Any) -> list[Tensor]:
         return [weight, module.scales]
     if hasattr(module, "codes"):
         return [module.codes, module.scale]
-    if module.stored_as == "nf4/torchao":
-        names = ("quantized_data", "quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
-        return [getattr(weight, name) for name in names]
     state = weight.quant_state
-    nested = [state.offset.reshape(1), state.state2.absmax, state.state2.code] if state.nested else []
-    return [weight.data, state.absmax, state.code, *nested]
+    return [weight.data, state.absmax, state.code, state.offset.reshape(1), state.state2.absmax, state.state2.code]
 
 
 @torch.no_grad()
@@ -165,9 +145,9 @@ def stored_bytes(module: Any) -> int:
     return sum(tensor.nbytes for tensor in packed(module))
 
 
-def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
+def _nf4(linear: nn.Linear, weight: Tensor) -> Any:
     library = bitsandbytes().nn
-    options = {"compress_statistics": double, "quant_type": "nf4"}
+    options = {"compress_statistics": True, "quant_type": "nf4"}
     made = _nf4_class()(linear.in_features, linear.out_features, bias=False, device="meta", **options)
     made.weight = library.Params4bit(weight, requires_grad=False, module=made, **options).to(weight.device)
     made.compute_type_is_set = True  # else the first input would set it
@@ -176,32 +156,20 @@ def _nf4_bitsandbytes(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
     return made
 
 
-def _nf4_torchao(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
-    made: Any = _Cast(linear.in_features, linear.out_features, bias=False, device="meta")
-    tensor = torchao().NF4Tensor.from_tensor(weight, NF4_BLOCK, SCALE_BLOCK)
-    made.weight = nn.Parameter(tensor, requires_grad=False)
-    return made
-
-
-def _int8_bitsandbytes(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
+def _int8(linear: nn.Linear, weight: Tensor) -> Any:
     library = bitsandbytes()
     made = _int8_class()(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, device="meta")
     # Int8Params.to() is no choice: it quantizes a weight that comes from a CPU, and does not quantize one on a GPU.
     codes, largest, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
     made.weight = library.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=largest)
     made.init_8bit_state()  # where peft looks for the scales
-    return _with_codes(made, made.state.CB, made.state.SCB / 127)
+    # What the matmul reads: codes int8 [out, in] (the library's own memory) and scale float32 [out].
+    made.register_buffer("codes", made.state.CB, persistent=False)
+    made.register_buffer("scale", made.state.SCB / 127, persistent=False)
+    return made
 
 
-def _int8_torchao(linear: nn.Linear, weight: Tensor, double: bool) -> Any:
-    made: Any = _Int8(linear.in_features, linear.out_features, bias=False, device="meta")
-    made.weight = nn.Parameter(weight.float(), requires_grad=False)  # so that the scales are float32
-    torchao().quantize_(made, torchao().Int8WeightOnlyConfig(version=2))
-    made.weight.requires_grad_(False)
-    return _with_codes(made, made.weight.qdata, made.weight.scale.flatten())
-
-
-def _fp8(linear: nn.Linear, weight: Tensor, double: bool, transpose: bool) -> Any:
+def _fp8(linear: nn.Linear, weight: Tensor, transpose: bool) -> Any:
     made = Fp8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     made.hold(fp8.quantize_weight(weight, transpose))
     return made
@@ -258,20 +226,6 @@ class DividedCodes(StoresRows):
         world.sum(self.back_scales, "collecting scales", world.weights_group)
 
 
-def _with_codes(made: Any, codes: Tensor, scale: Tensor) -> Any:
-    """Register what the matmul reads: codes int8 [out, in] (the library's own memory) and scale float32 [out]."""
-    made.register_buffer("codes", codes, persistent=False)
-    made.register_buffer("scale", scale, persistent=False)
-    return made
-
-
-class _Cast(PackedLinear, nn.Linear):
-    """A linear that casts its input to its own dtype: autocast does not reach torchao's tensors."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input.to(self.compute_dtype), self.weight, self.bias).to(input.dtype)
-
-
 class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
     """A linear whose products are in fp8. `weight` holds the codes as uint8, because peft would give adapters the
     dtype of a floating-point weight.
@@ -311,10 +265,6 @@ class _Int8Forward(PackedLinear):
     def forward(self, input: Tensor) -> Tensor:
         output = _Int8Matmul.apply(input.to(self.compute_dtype), self.codes, self.scale)
         return _biased(self, output, input.dtype)  # type: ignore[arg-type]
-
-
-class _Int8(_Int8Forward, nn.Linear):
-    pass
 
 
 # Linears of bitsandbytes, so that peft adapts, merges and decomposes (DoRA) them.

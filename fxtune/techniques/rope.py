@@ -37,11 +37,11 @@ CLOSE = 1e-5
 """Largest relative error of a float32 frequency. Another scaling is off by 1e-2 or more."""
 
 
-OWNERS = {
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), RopeType.yarn),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), RopeType.llama3),
+PARAMETERS: dict[RopeType, dict[str, float | None]] = {
+    RopeType.yarn: {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    RopeType.llama3: {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""Options that one type alone reads."""
+"""Of each type that has any, with the usual values."""
 
 
 @dataclass
@@ -95,13 +95,20 @@ class Rope(RopeOptions, Technique):
         yield from self._options()
 
     def _options(self) -> Iterator[str]:
-        for name, owner in OWNERS.items():
-            if self.type is not owner and getattr(self, name) != getattr(Rope, name):
-                yield f"{name}: only type={owner.value} reads it, and type is {self.type.value}. Remove it."
-        if self.type is RopeType.yarn and not self.beta_fast > self.beta_slow:
-            yield f"beta_fast: {self.beta_fast} must be above beta_slow={self.beta_slow}."
-        if self.type is RopeType.llama3 and not self.high_freq_factor > self.low_freq_factor:
-            yield f"high_freq_factor: {self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}."
+        known = PARAMETERS.get(self.type, {})
+        for name in self.parameters:
+            if name not in known:
+                has = f"has {', '.join(known)}" if known else "has no parameters"
+                yield f"parameters: type={self.type.value} {has}, and not {name}. Remove it."
+        for above, below in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+            if above in known and not self._parameter(above) > self._parameter(below):
+                yield f"parameters: {above}={self._parameter(above)} must be above {below}={self._parameter(below)}."
+
+    def _parameter(self, name: str) -> float:
+        """A parameter of this type that has a usual value."""
+        value = {**PARAMETERS[self.type], **self.parameters}[name]
+        assert value is not None, name
+        return value
 
     def configure(self, hf_config: Any) -> None:
         """Replace rope_parameters, keep rope_theta, and raise max_position_embeddings."""
@@ -122,9 +129,9 @@ class Rope(RopeOptions, Technique):
             key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
         }
         parameters |= {"rope_type": self.type.value, "factor": float(self.factor)}
-        if owned := [name for name, owner in OWNERS.items() if owner is self.type]:
+        if owned := {**PARAMETERS.get(self.type, {}), **self.parameters}:
             parameters["original_max_position_embeddings"] = original
-        return parameters | {name: value for name in owned if (value := getattr(self, name)) is not None}
+        return parameters | {name: value for name, value in owned.items() if value is not None}
 
     def apply(self, model: PreparedModel, world: World) -> None:
         """Dynamic only: reset the longest row so far before each forward, so that no step depends on earlier ones."""
@@ -184,17 +191,18 @@ class Rope(RopeOptions, Technique):
             return grown ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim), 1.0
         if self.type is RopeType.llama3:
             rotations = original * plain / (2 * math.pi)
-            share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            low_rotations = self._parameter("low_freq_factor")
+            share = (rotations - low_rotations) / (self._parameter("high_freq_factor") - low_rotations)
             share = share.clamp(0, 1)  # of the unscaled frequency
             return share * plain + (1 - share) * plain / self.factor, 1.0
 
         def pair_with(rotations: float) -> float:
             return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(pair_with(self.beta_fast)), 0)
-        high = min(math.ceil(pair_with(self.beta_slow)), dim - 1)
+        low = max(math.floor(pair_with(self._parameter("beta_fast"))), 0)
+        high = min(math.ceil(pair_with(self._parameter("beta_slow"))), dim - 1)
         slowed = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-        attention = self.attention_factor if self.attention_factor is not None else 0.1 * math.log(self.factor) + 1
+        attention = self.parameters.get("attention_factor", 0.1 * math.log(self.factor) + 1)
         return plain * (1 - slowed) + plain / self.factor * slowed, attention
 
     def _original(self, config: dict[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from fxtune.facts.options import AutoOptions, Switch
+from fxtune.facts.options import AutoOptions, Options
 from fxtune.techniques.pipeline import Pipeline
 
 
@@ -22,7 +22,7 @@ def wish(asked: Pipeline, key: str) -> str | None:
     """
     name, _, option = key.partition(".")
     technique: Any = getattr(asked, name, None)
-    if option and getattr(technique, option, None) is Switch.auto:
+    if option and isinstance(technique, Options) and technique.is_auto(option):
         return key
     return name if isinstance(technique, AutoOptions) and technique.may_stay_off else None
 
@@ -31,7 +31,10 @@ def without(chosen: Pipeline, key: str) -> Pipeline:
     """A copy of `chosen`, techniques with every `auto` decided, in which `key` is off."""
     name, _, option = key.partition(".")
     technique = copy.copy(getattr(chosen, name))
-    setattr(technique, option or "enabled", Switch.off if option else False)
+    if option:
+        technique.switch_off(option)
+    else:
+        technique.enabled = False
     return replace(chosen, **{name: technique})
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fxtune.errors import ConfigError
-from fxtune.facts.options import Policy, Switch, WeightFormat
+from fxtune.facts.options import Offloaded, Policy, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -134,7 +134,7 @@ def _more_checkpointing(techniques: Pipeline) -> Iterator[tuple[str, Pipeline]]:
     if settings:
         yield " ".join(settings), replace(techniques, checkpointing=full)
         return
-    if not checkpointing.offload:
-        yield f"{group}.offload=true", replace(techniques, checkpointing=replace(full, offload=True))
+    if checkpointing.offload is Offloaded.none:
+        yield f"{group}.offload=inputs", replace(techniques, checkpointing=replace(full, offload=Offloaded.inputs))
     tiles = max(4, 2 * checkpointing.mlp_tiles)
     yield f"{group}.mlp_tiles={tiles}", replace(techniques, checkpointing=replace(checkpointing, mlp_tiles=tiles))

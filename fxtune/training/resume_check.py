@@ -165,7 +165,7 @@ class ResumeCheck:
         """compare() everything known before rows and weights are read. `techniques`: options of the enabled ones."""
         self._compare_techniques(techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
-            self.compare("optimizer", {"library": library(optimizer, facts).value})
+            self.compare("optimizer", {"library": library(optimizer, facts)})
         if optimizer.stochastic_rounding:
             self.compare("rounding", DRAWS, refuse=False)
         self.compare("model", {"dtype": facts.dtype, **_weight_digests(model)})
@@ -217,8 +217,8 @@ class ResumeCheck:
     def check_model(self, model: PreparedModel, techniques: Mapping[str, Any]) -> None:
         """compare() the built model. At the start of a run it writes `setting.json`. Raises StorageError."""
         self._compare_techniques(techniques)  # again: an automatic choice that failed to compile has changed
-        built = {"revision": model.base_revision, "products": model.gemm or "torch"}
-        self.compare("built", built)
+        self.compare("built", {"revision": model.base_revision})
+        self.compare("products", {"by": model.gemm or "torch"}, refuse=False)
         if not self.before and self.writes:
             write_json(self.folder / SETTING, self.now)
 

@@ -20,6 +20,7 @@ import torch
 from fxtune.config.root import Spikes
 
 MIN_SPREAD = 0.01
+WINDOW, THRESHOLD = 64, 8.0
 LEAST = 0.05
 """Nats above the median."""
 MIN_FILLED = 4

@@ -33,7 +33,7 @@ from fxtune.techniques.precision import LossScale, Precision
 from fxtune.training import noise_scale
 from fxtune.training.in_backward import InBackward
 from fxtune.training.rank_report import UPDATE, RankReport
-from fxtune.training.spikes import SpikeWindow
+from fxtune.training.spikes import THRESHOLD, WINDOW, SpikeWindow
 from fxtune.upstream import torch as upstream
 
 Metrics = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class TrainStep:
         self.max_grad_norm, self.seed = config.max_grad_norm, seed
         device = next(model.model.parameters()).device
         self.norms = noise_scale.MicroBatchNorms(optimizer.names) if config.noise_scale else None
-        self.spikes = SpikeWindow(device, config.spikes, config.spike_window, config.spike_threshold)
+        self.spikes = SpikeWindow(device, config.spikes, WINDOW, THRESHOLD)
         self.recorder = Recorder(self._pass, device, optimizer.reached) if recorded else None
         self.world = world or World(device)
         parallel = parallel or ParallelConfig()

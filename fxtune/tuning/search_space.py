@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
-from fxtune.facts.options import CheckpointingOptions, Policy, Switch
+from fxtune.facts.options import AUTO, CheckpointingOptions, LigerKernel, Policy
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.structure import decoder_layers, skeleton
@@ -32,7 +32,6 @@ from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
-from fxtune.techniques.lora import fuse, gemm_backend
 from fxtune.tuning.trial import Outcome, TrialResult
 
 Deltas = dict[str, Any]
@@ -205,29 +204,18 @@ def compiling(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def liger(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """On a GPU: off, all by `auto`, all but the fused head, and the fused head alone."""
+    """On a GPU: off, what `auto` chooses, and the fused loss alone."""
     if context.facts.device != "cuda":
         return
     key = "techniques.liger."
-    kernels = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu")
     yield {key + "enabled": False}
-    for kernel, head in (("auto", "auto"), ("auto", "off"), ("off", "on")):
-        switches = {key + name: kernel for name in kernels}
-        yield {key + "enabled": True, **switches, key + "fused_linear_cross_entropy": head}
+    for kernels in (AUTO, [LigerKernel.fused_linear_cross_entropy.value]):
+        yield {key + "enabled": True, key + "kernels": kernels}
 
 
 def fused_lora(config: Config, context: SearchContext) -> Iterator[Deltas]:
     if config.techniques.lora.enabled:
         yield from ({"techniques.lora.fused": switch} for switch in ("on", "off"))
-
-
-def matmul(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    if not config.techniques.lora.enabled or config.techniques.lora.fused is Switch.off:
-        return
-    size = config.train.micro_batch_size
-    facts = replace(context.facts, micro_batch_size=size, techniques=config.techniques)
-    if not (fuse.refusal(facts) or gemm_backend.refusal(facts)):
-        yield from ({"techniques.lora.matmul": kernel} for kernel in ("cute", "cublas"))
 
 
 def workers(config: Config, context: SearchContext) -> Iterator[Deltas]:
@@ -239,7 +227,6 @@ AXES: dict[str, Callable[[Config, SearchContext], Iterator[Deltas]]] = {
     "compile": compiling,
     "liger": liger,
     "fused_lora": fused_lora,
-    "matmul": matmul,
     "checkpointing": checkpointing,
     "micro_batch": micro_batch,
     "workers": workers,

@@ -109,18 +109,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=2,
     ),
 }
-KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "flash4": ("techniques.attention.backend=flash4",),
-    "liger": ("techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy='off'"),
-    "fused_loss": ("techniques.liger.enabled=true", *(f"techniques.liger.{name}='off'" for name in KERNELS)),
+    "liger": ("techniques.liger.enabled=true", "techniques.liger.kernels=[rms_norm,rope,swiglu]"),
+    "fused_loss": ("techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"),
     "compile": ("techniques.compile.enabled=true",),
     "full": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full"),
     "selective": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=selective"),
     "offload": (
         "techniques.checkpointing.enabled=true",
         "techniques.checkpointing.policy=full",
-        "techniques.checkpointing.offload=true",
+        "techniques.checkpointing.offload=inputs",
     ),
     "tiled_mlp": (
         "techniques.checkpointing.enabled=true",
@@ -242,8 +241,8 @@ def settings(length: int, case: str) -> list[str]:
     """The command-line keys of this case at this length."""
     names = parts(length, case)
     keys = [key for name in names for key in TECHNIQUES.get(name, (name,))]
-    if {"liger", "fused_loss"} <= {*names}:  # the `off` keys of one disable the other
-        keys = [key for key in keys if not (key.startswith("techniques.liger.") and "off" in key)]
+    if {"liger", "fused_loss"} <= {*names}:  # each names its own kernels
+        keys = [key for key in keys if not key.startswith("techniques.liger.kernels")]
     if not any(key.startswith("techniques=") for key in keys):
         keys = [
             "techniques=lora",

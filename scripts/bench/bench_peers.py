@@ -451,7 +451,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "optimizer.lr=1e-4",
         "optimizer.weight_decay=0",
         "schedule.name=constant",
-        "schedule.warmup_ratio=0",
+        "schedule.warmup_steps=0",
         *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke else case.keys(gpus)),
         *args.set,
     ]

@@ -194,7 +194,7 @@ def read_rows(file: Path | None) -> dict[tuple[int, bool, str], Row]:
     return {row.key: row for row in rows}
 
 
-def settings(length: int, args: argparse.Namespace, senders: int | None = None) -> list[str]:
+def settings(length: int, args: argparse.Namespace) -> list[str]:
     """The command-line words for rows of this length."""
     tiles = max(-(-length // TILE), 1)
     if args.smoke:
@@ -208,7 +208,6 @@ def settings(length: int, args: argparse.Namespace, senders: int | None = None) 
             f"techniques.rope.factor={max(length / 8192, 1.0)}",
             f"techniques.checkpointing.mlp_tiles={tiles}",
         ]
-    sends = [f"techniques.checkpointing.offload_layers={senders}"] if senders is not None else []
     return [
         *base,
         f"data.sequence_length={length}",
@@ -218,7 +217,6 @@ def settings(length: int, args: argparse.Namespace, senders: int | None = None) 
         "train.eval_every=0",
         "train.micro_batch_size=1",
         "train.global_batch_size=1",
-        *sends,
         *args.words,
     ]
 
@@ -250,9 +248,7 @@ def hardware_facts(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def facts_of(
-    length: int, args: argparse.Namespace, hardware: dict[str, Any], senders: int | None = None
-) -> tuple[Facts, RecomputePlan]:
+def facts_of(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Facts, RecomputePlan]:
     """The facts of one length with each `auto` decided, and the recompute plan."""
     from fxtune.config.compose import load
     from fxtune.facts.run import Facts
@@ -260,7 +256,7 @@ def facts_of(
     from fxtune.system.facts import PACKAGES
     from fxtune.techniques.estimate.recomputation import RecomputePlan
 
-    config = load(settings(length, args, senders))
+    config = load(settings(length, args))
     facts = Facts(
         **hardware,
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
@@ -278,20 +274,13 @@ def facts_of(
 
 def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Row, Facts]:
     """The forecast of one length, with as many layer inputs in host memory as fit."""
-    from fxtune.techniques.checkpointing.technique import HOST_SHARE
     from fxtune.techniques.estimate.memory import forecast
-    from fxtune.techniques.estimate.step_time import limit_senders
 
     facts, plan = facts_of(length, args, hardware)
     layers = facts.text["num_hidden_layers"]
-    wanted = sum(plan.sending(layers))
-    plan, need = (
-        limit_senders(facts, plan, HOST_SHARE * facts.host_memory) if wanted else (plan, forecast(facts, plan))
-    )
-    senders = sum(plan.sending(layers))
-    return Row(
-        length, senders, args.fast, max(wanted - senders, 0), need.device / GIB, need.host / GIB, args.words
-    ), facts
+    need, senders = forecast(facts, plan), sum(plan.sending(layers))
+    staying = layers - 1 - senders if senders and not args.fast else 0
+    return Row(length, senders, args.fast, staying, need.device / GIB, need.host / GIB, args.words), facts
 
 
 def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
@@ -301,7 +290,7 @@ def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
     with tempfile.TemporaryDirectory(prefix="fxtune-longest-") as scratch:
         documents, found = Path(scratch) / "documents.jsonl", Path(scratch) / "found.json"
         write_documents(documents, row.length, args.steps + 1)
-        words = settings(row.length, args, row.senders if row.staying else None)
+        words = settings(row.length, args)
         command = [
             sys.executable,
             __file__,
@@ -401,7 +390,7 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
 
     layers, hidden = facts.text["num_hidden_layers"], 2 * facts.text["hidden_size"]
     room, host = (1 - SPARE) * facts.free_memory, HOST_SHARE * facts.host_memory
-    sends = facts.techniques.checkpointing.offload
+    sends = facts.techniques.checkpointing.offload != "none"
     tokens = stay = 0
     for length in range(STEP, FARTHEST, STEP):
         staying = layers - 1 - min(int(host // pinned_bytes(length * hidden)), layers - 1) if sends else 0

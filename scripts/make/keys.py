@@ -37,16 +37,24 @@ def type_of(slot: Slot) -> str:
     return " or ".join([text, *others])
 
 
-def keys(section: Slot, prefix: str = "") -> Iterator[str]:
-    """A line for each key of a section: `optimizer.lr: float, above 0, = 0.0002`."""
+def keys(section: Slot, prefix: str = "", listed: dict[type, str] | None = None) -> Iterator[str]:
+    """A line for each key of a section: `optimizer.lr: float, above 0, = 0.0002`. Entries that two lists have in common
+    are listed once. `listed`: where, by their class."""
+    listed = {} if listed is None else listed
     for name, slot in section.fields.items():
         entry = slot.below("0") if slot.container is list else slot
         if not slot.fields:
             default = with_defaults(section.owner(name), {}).get(name, "???")
             value = "must be set" if default == "???" else f"= {json.dumps(default, ensure_ascii=False)}"
             yield f"{prefix}{name}: {type_of(slot)} {value}"
-        if entry is not None and entry.fields:
-            yield from keys(entry, f"{prefix}{name}.{'' if entry is slot else '0.'}")
+        if entry is None or not entry.fields:
+            continue
+        below = f"{prefix}{name}.{'' if entry is slot else '0.'}"
+        if entry.kind in listed:
+            yield f"{below}: the keys of {listed[entry.kind]}"
+        else:
+            listed[entry.kind] = below
+            yield from keys(entry, below, listed)
 
 
 def options() -> Iterator[str]:

@@ -133,7 +133,7 @@ def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
         data=DataConfig(sources=[SourceConfig(path=str(corpus))], eval_fraction=0.01, sequence_length=CONTEXT),
         train=TrainConfig(epochs=1, micro_batch_size=8, global_batch_size=8, eval_every=500, log_every=20),
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.1, betas=[0.9, 0.95]),
-        schedule=ScheduleConfig(warmup_ratio=0.05, min_lr_ratio=0.02),
+        schedule=ScheduleConfig(warmup_steps=0.05, min_lr_ratio=0.02),
         checkpoint=CheckpointConfig(every=250, keep=1, keep_best=False),
     )
     config.techniques.lora.enabled = False

@@ -271,7 +271,7 @@ def pretrain(work: Path, tokenizer: Path, start: Path | None) -> dict[str, float
         ),
         train=TrainConfig(epochs=1, micro_batch_size=4, global_batch_size=4, eval_every=500, log_every=20),
         optimizer=OptimizerConfig(lr=1e-3, lr_vision=1e-3, weight_decay=0.1, betas=[0.9, 0.95]),
-        schedule=ScheduleConfig(warmup_ratio=0.05, min_lr_ratio=0.02),
+        schedule=ScheduleConfig(warmup_steps=0.05, min_lr_ratio=0.02),
         checkpoint=CheckpointConfig(every=250, keep=1, keep_best=False),
     )
     config.techniques.lora.enabled = False

@@ -145,10 +145,10 @@ ALL_TECHNIQUES = ("techniques=[fast,lora]",)
 CPU_TECHNIQUES = (
     "techniques=[lora,selective]",
     "techniques.liger.enabled=true",
-    "techniques.liger.fused_linear_cross_entropy='on'",
+    "techniques.liger.kernels=[fused_linear_cross_entropy]",
 )
 """Without compilation, which takes longer on a CPU than everything else."""
-CPU_MOE_TECHNIQUES = ("techniques=[lora,selective]", "techniques.lora.grouped_experts='on'")
+CPU_MOE_TECHNIQUES = "techniques=[lora,selective]"
 
 
 class TimeOver(Exception):
@@ -261,7 +261,7 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
     config.data.sequence_length, config.train.epochs = args.context, 100
     config.train.global_batch_size = args.pretrain_rows
     config.train.micro_batch_size = micro_batch(args.pretrain_rows, args.context, args.micro_tokens)
-    config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = args.pretrain_lr, 0.03, 0.01
+    config.optimizer.lr, config.schedule.warmup_steps, config.schedule.min_lr_ratio = args.pretrain_lr, 0.03, 0.01
     training = train_for(config, 60 * args.pretrain_minutes, args.pretrain_steps)
     figures = json.loads((args.out / "base" / "result.json").read_text())
     file = args.out / "base" / "model" / "model.safetensors"

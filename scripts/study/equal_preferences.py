@@ -130,7 +130,6 @@ def run_fxtune(case: Case, steps: int, adapter: Path, folder: Path) -> tuple[lis
         "optimizer.betas=[0.9, 0.999]",
         "optimizer.eps=1e-8",
         "schedule.name=constant",
-        "schedule.warmup_ratio=0",
         "schedule.warmup_steps=0",
         "run.device=cpu",
         "run.report=false",

@@ -152,7 +152,7 @@ def pretraining(args: argparse.Namespace, corpus: Corpus) -> Any:
     config.data.sequence_length = args.context
     config.train.global_batch_size = args.rows
     config.train.micro_batch_size = micro_batch(args.rows, args.context, args.micro_tokens)
-    config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = args.lr, 0.03, 0.01
+    config.optimizer.lr, config.schedule.warmup_steps, config.schedule.min_lr_ratio = args.lr, 0.03, 0.01
     return config
 
 
@@ -188,7 +188,7 @@ def extension(args: argparse.Namespace, corpus: Corpus, name: str) -> Any:
     config.data.mix = MixConfig(long_share=args.long_share, threshold=context)
     config.train.global_batch_size = args.extend_rows
     config.train.micro_batch_size = micro_batch(args.extend_rows, length, args.micro_tokens)
-    config.optimizer.lr, config.schedule.warmup_ratio, config.schedule.min_lr_ratio = args.extend_lr, 0.1, 0.0
+    config.optimizer.lr, config.schedule.warmup_steps, config.schedule.min_lr_ratio = args.extend_lr, 0.1, 0.0
     return config
 
 

@@ -37,19 +37,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
-WARM_UP = 8
+WARM_UP = 16
 """Steps before the measured ones, in which PowerSGD sums whole gradients; a multiple of the longest average_every."""
 WINDOW = 8
 """Steps that are timed together; a multiple of the longest average_every."""
 SHORT = ["train.micro_batch_size=1", "train.global_batch_size=2", "data.sequence_length=128"]
 """The keys of a timed run."""
 READY = "link-is-up"
-BUCKETS = "float32, buckets of 2 MiB"
 MODES = {
-    "float32, one bucket": ["parallel.bucket_mib=0"],
-    BUCKETS: ["parallel.bucket_mib=2"],
-    "bfloat16": ["parallel.bucket_mib=2", "parallel.reduce_dtype=bfloat16"],
-    "PowerSGD, rank 4": ["parallel.powersgd_rank=4", "parallel.powersgd_start={start}"],
+    "float32": [],
+    "bfloat16": ["parallel.compression=bfloat16"],
+    "PowerSGD, rank 4": ["parallel.compression=powersgd"],
     "average_every=8": ["parallel.average_every=8"],
 }
 
@@ -68,8 +66,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     jobs = []
     for mode, words in MODES.items():
-        if mode != BUCKETS:  # it learns what one bucket learns, bit for bit
-            jobs += [job(args, mode, words, seed, None, args.steps) for seed in args.seeds]
+        jobs += [job(args, mode, words, seed, None, args.steps) for seed in args.seeds]
         jobs += [job(args, mode, words, 0, mbit, args.timed) for mbit in args.mbit]
     missing = [one for one in jobs if not (args.out / one["name"] / "measured.json").exists()]
     (args.out / "jobs.json").write_text(json.dumps(missing))
@@ -85,7 +82,6 @@ def job(
     args: argparse.Namespace, mode: str, words: list[str], seed: int, mbit: int | None, steps: int
 ) -> dict[str, Any]:
     """A run of two ranks. `mbit` None: the link is not limited, and the run is evaluated at its end."""
-    start = WARM_UP if mbit else max(2, steps // 10)
     name = re.sub(r"\W+", "-", f"{mode} {seed} {mbit or 'unlimited'}")
     line = [
         "+recipe=full_quickstart",
@@ -100,7 +96,7 @@ def job(
         "checkpoint.every=0",
         "checkpoint.keep_best=false",
         "tracking.display=none",
-        *(word.format(start=start) for word in words),
+        *words,
         *args.words,
     ]
     return {"name": name, "mode": mode, "seed": seed, "mbit": mbit, "steps": steps, "words": line}

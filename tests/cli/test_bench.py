@@ -65,13 +65,17 @@ def test_each_reason_of_a_refused_run_is_an_error_and_an_older_answer_is_gone(cw
 def test_each_technique_and_switch_that_is_on_is_switched_off():
     asked = {
         "attention": {"backend": "flash4"},
-        "liger": {"rms_norm": "on", "rope": "off", "chunk_rows": None},
+        "lora": {"fused": "on"},
+        "liger": {"kernels": ["rms_norm", "rope"], "chunk_rows": None},
         "compile": {"mode": "default"},
     }
     assert list(bench.switched_off(asked)) == [
         ("flash4 (sdpa instead)", ["techniques.attention.backend=sdpa"]),
+        ("lora", ["techniques.lora.enabled=false"]),
+        ("lora.fused", ["techniques.lora.fused='off'"]),
         ("liger", ["techniques.liger.enabled=false"]),
-        ("liger.rms_norm", ["techniques.liger.rms_norm='off'"]),
+        ("liger.rms_norm", ["techniques.liger.kernels=[rope]"]),
+        ("liger.rope", ["techniques.liger.kernels=[rms_norm]"]),
         ("compile", ["techniques.compile.enabled=false"]),
     ]
     assert list(bench.switched_off({"attention": {"backend": "sdpa"}})) == []

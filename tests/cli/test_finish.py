@@ -14,7 +14,7 @@ from fxtune.training import trainer as train
 
 
 def test_stopped_run_is_finished_by_its_name(narrow, cwd, monkeypatch, capsys):
-    narrow.schedule.name, narrow.schedule.decay_ratio = ScheduleName.wsd, 0.25
+    narrow.schedule.name, narrow.schedule.decay_steps = ScheduleName.wsd, 0.25
     narrow.train.max_steps, narrow.checkpoint.every, narrow.run.dir = 20, 1, "runs/mine"
     step_of = train.Trainer.step
 

@@ -241,10 +241,10 @@ def test_a_key_that_trains_otherwise_here_is_a_difference(folder, tool, changes,
 @pytest.mark.parametrize(
     ("tool", "changes", "expected"),
     [
-        ("axolotl", {"lr_scheduler": "constant"}, {"schedule.warmup_ratio": 0}),
+        ("axolotl", {"lr_scheduler": "constant"}, {"schedule.warmup_steps": 0}),
         ("axolotl", {"optimizer": "sgd"}, {"optimizer.momentum": 0}),
         ("axolotl", {"sequence_len": None}, {"data.sequence_length": 512}),
-        ("axolotl", {"warmup_steps": 0}, {"schedule.warmup_ratio": 0}),
+        ("axolotl", {"warmup_steps": 0}, {"schedule.warmup_steps": 0}),
         ("axolotl", {"max_steps": 5}, {"train.max_steps": 5, "train.epochs": None}),
         ("axolotl", {"context_parallel_size": 2}, {"train.global_batch_size": 8, "parallel.context": "2"}),
         ("axolotl", {"excess_length_strategy": "raise"}, {"data.on_long": "error"}),

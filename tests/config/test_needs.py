@@ -10,15 +10,8 @@ from fxtune.config.needs import NEEDS, unread, unread_warnings
 from fxtune.config.root import Config
 
 REFUSED = [
-    (["schedule.name=cosine", "schedule.decay_ratio=0.5"], "schedule.decay_ratio=0.5", "schedule.name=wsd"),
-    (["schedule.name=linear", "schedule.decay_steps=5"], "schedule.decay_steps=5", "schedule.name=wsd"),
+    (["schedule.name=linear", "schedule.decay_steps=5"], "schedule.decay_steps=5.0", "schedule.name=wsd"),
     (["schedule.name=constant", "schedule.min_lr_ratio=0.1"], "schedule.min_lr_ratio=0.1", "cosine|linear|wsd"),
-    (["schedule.warmup_steps=5", "schedule.warmup_ratio=0.1"], "schedule.warmup_ratio=0.1", "schedule.warmup_steps=0"),
-    (
-        ["schedule.name=wsd", "schedule.decay_steps=5", "schedule.decay_ratio=0.5"],
-        "schedule.decay_ratio=0.5",
-        "schedule.decay_steps=0",
-    ),
     (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
     (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
     (["data.share_prompts=true"], "data.share_prompts=true", "an objective over pairs"),
@@ -26,8 +19,6 @@ REFUSED = [
     (["train.eval_share=0.1"], "train.eval_share=0.1", "train.eval_every or train.stop.patience"),
     (["train.stop.min_delta=0.1"], "train.stop.min_delta=0.1", "train.stop.patience"),
     (["train.stop.metric=exact_match"], "train.stop.metric=exact_match", "train.stop.patience"),
-    (["train.spikes=off", "train.spike_window=8"], "train.spike_window=8", "train.spikes=report|skip"),
-    (["train.spikes=off", "train.spike_threshold=2"], "train.spike_threshold=2.0", "train.spikes=report|skip"),
     (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
     (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
     (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
@@ -37,7 +28,6 @@ REFUSED = [
         "optimizer.fused=false",
         "optimizer.stochastic_rounding=false",
     ),
-    (["parallel.powersgd_start=5"], "parallel.powersgd_start=5", "parallel.powersgd_rank"),
     (["loader.num_workers=0", "loader.prefetch_factor=2"], "loader.prefetch_factor=2", "loader.num_workers"),
     (
         ["loader.num_workers=0", "loader.persistent_workers=false"],

@@ -57,12 +57,23 @@ def test_only_the_user_may_trust_code_or_write_elsewhere(cwd):
 
 def test_switch_needs_no_quotes(cwd):
     write_recipe(
-        "defaults: [quickstart]\ntechniques:\n  liger: {enabled: on, rope: off, swiglu: 'off', rms_norm: on}\n"
+        "defaults: [quickstart]\ntechniques:\n  liger: {enabled: on}\n  lora: {fused: off}\n"
+        "  quantize: {experts: 'off'}\n  compile: {cuda_graphs: on}\n"
     )
-    liger = load(["+recipe=mine"]).techniques.liger
-    assert (liger.enabled, liger.rope.value, liger.swiglu.value, liger.rms_norm.value) == (True, "off", "off", "on")
-    block = refusal("+recipe=mine", "techniques.liger.rope=true")
-    assert "`techniques.liger.rope=true` is not one of auto, on, off; did you mean `on`?" in block
+    found = load(["+recipe=mine"]).techniques
+    switches = (found.lora.fused.value, found.quantize.experts.value, found.compile.cuda_graphs.value)
+    assert (found.liger.enabled, *switches) == (True, "off", "off", "on")
+    block = refusal("+recipe=mine", "techniques.lora.fused=true")
+    assert "`techniques.lora.fused=true` is not one of auto, on, off; did you mean `on`?" in block
+
+
+def test_a_list_of_kernels_or_auto(cwd):
+    write_recipe("defaults: [quickstart]\ntechniques:\n  liger: {enabled: true, kernels: [rope, swiglu]}\n")
+    assert load(["+recipe=mine"]).techniques.liger.kernels == ["rope", "swiglu"]
+    assert load(["+recipe=mine", "techniques.liger.kernels=auto"]).techniques.liger.kernels == "auto"
+    block = refusal("+recipe=mine", "techniques.liger.kernels=[rpoe]")
+    assert "is not one of rms_norm, layer_norm, rope," in block
+    assert "did you mean `rope`?" in block
 
 
 @pytest.fixture

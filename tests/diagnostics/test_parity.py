@@ -126,7 +126,7 @@ EXPERTS = [
     "moe_intermediate_size: 16}",
     "techniques.router.aux_loss_coef=0.5",
 ]
-FUSED = ["techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on"]
+FUSED = ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"]
 IN_STEP = "objective.reference=base"
 JUDGED = ["objective=kto", "data.sources=[{path: answers.jsonl}]"]
 

@@ -36,7 +36,7 @@ ONE_KEY_HEAD = (
 CHECKPOINTS = ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=selective")
 WEIGHTS = 5e-6
 """The most that a weight may differ: Adam divides the rounding of small gradients by their own size."""
-FUSED_LOSS = ("techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on")
+FUSED_LOSS = ("techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]")
 
 
 def made(folder: Path, *words: str) -> list[str]:

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from fxtune.distributed import averaging
 from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
-from fxtune.distributed.parallel import Degrees, ParallelConfig, ReduceDtype
+from fxtune.distributed.parallel import Compression, Degrees, ParallelConfig
 from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
@@ -130,7 +130,7 @@ def test_gradient_that_changes_after_its_sum_began_is_refused():
     sums = summing(model, world)
     for item in sums.arming([1.0]):
         model(torch.full((2, 8), item)).sum().backward()
-        with pytest.raises(ConfigError, match=r"gradient of 3\.weight more than once.*parallel\.bucket_mib=0"):
+        with pytest.raises(ConfigError, match=r"gradient of 3\.weight more than once.*run\.gpus=1"):
             model(torch.full((2, 8), item)).sum().backward()
 
 
@@ -147,9 +147,9 @@ def test_ways_to_sum_that_cannot_be_are_refused():
     def refusals(adapters=False, **keys):
         return "\n".join(ParallelConfig(**keys).refusals(adapters))
 
-    assert refusals(reduce_dtype=ReduceDtype.bfloat16) == refusals(adapters=True, average_every=8) == ""
-    assert "exclude each other" in refusals(powersgd_rank=4, average_every=2)
-    assert "adapters are small" in refusals(adapters=True, powersgd_rank=4)
+    assert refusals(compression=Compression.bfloat16) == refusals(adapters=True, average_every=8) == ""
+    assert "exclude each other" in refusals(compression=Compression.powersgd, average_every=2)
+    assert "adapters are small" in refusals(adapters=True, compression=Compression.powersgd)
     config = ParallelConfig(average_every=4)
     assert not list(config.degree_refusals(Degrees(replicate=2)))
     assert "this run has one rank" in next(config.degree_refusals(Degrees()))
@@ -186,7 +186,9 @@ def test_powersgd_loads_nothing_but_what_was_saved():
 
 def test_powersgd_on_the_cpu_of_a_host_with_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"parallel\.powersgd_rank=2 cannot run with run\.device=cpu.*CUDA_VISIBLE"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.compression=powersgd cannot run with run\.device=cpu.*CUDA_VISIBLE"
+    ):
         PowerSGD(World(torch.device("cpu"), 0, 2), 2, 10)
 
 
@@ -225,7 +227,7 @@ def _sums(world):
             found, totals = sums.finish(mine, metrics)
             assert all(map(torch.equal, found, exact))
             assert torch.equal(totals, torch.tensor([1 / 3, 0]) + torch.tensor([1 / 3, 1]))
-    found, totals = GradientSum(world, weights, ParallelConfig(reduce_dtype=ReduceDtype.bfloat16), 1000).finish(
+    found, totals = GradientSum(world, weights, ParallelConfig(compression=Compression.bfloat16), 1000).finish(
         mine, metrics
     )
     assert totals.dtype is torch.float32
@@ -239,9 +241,10 @@ def _sums(world):
 
 
 def _powersgd(world):
-    config = ParallelConfig(powersgd_rank=2, powersgd_start=2)
+    config = ParallelConfig(compression=Compression.powersgd)
     weights, mine, exact = drawn(world)
     sums = GradientSum(world, weights, config, 6000)
+    sums.compression = PowerSGD(world, 2, 2)
     yes, total, compressed = torch.tensor(True), [torch.zeros_like(tensor) for tensor in exact], 0.0
     for step in range(12):
         found, _ = sums.finish(mine, torch.zeros(1))
@@ -273,6 +276,7 @@ def _powersgd(world):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name[:1] in "eq")
     # The state as a checkpoint brings it back: to the same ranks, and to one that takes both errors.
     again = GradientSum(world, weights, config, 6000)
+    again.compression = PowerSGD(world, 2, 2)
     again.compression.load(world.gather(after))
     assert all(map(torch.equal, again.finish(mine, torch.zeros(1))[0], sums.finish(mine, torch.zeros(1))[0]))
     both = world.gather(after)
@@ -322,7 +326,10 @@ def test_two_processes(work):
 # Whole runs.
 
 FULL = ("techniques.lora.enabled=false", "optimizer.lr=1e-3")
-SMALL_BUCKETS = "parallel.bucket_mib=0.02"
+SMALL_BUCKETS = """
+from fxtune.distributed import parallel
+parallel.BUCKET = 20_000
+"""
 REPORT = """
 import os, torch
 from fxtune.training import trainer
@@ -352,7 +359,7 @@ TrainStep._pass = passing
 """
 
 
-def run_twice(folder: Path, words: list[str], patch: str = REPORT) -> list[int]:
+def run_twice(folder: Path, words: list[str], patch: str = REPORT, **environment: str) -> list[int]:
     """The exit codes of two ranks that execute the Python code `patch` before the run."""
     shared = {"WORLD_SIZE": "2", PROCESSES: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = f"{patch}\nimport sys\nfrom fxtune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
@@ -363,7 +370,7 @@ def run_twice(folder: Path, words: list[str], patch: str = REPORT) -> list[int]:
                 cwd=folder,
                 stdout=log,
                 stderr=log,
-                env=user_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+                env=user_environment(**shared, **environment, RANK=str(rank), LOCAL_RANK=str(rank)),
             )
             for rank in range(2)
         ]
@@ -388,8 +395,11 @@ def test_buckets_learn_what_one_process_learns_bit_for_bit(ranks, tmp_path):
     """Each process has one thread: the number of threads changes sums."""
     alone = run(made(tmp_path / "alone"), tmp_path / "alone", **ONE_THREAD)
     assert alone.code == 0, alone.text
-    for name, words in (("buckets", (SMALL_BUCKETS,)), ("one", ("parallel.bucket_mib=0",))):
-        assert ranks.run(made(tmp_path / name, *words), tmp_path / name) == [0, 0], tail(tmp_path / name)
+    for name, started in (
+        ("buckets", run_twice(tmp_path / "buckets", made(tmp_path / "buckets"), SMALL_BUCKETS, **ONE_THREAD)),
+        ("one", ranks.run(made(tmp_path / "one"), tmp_path / "one")),
+    ):
+        assert started == [0, 0], tail(tmp_path / name)
         assert losses(tmp_path / name / "run") == losses(tmp_path / "alone" / "run")
         ours, theirs = (load_file(tmp_path / place / "run/model/model.safetensors") for place in (name, "alone"))
         assert all(torch.equal(ours[key], weight) for key, weight in theirs.items())
@@ -398,9 +408,9 @@ def test_buckets_learn_what_one_process_learns_bit_for_bit(ranks, tmp_path):
 @pytest.mark.slow
 def test_memory_that_runs_out_in_one_ranks_last_backward_pass_halves_all(tmp_path):
     whole, short = tmp_path / "whole", tmp_path / "short"
-    rows = ("train.micro_batch_size=2", "train.global_batch_size=8", SMALL_BUCKETS)
-    assert run_twice(whole, made(whole, *rows)) == [0, 0], tail(whole)
-    assert run_twice(short, made(short, *rows), REPORT + EXHAUSTED) == [0, 0], tail(short)
+    rows = ("train.micro_batch_size=2", "train.global_batch_size=8")
+    assert run_twice(whole, made(whole, *rows), SMALL_BUCKETS + REPORT) == [0, 0], tail(whole)
+    assert run_twice(short, made(short, *rows), SMALL_BUCKETS + REPORT + EXHAUSTED) == [0, 0], tail(short)
     assert int((short / "failed-1").read_text()) > 0  # sums had started
     assert not (short / "failed-0").exists()
     assert "rank 1: CUDA out of memory. Injected" in tail(short, 10**6)
@@ -412,7 +422,7 @@ def test_memory_that_runs_out_in_one_ranks_last_backward_pass_halves_all(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [("parallel.powersgd_rank=2", "parallel.powersgd_start=3", SMALL_BUCKETS), ("parallel.average_every=3",)],
+    [("parallel.compression=powersgd",), ("parallel.average_every=3",)],
     ids=("powersgd", "local steps"),
 )
 def test_killed_run_that_sends_less_resumes_bit_for_bit(ranks, tmp_path, words):

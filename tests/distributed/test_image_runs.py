@@ -121,7 +121,7 @@ def test_killed_rank_resumes_bit_for_bit_and_one_process_goes_on(ranks, forks, t
     "words",
     [
         (*TOWER, "parallel.average_every=2"),
-        (*FULL, "parallel.powersgd_rank=2", "parallel.powersgd_start=2", "checkpoint.every=0"),
+        (*FULL, "parallel.compression=powersgd", "train.max_steps=14", "checkpoint.every=0"),
     ],
 )
 def test_ranks_that_send_less_train_the_tower(words, ranks, tmp_path):

@@ -280,7 +280,8 @@ def test_saved_bad_batches_of_a_resumed_run_use_its_micro_batches(run_, monkeypa
 @pytest.mark.slow
 def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatch):
     """The same holds for a window from a checkpoint."""
-    run_.train.spikes, run_.train.spike_window, run_.train.max_skipped_steps = Spikes.skip, 4, 5
+    monkeypatch.setattr("fxtune.training.step.WINDOW", 4)
+    run_.train.spikes, run_.train.max_skipped_steps = Spikes.skip, 5
     real, index = LanguageModel.summed_loss, [0]
     monkeypatch.setattr(
         LanguageModel, "summed_loss", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0)

@@ -66,8 +66,7 @@ def test_figures_are_consistent(tmp_path):
 def test_bench_disables_each_technique_in_turn(tmp_path):
     """With two layers and few techniques, because each technique needs a process."""
     few = [
-        *(f"techniques.liger.{name}='off'" for name in ("rms_norm", "rope", "swiglu")),
-        "techniques.liger.fused_linear_cross_entropy='on'",
+        "techniques.liger.kernels=[fused_linear_cross_entropy]",
     ]
     out, found = bench(
         tmp_path,

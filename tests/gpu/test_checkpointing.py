@@ -40,21 +40,19 @@ POLICIES: dict[str, dict[str, Any]] = {
     "narrow": NARROW,
     "attention": {"policy": Policy.selective, "save": ["attention"]},
     "full": {},
-    "offload": {"offload": True},
-    "offload_tiles": {"offload": True, "mlp_tiles": 8},
+    "offload": {"offload": Offloaded.inputs},
+    "offload_tiles": {"offload": Offloaded.inputs, "mlp_tiles": 8},
 }
 MIXES: dict[str, dict[str, Any]] = {
     "narrow_wide": {"policy": Policy.mix, "mix": {"narrow": 4, "wide": 4}},
     "input_everything": {"policy": Policy.mix, "mix": {"input": 5, "everything": 3}},
-    "narrow_sent": {**NARROW, "offload": True, "offload_what": Offloaded.kept},
+    "narrow_sent": {**NARROW, "offload": Offloaded.kept},
     "mix_sent": {
         "policy": Policy.mix,
         "mix": {"attention": 2, "narrow": 3, "wide": 3},
-        "offload": True,
-        "offload_what": Offloaded.kept,
+        "offload": Offloaded.kept,
     },
-    "some_sent": {"offload": True, "offload_layers": 4},
-    "narrow_sent_tiles": {**NARROW, "offload": True, "offload_what": Offloaded.kept, "mlp_tiles": 4},
+    "narrow_sent_tiles": {**NARROW, "offload": Offloaded.kept, "mlp_tiles": 4},
 }
 
 
@@ -171,8 +169,8 @@ def test_eager_recomputation_changes_no_bit(shape, lora):
         "full": {},
         "selective": {"policy": Policy.selective},
         "narrow": NARROW,
-        "offload": {"offload": True},
-        "narrow_offload": {**NARROW, "offload": True},
+        "offload": {"offload": Offloaded.inputs},
+        "narrow_offload": {**NARROW, "offload": Offloaded.inputs},
     }.items():
         seen = reference.ours(pipeline(False, "sdpa", **options), shape, given, lora=lora)
         wrong = [key for key in plain.grads if not torch.equal(seen.grads[key], plain.grads[key])]
@@ -196,7 +194,7 @@ def test_every_policy_is_as_accurate_as_none(shape, compiled):
     for name, options in {
         "full": {},
         "narrow": NARROW,
-        "offload": {"offload": True},
+        "offload": {"offload": Offloaded.inputs},
         "tiles": {"mlp_tiles": 4},
     }.items():
         seen = reference.relative_errors(reference.ours(pipeline(compiled, **options), shape, given, lora=True), exact)
@@ -327,7 +325,7 @@ def test_offload_costs_no_time_and_keeps_results(compiled):
     backward pass adds in any order, so gradients are compared with the distance of two runs without offload.
     """
     found = {}
-    for name, options in {"full": {}, "again": {}, "offload": {"offload": True}}.items():
+    for name, options in {"full": {}, "again": {}, "offload": {"offload": Offloaded.inputs}}.items():
         measured = Measured(pipeline(compiled, **options), BIG, 32768)
         losses = [measured.step().item() for _ in range(3)]
         found[name] = losses, measured.gradients(), measured.seconds(), measured.peak()

@@ -96,9 +96,7 @@ def test_experts_on_a_gpu_are_quantized_as_on_a_cpu():
 def over_fp8() -> Pipeline:
     pipeline = Pipeline()
     pipeline.lora.enabled, pipeline.lora.fused = True, Switch.on
-    pipeline.quantize = Quantize(
-        True, WeightFormat.fp8, compute_dtype=ComputeDtype.bfloat16, transpose=Switch.on, experts=Switch.on
-    )
+    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.bfloat16, experts=Switch.on)
     return pipeline
 
 

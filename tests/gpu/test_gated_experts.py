@@ -9,7 +9,7 @@ from support import reference
 from support.mixtures import mixture
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import Matmul, Switch
+from fxtune.facts.options import Switch
 from fxtune.kernels import grouped_matmul, matmul
 from fxtune.kernels.gated_experts import Adapter, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import Routing
@@ -149,7 +149,7 @@ def test_space_for_adapters_leaves_no_unused_memory():
     model = mixture("qwen3_moe", hidden_size=1024, moe_intermediate_size=512, num_experts=32)
     model.dtype = DType.bfloat16
     pipeline = Pipeline()
-    pipeline.lora.enabled, pipeline.lora.fused, pipeline.lora.matmul = True, Switch.on, Matmul.cute
+    pipeline.lora.enabled, pipeline.lora.fused, pipeline.lora._by_quack = True, Switch.on, True
     built = pipeline.build(model, load_config(model), World(GPU), 0).module
     experts = grouped(built)[0].get_base_layer()
     assert not experts.gate_up_proj.is_contiguous()

@@ -14,7 +14,7 @@ from support.image_reference import FAMILIES, isolation, ours, plain
 from support.killing import MODES
 
 from fxtune.errors import ConfigError
-from fxtune.facts.options import Library, Policy, Switch, WeightFormat
+from fxtune.facts.options import Policy, WeightFormat
 from fxtune.models.kinds.known import kind_of
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -118,7 +118,7 @@ def test_float32_equals_plain_transformers(family):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_liger_and_the_fused_loss(family, lora):
-    liger = Liger("auto", fused_linear_cross_entropy=Switch.on)  # its other kernels where they are known
+    liger = Liger(True, ["fused_linear_cross_entropy"])
     seen, made = ours(using("sdpa", liger=liger), family, lora=lora)
     assert made[1].fused
     close_to_plain(seen, family, lora)
@@ -160,8 +160,7 @@ def test_adapters(family, images):
 @pytest.mark.parametrize("techniques", [(), ("compile", "checkpointing")], ids=["alone", "fast"])
 def test_quantized_base(name, techniques):
     """The language model's linears are quantized, so the reference is the same model on one document a row."""
-    library = {} if name == "fp8" else {"library": Library.bitsandbytes}
-    pipeline = using("auto", quantize=Quantize(True, WeightFormat(name), **library))
+    pipeline = using("auto", quantize=Quantize(True, WeightFormat(name)))
     for each in techniques:
         getattr(pipeline, each).enabled = True
     seen, (pipeline, head) = ours(pipeline, "qwen2_5_vl", lora=True)

@@ -12,18 +12,17 @@ import torch
 from support import reference
 from support.losses import reference_log_probs
 
-from fxtune.facts.options import Switch
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
     linear_log_probs,
 )
 from fxtune.system.units import GIB
-from fxtune.techniques.liger.technique import OPERATIONS, Liger
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline
 
 WORDS = 128256
-FUSED = dict(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(OPERATIONS, Switch.off))
+FUSED = dict(enabled=True, kernels=["fused_linear_cross_entropy"])
 
 
 def drawn(

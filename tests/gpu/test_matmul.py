@@ -10,7 +10,7 @@ from support import reference
 
 from fxtune.cli import doctor
 from fxtune.distributed.world import World
-from fxtune.facts.options import Matmul, Switch
+from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
@@ -186,9 +186,9 @@ def test_model_uses_the_kernel_and_reports_it():
     )
     model, world = ModelConfig(path=None, architecture=shape, init=Init.random, dtype=DType.bfloat16), World.create()
     told = {}
-    for choice in (Matmul.auto, Matmul.cublas, Matmul.cute):
+    for fused in (Switch.on, Switch.off):
         pipeline = Pipeline()
-        pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused, pipeline.lora.matmul = True, 16, Switch.on, choice
+        pipeline.lora.enabled, pipeline.lora.r, pipeline.lora.fused = True, 16, fused
         config = load_config(model)
         facts = Facts.of(
             world.facts(),
@@ -202,14 +202,14 @@ def test_model_uses_the_kernel_and_reports_it():
         chosen, notes = pipeline.resolved(facts)
         prepared = chosen.build(model, config, world, 0)
         built = prepared.module
-        told[choice] = (
-            [one.observed for one in chosen.prove(prepared, make_probe(built)) if "matmul" in one.asked],
+        told[fused] = (
+            [one.observed for one in chosen.prove(prepared, make_probe(built)) if "large products" in one.asked],
             notes,
         )
     print(told)
-    assert any("matmul cute" in note for note in told[Matmul.auto][1])
-    assert told[Matmul.cublas][0] == []
-    assert all("2 products by" in told[one][0][0] for one in (Matmul.auto, Matmul.cute))
+    assert any("large products by quack's kernel" in note for note in told[Switch.on][1])
+    assert told[Switch.off][0] == []
+    assert "2 products by" in told[Switch.on][0][0]
 
 
 def test_doctor_tests_the_kernel():

@@ -43,11 +43,11 @@ def test_recorded_passes_over_a_shared_prompt_give_the_losses_of_plain_ones(cwd)
     assert recorded == pytest.approx(plain, rel=1e-2, abs=5e-3)
 
 
-@pytest.mark.parametrize("head", ["on", "off"])
-def test_recorded_passes_over_groups_give_the_losses_of_plain_ones(cwd, head):
+@pytest.mark.parametrize("kernels", ["rope", "rope,fused_linear_cross_entropy"])
+def test_recorded_passes_over_groups_give_the_losses_of_plain_ones(cwd, kernels):
     write_ranked()
     words = ["techniques.compile.enabled=true", "techniques.liger.enabled=true"]
-    words.append(f"techniques.liger.fused_linear_cross_entropy='{head}'")
+    words.append(f"techniques.liger.kernels=[{kernels}]")
     plain = losses("plain", *words, "techniques.compile.cuda_graphs='off'")
     recorded = losses("recorded", *words, "techniques.compile.cuda_graphs='on'")
     assert len(plain) == 12

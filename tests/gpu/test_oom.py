@@ -25,7 +25,7 @@ from fxtune.checkpoint.run_folder import claim
 from fxtune.config.root import Config, OutOfMemory, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import HardwareError
-from fxtune.facts.options import CompileMode, Policy, Scope, Switch
+from fxtune.facts.options import CompileMode, Offloaded, Policy, Scope, Switch
 from fxtune.models.load import DType, Init, ModelConfig
 from fxtune.system.units import GIB
 from fxtune.tracking.display import display
@@ -68,7 +68,7 @@ def checkpointed(config: Config) -> None:
 def offloaded(config: Config) -> None:
     compiled(config)
     config.techniques.checkpointing.enabled, config.techniques.checkpointing.policy = True, Policy.full
-    config.techniques.checkpointing.offload = True
+    config.techniques.checkpointing.offload = Offloaded.inputs
 
 
 MODES = [eager, full, compiled, recorded, whole_graphs, checkpointed, offloaded]

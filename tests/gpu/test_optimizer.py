@@ -14,7 +14,6 @@ from torch import nn
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.distributed.world import World
-from fxtune.facts.options import Library
 from fxtune.facts.run import Facts
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, refusals
 from fxtune.optim.optimizer import Optimizer
@@ -24,8 +23,6 @@ from fxtune.training.in_backward import InBackward
 
 CASES = {
     **{name.value: dict(name=name) for name in OptimizerName},
-    "adamw_8bit": dict(name=OptimizerName.adamw_8bit, library=Library.bitsandbytes),
-    "adamw_8bit/torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
     "adamw/stochastic": dict(stochastic_rounding=True),
     "adamw/stochastic/bfloat16": dict(stochastic_rounding=True, moments=Moments.bfloat16),
     "adamw_8bit/stochastic": dict(name=OptimizerName.adamw_8bit, stochastic_rounding=True),
@@ -33,11 +30,10 @@ CASES = {
 PACKAGES = {
     "lion": "lion_pytorch",
     "adamw_8bit": "bitsandbytes",
-    "adamw_8bit/torchao": "torchao",
     "adamw_8bit/stochastic": "torchao",
 }
 """The package that an optimizer needs. Without it the optimizer's tests are skipped."""
-EIGHT = ["adamw_8bit", "adamw_8bit/torchao", "adamw_8bit/stochastic"]
+EIGHT = ["adamw_8bit", "adamw_8bit/stochastic"]
 YES = torch.tensor(True)
 
 
@@ -278,7 +274,7 @@ def test_skipped_bad_step_leaves_no_trace(case):
 
 @pytest.mark.timed
 def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():
-    for case in ("adamw_8bit", "adamw_8bit/torchao"):
+    for case in EIGHT:
         needs(case)
 
     def milliseconds(options: OptimizerConfig) -> float:
@@ -308,7 +304,7 @@ def test_stochastic_rounding_is_about_as_fast_as_the_fused_kernel():
 
     fused = milliseconds(OptimizerConfig())
     rounded = milliseconds(OptimizerConfig(stochastic_rounding=True))
-    eight = {case: milliseconds(config(case)) for case in ("adamw_8bit", "adamw_8bit/torchao")}
+    eight = {case: milliseconds(config(case)) for case in EIGHT}
     weights = 4 * (4096 * 4096 + 1024 * 4096 + 14336 * 4096 + 4096) + 32000 * 4096
     print(
         f"\nms a step of {weights / 1e6:.0f}M bfloat16 weights: fused AdamW {fused:.2f}, stochastic rounding {rounded:.2f}, "

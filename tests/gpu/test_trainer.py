@@ -20,7 +20,7 @@ from support import reference
 from fxtune.checkpoint.run_folder import claim
 from fxtune.config.root import Config, Spikes, TrainConfig
 from fxtune.data.config import DataConfig, SourceConfig
-from fxtune.facts.options import Library, Switch
+from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig
 from fxtune.optim.config import OptimizerName
 from fxtune.tracking.display import display
@@ -35,10 +35,9 @@ OPTIMIZERS = {
     "muon": dict(name=OptimizerName.muon),
     "lion": dict(name=OptimizerName.lion),
     "unfused": dict(fused=False),
-    "bitsandbytes": dict(name=OptimizerName.adamw_8bit, library=Library.bitsandbytes),
-    "torchao": dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
+    "bitsandbytes": dict(name=OptimizerName.adamw_8bit),
 }
-PACKAGES = {"lion": "lion_pytorch", "bitsandbytes": "bitsandbytes", "torchao": "torchao"}
+PACKAGES = {"lion": "lion_pytorch", "bitsandbytes": "bitsandbytes"}
 """The package that an optimizer needs. Without it the optimizer's tests are skipped."""
 
 
@@ -58,7 +57,7 @@ def recipe(tmp_path, monkeypatch) -> Config:
     config.techniques.compile.enabled = True
     config.techniques.compile.cuda_graphs = Switch.off
     config.techniques.liger.enabled = True
-    config.techniques.liger.fused_linear_cross_entropy = Switch.on
+    config.techniques.liger.kernels = ["rope", "fused_linear_cross_entropy"]
     return config
 
 

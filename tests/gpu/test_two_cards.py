@@ -93,9 +93,9 @@ def test_divided_run_is_stopped_resumed_by_two_cards_and_by_one_and_merged(two_c
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel.powersgd_rank=2", "parallel.powersgd_start=3"),
+        ("parallel.compression=powersgd",),
         ("parallel.average_every=3",),
-        ("parallel.reduce_dtype=bfloat16",),
+        ("parallel.compression=bfloat16",),
     ],
     ids=("powersgd", "local steps", "bfloat16"),
 )

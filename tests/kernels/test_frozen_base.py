@@ -46,4 +46,4 @@ def test_space_for_adapters_is_empty_and_every_row_is_aligned():
 def test_dense_kinds_are_distinguished_from_quantized_ones():
     assert is_dense(DENSE)
     assert not is_dense("fp8")
-    assert not is_dense("nf4/torchao")
+    assert not is_dense("nf4")

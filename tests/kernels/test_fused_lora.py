@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lora_linears import ACTS, Mlp, Siblings, adapted, group, halves, inputs, mlp, weights
-from support.quantized import KINDS
+from support.quantized import kinds
 from support.runs import SUPPORT, interpreted
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -115,12 +115,11 @@ def test_16_bits_are_as_accurate_as_peft(what, dtype):
         assert 0 < mine < 1.02 * pefts, (mine, pefts)
 
 
-@pytest.mark.parametrize(("kind", "library", "double"), KINDS.values(), ids=KINDS)
-def test_quantized_weights_match_lora_over_dequantized_ones(kind, library, double):
-    pytest.importorskip(library)
+@kinds
+def test_quantized_weights_match_lora_over_dequantized_ones(kind):
     torch.manual_seed(0)
     stored = [
-        quantized(nn.Linear(inner, out, False), kind, library, double, torch.float32, torch.device("cpu"))
+        quantized(nn.Linear(inner, out, False), kind, torch.float32, torch.device("cpu"))
         for inner, out in ((128, 256), (128, 256), (256, 128))
     ]
     name = stored[0].stored_as

@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.errors import HardwareError
-from fxtune.facts.options import Matmul, Switch
+from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels import linear_cross_entropy as heads
 from fxtune.kernels import matmul
@@ -339,13 +338,9 @@ def test_unavailable_kernel_is_refused_by_name_and_auto_uses_cublas(facts, reaso
         model=random_shape() | facts.model,
         techniques=replace(facts.techniques, lora=lora().lora),
     )
-    named, auto = lora(matmul=Matmul.cute, fused=Switch.on).lora, lora(fused=Switch.on).lora
-    assert any(refusal.startswith("matmul: cute, but ") and reason in refusal for refusal in named.check(facts))
-    assert not any("matmul" in reason for reason in auto.check(facts))
+    auto = lora(fused=Switch.on).lora
     note = auto.resolve(facts)
-    assert auto.matmul is Matmul.cublas
     assert note is None if facts.device == "cpu" else reason in note
-    assert not any("matmul" in reason for reason in lora(matmul=Matmul.cublas).lora.check(facts))
 
 
 def random_shape() -> dict:
@@ -355,27 +350,23 @@ def random_shape() -> dict:
 def test_auto_uses_the_kernel_on_a_supported_gpu():
     facts = replace(H200, model=random_shape(), techniques=lora())
     technique = lora(fused=Switch.on).lora
-    assert technique.resolve(facts) == "matmul cute (the faster kernel for large products on this card)"
-    assert technique.matmul is Matmul.cute
-    assert not any("matmul" in reason for reason in lora(matmul=Matmul.cute).lora.check(facts))
-    off = lora(fused=Switch.off).lora
-    assert (off.resolve(facts), off.matmul) == (None, Matmul.cublas)
-    assert any("fused=off" in reason for reason in lora(fused=Switch.off, matmul=Matmul.cute).lora.check(facts))
+    assert technique.resolve(facts) == "large products by quack's kernel, the faster one here"
+    assert lora(fused=Switch.off).lora.resolve(facts) is None
     dropout = replace(facts, techniques=lora(dropout=0.1))
-    assert any("dropout=0.1" in reason for reason in lora(matmul=Matmul.cute).lora.check(dropout))
+    assert "products by cuBLAS (techniques.lora.dropout=0.1" in lora(fused=Switch.on).lora.resolve(dropout)
 
 
-def model_with(monkeypatch, matmul_: Matmul, optional: bool = False, **options):
+def model_with(monkeypatch, by_quack: bool):
     """A model of two small layers in bfloat16, built as on a GPU that the kernel supports."""
     monkeypatch.setattr(gemm_backend, "refusal", lambda facts: None)
-    pipeline = lora(fused=Switch.on, matmul=matmul_, **options)
-    pipeline.lora._cute_by_auto = optional
+    pipeline = lora(fused=Switch.on)
+    pipeline.lora._by_quack = by_quack
     return pipeline, prepared_model(pipeline, random_model("llama"), dtype="bfloat16")
 
 
 def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_op, quack):
-    _, plain = model_with(monkeypatch, Matmul.cublas)
-    _, cute = model_with(monkeypatch, Matmul.cute)
+    _, plain = model_with(monkeypatch, False)
+    _, cute = model_with(monkeypatch, True)
     assert (LanguageModel(plain).gemm, LanguageModel(cute).gemm) == (CUBLAS, CUTE)
     outs = []
     for model, calls in ((plain, False), (cute, True), (plain, False)):
@@ -388,7 +379,7 @@ def test_two_models_of_one_process_use_different_kernels(monkeypatch, small, by_
 
 
 def test_verify_reports_which_kernel_ran(monkeypatch, small, quack):
-    _, model = model_with(monkeypatch, Matmul.cute)
+    _, model = model_with(monkeypatch, True)
     with torch.autocast("cpu", torch.bfloat16):
         told, was = gemm_backend.observe(model.module)
         assert was, told
@@ -400,7 +391,7 @@ def test_verify_reports_which_kernel_ran(monkeypatch, small, quack):
 
 
 def test_verify_multiplies_by_a_whole_matrix_where_ranks_divide_the_weights(monkeypatch, small, quack, tmp_path):
-    _, model = model_with(monkeypatch, Matmul.cute)
+    _, model = model_with(monkeypatch, True)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
@@ -414,21 +405,18 @@ def test_verify_multiplies_by_a_whole_matrix_where_ranks_divide_the_weights(monk
     assert "2 products" in told
 
 
-def test_kernel_that_does_not_compile_is_an_error_by_name_and_one_note_with_auto(monkeypatch, small, quack):
+def test_kernel_that_does_not_compile_is_one_note(monkeypatch, small, quack):
     def broken(*_, **__):
         raise TypeError("no such architecture\nsecond line")
 
     quack.gemm.gemm = broken
-    with pytest.raises(HardwareError, match=r"techniques.lora.matmul=cute: .*TypeError: no such architecture\)"):
-        model_with(monkeypatch, Matmul.cute)
-    pipeline, model = model_with(monkeypatch, Matmul.cute, optional=True)
+    pipeline, model = model_with(monkeypatch, True)
     assert LanguageModel(model).gemm == CUBLAS
-    assert pipeline.options()["lora"]["matmul"] is Matmul.cublas, "what multiplies, and not what was hoped for"
     with torch.autocast("cpu", torch.bfloat16):
         found = [
             observation
             for observation in pipeline.lora.verify(model, make_probe(model.module))
-            if "matmul" in observation.asked
+            if "large products" in observation.asked
         ]
     assert [observation.acted for observation in found] == [True]
     assert found[0].observed == "cuBLAS, since quack's kernel did not compile here (TypeError: no such architecture)"

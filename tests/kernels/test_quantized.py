@@ -6,19 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.quantized import KINDS
+from support.quantized import kinds
 from support.runs import SUPPORT, interpreted
 
 from fxtune.kernels.quantized import E2M1, MX_BLOCK, MXFP4, int8_weight, pack_mxfp4, unpack
 from fxtune.techniques.quantized_modules import dequantized, packed, quantized
 
 
-@pytest.mark.parametrize(("kind", "library", "double"), KINDS.values(), ids=KINDS)
-def test_unpacked_weight_is_the_dequantized_one(kind, library, double):
-    pytest.importorskip(library)
+@kinds
+def test_unpacked_weight_is_the_dequantized_one(kind):
     torch.manual_seed(0)
     source = torch.nn.Linear(512, 64)
-    made = quantized(source, kind, library, double, torch.float32, torch.device("cpu"))
+    made = quantized(source, kind, torch.float32, torch.device("cpu"))
     out = torch.full((64, 512), torch.nan)
     unpack(made.stored_as, packed(made), out)
     torch.testing.assert_close(out, dequantized(made), rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ from fxtune.kernels.frozen_base import Dense, augment
 from fxtune.kernels.rotary import apply_rotary, qkv
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.attention.inputs import model_inputs
-from fxtune.techniques.liger.technique import OPERATIONS, Liger
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.rope import Rope
 
@@ -145,7 +145,7 @@ def test_operators_pass_opcheck():
 
 def with_rope(model, pipeline=None):
     pipeline = pipeline or Pipeline()
-    pipeline.liger = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
+    pipeline.liger = Liger(enabled=True, kernels=["rope"])
     return built(pipeline, model)
 
 

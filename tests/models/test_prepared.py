@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.architectures import built, on_disk, prepared_model
 from support.mixtures import mixture
 
-from fxtune.facts.options import Library, Switch, WeightFormat
+from fxtune.facts.options import Switch, WeightFormat
 from fxtune.models.load import ModelConfig
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
@@ -17,9 +17,7 @@ OF_LIBRARIES = {"name_or_path", "is_loaded_in_4bit", "is_loaded_in_8bit", "peft_
 
 def test_the_facts_of_a_built_model_are_fields(tmp_path):
     model = ModelConfig(path=str(on_disk(tmp_path / "base")))
-    pipeline = Pipeline(
-        lora=Lora(True, r=4, fused=Switch.on), quantize=Quantize(True, WeightFormat.nf4, Library.bitsandbytes)
-    )
+    pipeline = Pipeline(lora=Lora(True, r=4, fused=Switch.on), quantize=Quantize(True, WeightFormat.nf4))
     pipeline.quantize.compute_dtype = type(pipeline.quantize.compute_dtype).float32
     made = prepared_model(pipeline, model)
     assert made.targets is not None

@@ -34,7 +34,7 @@ from fxtune.data.batches.batch import BatchSpec, build_batch
 from fxtune.distributed.chunks import is_divided
 from fxtune.distributed.sharding import shard
 from fxtune.errors import ConfigError
-from fxtune.facts.options import Autocast, Switch
+from fxtune.facts.options import Autocast
 from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
@@ -57,16 +57,7 @@ OTHERS = {
     "tied": {**FAMILIES["llama"], "tie_word_embeddings": True},
 }
 EVERY = {**FAMILIES, **OTHERS}
-FUSED = Liger(
-    enabled=True,
-    fused_linear_cross_entropy=Switch.on,
-    rms_norm=Switch.off,
-    layer_norm=Switch.off,
-    rope=Switch.off,
-    swiglu=Switch.off,
-    geglu=Switch.off,
-    chunk_rows=5,
-)
+FUSED = Liger(enabled=True, kernels=["fused_linear_cross_entropy"], chunk_rows=5)
 PLAIN = Liger()
 KINDS = pytest.mark.parametrize("liger", [PLAIN, FUSED], ids=["plain", "fused"])
 
@@ -347,7 +338,7 @@ def test_gradients_with_activation_checkpointing():
 def test_runs_with_fused_and_plain_loss_agree(small, cwd):
     """Training and evaluation, and the evidence in the run folder."""
     small.data.eval_fraction, small.train.max_steps, seen = 0.2, 2, {}
-    for name, liger in (("plain", PLAIN), ("fused", replace(FUSED, chunk_rows=7, rms_norm=Switch.auto))):
+    for name, liger in (("plain", PLAIN), ("fused", replace(FUSED, chunk_rows=7))):
         small.run.dir, small.techniques.liger = str(cwd / name), liger
         result = trainer.run(small)
         evidence = json.loads((cwd / name / "evidence.json").read_text())

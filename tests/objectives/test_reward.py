@@ -279,7 +279,7 @@ def test_verify_compares_with_plain_transformers_in_any_micro_batches(pairs):
     [
         (["data.questions.path=pairs.jsonl"], "answers no questions"),
         (
-            ["techniques.liger.enabled=true", "techniques.liger.fused_linear_cross_entropy=on"],
+            ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"],
             "the head `score` has no logits",
         ),
         (["model.architecture={model_type: granite}"], "no head that scores documents"),

@@ -8,7 +8,6 @@ from support.architectures import enable
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
-from fxtune.facts.options import Library
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -32,19 +31,8 @@ REFUSED = [
     (
         facts(packages={}),
         dict(name=EIGHT),
-        ["adamw_8bit needs bitsandbytes or torchao, and neither is installed", "pip install 'fxtune[quant]'"],
+        ["adamw_8bit needs torchao, which is not installed", "pip install 'fxtune[quant]'"],
     ),
-    (
-        facts(packages={"torchao": "1"}),
-        dict(name=EIGHT, library=Library.bitsandbytes),
-        ["bitsandbytes is not installed"],
-    ),
-    (
-        GPU,
-        dict(name=EIGHT, library=Library.bitsandbytes, stochastic_rounding=True),
-        ["bitsandbytes has no stochastic rounding"],
-    ),
-    (GPU, dict(library=Library.torchao), ["torchao has adamw_8bit, not adamw"]),
     (GPU, dict(name=APEX), ["FusedAdam of Apex. NVIDIA's Apex is not installed"]),
     (facts(packages={"apex": "0.9"}), dict(name=APEX), ["no CUDA extensions (amp_C): it is PyPI's"]),
     (Facts(), dict(name=APEX), ["runs on a GPU, and the device is cpu"]),
@@ -90,20 +78,19 @@ def test_options_an_optimizer_reads_may_be_changed():
         assert not reasons(Facts(packages={"torchao": "1"}), name=OptimizerName(name), **options), name
 
 
-def test_auto_library_of_adamw_8bit():
-    assert optimizer_config.library(OptimizerConfig(name=EIGHT), GPU) is Library.bitsandbytes
-    assert optimizer_config.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) is Library.torchao
-    assert optimizer_config.library(OptimizerConfig(name=EIGHT), facts(device="cpu")) is Library.torchao
-    assert optimizer_config.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) is Library.torchao
+def test_library_of_adamw_8bit():
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT), GPU) == "bitsandbytes"
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT, stochastic_rounding=True), GPU) == "torchao"
+    assert optimizer_config.library(OptimizerConfig(name=EIGHT), facts(packages={"torchao": "1"})) == "torchao"
 
 
 def test_run_is_refused_with_optimizer_and_technique_reasons_together():
     config = Config()
     config.optimizer.name, config.optimizer.stochastic_rounding = OptimizerName.lion, True
-    config.techniques.compile.enabled, config.techniques.compile.max_graph_breaks = True, 2
+    config.techniques.checkpointing.enabled, config.techniques.checkpointing.every = True, 99
     with pytest.raises(ConfigError) as refused:
         RunBuilder(config)
     text = str(refused.value)
-    assert "techniques.compile.max_graph_breaks: with fullgraph" in text
+    assert "techniques.checkpointing.every: 99 must be at most" in text
     assert "optimizer.stochastic_rounding: lion does not have it" in text
     assert "optimizer.stochastic_rounding: it is for bfloat16 weights, and these are float32" in text

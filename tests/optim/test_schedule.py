@@ -9,10 +9,9 @@ from fxtune.optim.schedule import Schedule, ScheduleConfig, ScheduleName, learni
 configs = st.builds(
     ScheduleConfig,
     name=st.sampled_from(ScheduleName),
-    warmup_steps=st.integers(0, 20),
-    warmup_ratio=st.floats(0, 1),
+    warmup_steps=st.floats(0, 1) | st.integers(0, 20),
     min_lr_ratio=st.floats(0, 1),
-    decay_ratio=st.floats(0, 1),
+    decay_steps=st.floats(0, 1) | st.integers(0, 20),
 )
 
 
@@ -20,7 +19,7 @@ configs = st.builds(
 def test_rate_stays_within_bounds_and_rises_in_warm_up(config, steps):
     rates = [learning_rate(config, 2.0, step, steps) for step in range(steps)]
     assert all(0 < rate <= 2.0 + 1e-12 or (rate >= 0 and config.min_lr_ratio == 0) for rate in rates)
-    warmup = min(config.warmup_steps or math.ceil(config.warmup_ratio * steps), steps)
+    warmup = min(math.ceil(config.warmup_steps * (steps if config.warmup_steps < 1 else 1)), steps)
     assert rates[:warmup] == sorted(rates[:warmup])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
     assert all(rate >= 2.0 * config.min_lr_ratio - 1e-12 for rate in rates[warmup:])
@@ -36,12 +35,12 @@ def test_cosine_follows_its_formula():
 
 
 def test_linear_and_constant():
-    assert math.isclose(learning_rate(ScheduleConfig(ScheduleName.linear, warmup_ratio=0), 1.0, 25, 100), 0.75)
-    assert learning_rate(ScheduleConfig(ScheduleName.constant, warmup_ratio=0), 1.0, 99, 100) == 1.0
+    assert math.isclose(learning_rate(ScheduleConfig(ScheduleName.linear, warmup_steps=0), 1.0, 25, 100), 0.75)
+    assert learning_rate(ScheduleConfig(ScheduleName.constant, warmup_steps=0), 1.0, 99, 100) == 1.0
 
 
 def test_wsd_decays_over_the_last_share():
-    config = ScheduleConfig(ScheduleName.wsd, warmup_steps=10, decay_ratio=0.2)
+    config = ScheduleConfig(ScheduleName.wsd, warmup_steps=10, decay_steps=0.2)
     rates = [learning_rate(config, 1.0, step, 100) for step in range(100)]
     assert rates[9:81] == [1.0] * 72
     assert math.isclose(rates[90], 0.5)
@@ -49,7 +48,7 @@ def test_wsd_decays_over_the_last_share():
 
 
 def test_decay_that_begins_early_has_the_rates_of_a_shorter_run():
-    config = ScheduleConfig(ScheduleName.wsd, warmup_steps=5, decay_ratio=0.2)
+    config = ScheduleConfig(ScheduleName.wsd, warmup_steps=5, decay_steps=0.2)
     whole = Schedule.of(config, 1.0, 1000)
     early = whole.decaying(step=100, origin=80, decay=whole.decay_from(80))
     assert (early.last, early.dropped, early.decay) == (120, 20, 20)
@@ -57,7 +56,7 @@ def test_decay_that_begins_early_has_the_rates_of_a_shorter_run():
     assert [early.rate(step) for step in range(100, 120)] == [short.rate(step) for step in range(80, 100)]
     assert whole.resumed(early.saved()) == early
     assert (
-        Schedule.of(ScheduleConfig(ScheduleName.wsd, warmup_steps=60, decay_ratio=0.9), 1.0, 100).decay_from(50) == 50
+        Schedule.of(ScheduleConfig(ScheduleName.wsd, warmup_steps=60, decay_steps=0.9), 1.0, 100).decay_from(50) == 50
     )
     longer = early.extended(planned=200, step=120, origin=80)
     assert (longer.last, longer.dropped, longer.decay) == (240, 40, 40)

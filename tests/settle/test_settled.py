@@ -195,7 +195,7 @@ CASES = [
         "Liger without a GPU",
         CPU,
         "techniques.liger.enabled=true",
-        "techniques.liger.rms_norm=on",
+        "techniques.liger.kernels=[rms_norm]",
         **{"techniques.liger": "GPU"},
     ),
     case(
@@ -203,7 +203,7 @@ CASES = [
         BARE,
         BFLOAT16,
         "techniques.liger.enabled=true",
-        "techniques.liger.rms_norm=on",
+        "techniques.liger.kernels=[rms_norm]",
         **{"techniques.liger": "liger-kernel"},
     ),
     # RoPE and lengths
@@ -297,22 +297,6 @@ CASES = [
         **{"techniques.quantize.type": "fp8"},
     ),
     case(
-        "quack's matmul on Ampere",
-        A100,
-        BFLOAT16,
-        LORA,
-        "techniques.lora.matmul=cute",
-        **{"techniques.lora.matmul": "9.0"},
-    ),
-    case(
-        "quack's matmul without its package",
-        BARE,
-        BFLOAT16,
-        LORA,
-        "techniques.lora.matmul=cute",
-        **{"techniques.lora.matmul": "pip install"},
-    ),
-    case(
         "PiSSA on a quantised base",
         H200,
         BFLOAT16,
@@ -380,7 +364,7 @@ CASES = [
         **{"data.sequence_length": r"1 x 1048576 tokens .* techniques\.checkpointing\.enabled=true"},
     ),
     # optimizers
-    case("8-bit AdamW without a package", BARE, BFLOAT16, "optimizer.name=adamw_8bit", optimizer__name="bitsandbytes"),
+    case("8-bit AdamW without a package", BARE, BFLOAT16, "optimizer.name=adamw_8bit", optimizer__name="torchao"),
     case("Apex that is not there", H200, BFLOAT16, "optimizer.name=apex_adamw", optimizer__name="(?i)apex"),
     case(
         "stochastic rounding of float32",

@@ -25,7 +25,7 @@ TECHNIQUES = {
     "compile": {},
     "attention": {"backend": "flash4"},
     "precision": {"autocast": "bfloat16"},
-    "liger": {"fused_linear_cross_entropy": "on"},
+    "liger": {"kernels": ["fused_linear_cross_entropy"]},
 }
 PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
 

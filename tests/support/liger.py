@@ -12,7 +12,6 @@ from support.architectures import (
 )
 from torch.nn import functional as F
 
-from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig, load_config
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
@@ -101,15 +100,12 @@ def operations(model: ModelConfig) -> list[str]:
     ]
 
 
-def all_on(model: ModelConfig, **changes) -> Liger:
-    return Liger(
-        enabled=True,
-        **{**{name: Switch.on if name in operations(model) else Switch.off for name in OPERATIONS}, **changes},
-    )
+def all_on(model: ModelConfig, kernels: list[str] | None = None) -> Liger:
+    return Liger(enabled=True, kernels=operations(model) if kernels is None else kernels)
 
 
-def with_liger(model: ModelConfig, pipeline: Pipeline | None = None, **changes):
+def with_liger(model: ModelConfig, kernels: list[str] | None = None):
     """The module of the built model and its pipeline, without check(), which would require a GPU."""
-    pipeline = pipeline or Pipeline()
-    pipeline.liger = all_on(model, **changes)
+    pipeline = Pipeline()
+    pipeline.liger = all_on(model, kernels)
     return pipeline.build(model, load_config(model), CPU, 0).module, pipeline

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support.architectures import facts_of, lora, prepared_model, random_model
 
-from fxtune.facts.options import Library, Switch, WeightFormat
+from fxtune.facts.options import Switch, WeightFormat
 from fxtune.models.load import ModelConfig
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -49,11 +49,11 @@ def prepared_pair(
     return found
 
 
-def quantized_in(kind: WeightFormat, library: Library) -> Callable[[Pipeline], None]:
+def quantized_in(kind: WeightFormat) -> Callable[[Pipeline], None]:
     """A function that sets up a pipeline for a quantized base."""
 
     def prepare(pipeline: Pipeline) -> None:
-        pipeline.quantize.enabled, pipeline.quantize.type, pipeline.quantize.library = True, kind, library
+        pipeline.quantize.enabled, pipeline.quantize.type = True, kind
         pipeline.quantize.resolve(facts_of(random_model("llama")))
 
     return prepare

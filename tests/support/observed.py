@@ -157,6 +157,12 @@ def trained(config: Config) -> Any:
     return str(folder), figures, sorted(files), exported, answers, asked, places, lines
 
 
+def spiking(config: Config) -> Any:
+    """trained(), where a loss is a spike if it is a tenth of the least spread above the loss before."""
+    with patch.multiple("fxtune.training.step", WINDOW=1, THRESHOLD=0.1):
+        return trained(config)
+
+
 def digest_of_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
@@ -183,13 +189,11 @@ def loaded(config: Config) -> Any:
 
 
 def compiled(config: Config) -> Any:
-    """What is compiled, with which options of torch.compile, and the limits of its report."""
+    """What is compiled, with which options of torch.compile."""
     builder = RunBuilder(config)
     with patch.object(torch, "compile", side_effect=lambda forward, **_: forward) as compiler:
         builder.build()
-    monitor = builder.techniques.compile._monitor
-    calls = [(call.args[0].__qualname__, call.kwargs) for call in compiler.call_args_list]
-    return calls, monitor.max_graph_breaks, monitor.max_recompiles
+    return [(call.args[0].__qualname__, call.kwargs) for call in compiler.call_args_list]
 
 
 def refreshed(config: Config) -> Any:

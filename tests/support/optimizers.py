@@ -7,7 +7,6 @@ from torch import nn
 
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 from fxtune.checkpoint.train_state import TrainState
-from fxtune.facts.options import Library
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 
@@ -32,7 +31,6 @@ class Small(nn.Module):
 
 CASES = {
     **{name.value: {} for name in OptimizerName},
-    "adamw_8bit/bitsandbytes": {"name": "adamw_8bit", "library": Library.bitsandbytes},
     "adamw/stochastic": {"name": "adamw", "stochastic_rounding": True},
     "adamw/stochastic/bfloat16": {"name": "adamw", "stochastic_rounding": True, "moments": Moments.bfloat16},
     "adamw_8bit/stochastic": {"name": "adamw_8bit", "stochastic_rounding": True},

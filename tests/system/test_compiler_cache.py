@@ -15,7 +15,6 @@ from support.imports import imports, modules
 from torch import nn
 from transformers import LlamaConfig
 
-from fxtune.facts.options import Library
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.system import code_digest, compiler_cache
@@ -71,7 +70,7 @@ def test_changed_operator_gets_another_folder(home, package):
     "options",
     [
         dict(name=OptimizerName.adamw, stochastic_rounding=True),
-        dict(name=OptimizerName.adamw_8bit, library=Library.torchao),
+        dict(name=OptimizerName.adamw_8bit, stochastic_rounding=True),
     ],
 )
 def test_compiled_optimizer_uses_the_folder(home, options):

@@ -57,7 +57,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     """Train adapters for STEPS steps. Returns their weights, the losses, what was observed, and the bytes that this
     rank holds of the codes, beside those of all. `old`: as torch 2.11 divides."""
     from fxtune.config.compose import load
-    from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
+    from fxtune.facts.options import ComputeDtype, WeightFormat
     from fxtune.objectives.causal_lm import CausalLM
     from fxtune.techniques.quantize.technique import Quantize
     from fxtune.training.builder import RunBuilder
@@ -73,8 +73,10 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         builder.world = world.divided(Degrees(shard=world.size))
         facts = replace(builder.facts, degrees=builder.world.degrees)
         builder.settled = replace(builder.settled, facts=facts)
-    options = {**options, "transpose": Switch(options.get("transpose", "on"))}
+    options = dict(options)
+    transposes = options.pop("transposes", True)
     builder.techniques.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, **options)
+    builder.techniques.quantize.keeps_transposes = transposes
     plan = builder.read()[1].training
     with old_torch() if old else contextlib.nullcontext():
         prepared = builder.build()
@@ -116,7 +118,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         ((*DRAWN, *FUSED, *COMPILED), {}, False),
         (DRAWN, {"skip": ["down_proj"]}, False),
         (FUSED, {"head": True, "embeddings": True}, True),
-        (FUSED, {"transpose": "off"}, False),
+        (FUSED, {"transposes": False}, False),
     ],
     ids=(
         "drawn, fused, recomputed, compiled",
@@ -142,7 +144,7 @@ def test_rows_of_an_fp8_base_learn_what_the_whole_base_learns_bit_for_bit(words,
 
 @pytest.mark.parametrize(
     ("options", "stored"),
-    [({}, False), ({"transpose": "off"}, True)],
+    [({}, False), ({"transposes": False}, True)],
     ids=("drawn, compiled", "read, without transposes"),
 )
 def test_experts_in_fp8_are_divided_by_expert_and_learn_what_the_whole_base_learns(options, stored, tmp_path):

@@ -30,7 +30,12 @@ from fxtune.techniques.float8 import Float8, Float8Linear
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.training import trainer
 
-FULL = {"float8": {}, "compile": {}, "attention": {"backend": "flash4"}, "liger": {"fused_linear_cross_entropy": "on"}}
+FULL = {
+    "float8": {},
+    "compile": {},
+    "attention": {"backend": "flash4"},
+    "liger": {"kernels": ["fused_linear_cross_entropy"]},
+}
 
 
 def made(model: ModelConfig, pipeline: Pipeline | None = None, **options: Any) -> Any:

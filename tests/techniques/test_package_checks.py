@@ -18,7 +18,6 @@ import torch
 from support.harness import wait_for
 from torch.nn.functional import scaled_dot_product_attention
 
-from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
 from fxtune.system.packages import CHECKS, THESE_HEADS, Heads, NotTriedError
@@ -115,14 +114,13 @@ from fxtune.config.compose import load
 from fxtune.errors import ConfigError
 from fxtune.training.builder import RunBuilder
 
-common = ["+recipe=quickstart", "techniques.quantize.enabled=true", "techniques.quantize.type=int8"]
 for asked in sys.argv[1:]:
     try:
-        builder = RunBuilder(load([*common, *asked.split()]))
+        builder = RunBuilder(load(["+recipe=quickstart", *asked.split()]))
     except ConfigError as error:
         print("refused:", error)
         continue
-    print("chosen:", builder.techniques.quantize.library.value)
+    print("chosen:", *builder.facts.packages.keys() & {"torchao", "bitsandbytes"})
     print(*builder.settled.notes, sep="\\n")
     builder.build()
     print("built")
@@ -143,7 +141,7 @@ def half_installed(folder: Path, name: str, code: str) -> None:
 @pytest.mark.parametrize(
     "code", ["raise RuntimeError('No CTK flavor installed')", "def __getattr__(name): raise OSError('No CTK flavor')"]
 )
-def test_auto_passes_over_a_package_installed_by_half_and_its_name_is_refused(tmp_path, code):
+def test_a_package_installed_by_half_is_passed_over_or_refused(tmp_path, code):
     """Of a package that fails when it is imported or when it is used, neither fxtune nor peft makes a traceback."""
     pytest.importorskip("torchao")
     half_installed(tmp_path, "bitsandbytes", code)
@@ -153,8 +151,8 @@ def test_auto_passes_over_a_package_installed_by_half_and_its_name_is_refused(tm
             sys.executable,
             "-c",
             PROGRAM,
-            "techniques.quantize.library=auto",
-            "techniques.quantize.library=bitsandbytes",
+            "optimizer.name=adamw_8bit",
+            "techniques.quantize.enabled=true techniques.quantize.type=int8",
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         cwd=tmp_path,
@@ -169,7 +167,10 @@ def test_auto_passes_over_a_package_installed_by_half_and_its_name_is_refused(tm
     (line,) = [line for line in auto.splitlines() if "No CTK flavor" in line]
     assert "bitsandbytes" in line
     assert "not used" in line
-    assert re.search(r"library: bitsandbytes is installed and does not work here \(\w+Error: No CTK flavor", demanded)
+    assert re.search(
+        r"type: bitsandbytes stores int8, and it is installed and does not work here \(\w+Error: No CTK flavor",
+        demanded,
+    )
 
 
 def test_a_broken_package_is_passed_over_by_auto_and_refused_if_named():
@@ -192,8 +193,8 @@ def test_a_broken_package_is_passed_over_by_auto_and_refused_if_named():
     assert "flash4 needs flash-attn-4, which is installed and does not work here" in attention.resolve(facts)
     assert attention.backend == "sdpa"
     assert "No CTK flavor installed" in liger.resolve(facts)
-    assert (liger.rms_norm.value, liger.rope.value) == ("off", "on")
-    for demanded in (Attention(backend="flash4"), Liger(enabled=True, rms_norm=Switch.on)):
+    assert liger.kernels == ["rope"]
+    for demanded in (Attention(backend="flash4"), Liger(enabled=True, kernels=["rms_norm"])):
         (reason,) = demanded.check(facts)
         assert "No CTK flavor installed" in reason
 

@@ -24,12 +24,12 @@ from support.cases import slow_but
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Autocast, Policy, Switch
+from fxtune.facts.options import Autocast, Policy
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
 from fxtune.techniques.base import Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.liger.technique import OPERATIONS, Liger
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.fuse import mlp_kernel
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import Precision
@@ -156,9 +156,9 @@ def test_options_of_a_disabled_technique_are_reported():
         ({}, {}, "cuda", "lora"),
         ({"fused": "on"}, {}, "cpu", "lora"),
         ({}, {}, "cpu", ""),
-        ({}, {"swiglu": "on"}, "cuda", "liger"),
-        ({"fused": "on"}, {"swiglu": "on"}, "cuda", "lora"),
-        ({"fused": "off"}, {"swiglu": "on"}, "cuda", ""),
+        ({}, {"kernels": ["swiglu"]}, "cuda", "liger"),
+        ({"fused": "on"}, {"kernels": ["swiglu"]}, "cuda", "lora"),
+        ({"fused": "off"}, {"kernels": ["swiglu"]}, "cuda", ""),
         ({"dropout": 0.1}, {}, "cuda", ""),
         ({"target_modules": ["q_proj"]}, {}, "cuda", ""),
     ],
@@ -198,9 +198,8 @@ def test_auto_liger_keeps_what_serves_any_model():
     facts.model["vocab_size"] = 65536
     chosen, notes = pipeline.resolved(facts)
     assert chosen.liger.enabled is True
-    assert chosen.liger.fused_linear_cross_entropy is Switch.on
-    assert {getattr(chosen.liger, name) for name in OPERATIONS} == {Switch.off}
+    assert chosen.liger.kernels == ["fused_linear_cross_entropy"]
     assert any("its kernels off (they are known for other models than qwen3_moe)" in line for line in notes)
-    pipeline.liger.rms_norm = Switch.on
-    with pytest.raises(ConfigError, match=r"techniques\.liger\.enabled: Liger's kernels are known for"):
+    pipeline.liger.kernels = ["rms_norm"]
+    with pytest.raises(ConfigError, match=r"techniques\.liger\.kernels: Liger's are known for"):
         pipeline.resolved(facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import CPU
-from support.quantized import KINDS, kinds
+from support.quantized import kinds
 
 from fxtune.techniques.quantized_modules import bytes_per_weight, dequantized, is_quantized, quantized, stored_bytes
 
@@ -16,8 +16,7 @@ def linear(bias: bool = False, dtype: torch.dtype = torch.float32) -> torch.nn.L
 
 
 def stored(kind: str, source: torch.nn.Linear, compute: torch.dtype = torch.float32) -> torch.nn.Linear:
-    name, library, double = KINDS[kind]
-    return quantized(source, name, library, double, compute, CPU.device)
+    return quantized(source, kind, compute, CPU.device)
 
 
 @kinds
@@ -29,7 +28,7 @@ def test_a_quantized_linear_computes_exactly_with_its_dequantized_weight(kind, b
     assert not is_quantized(source)
     weight = dequantized(made)
     lost = ((weight - source.weight).norm() / source.weight.norm()).item()
-    assert 0 < lost < {"nf4": 0.1, "int8": 0.01}[kind.partition("_")[0]]  # uniform weights lose less than normal ones
+    assert 0 < lost < {"nf4": 0.1, "int8": 0.01}[kind]  # uniform weights lose less than normal ones
     ours, plain = (
         torch.randn(2, 5, 512, generator=torch.Generator().manual_seed(1), requires_grad=True) for _ in range(2)
     )
@@ -58,8 +57,7 @@ def test_a_quantized_linear_computes_in_its_dtype_and_returns_the_input_dtype(ki
 def test_a_quantized_linear_takes_the_planned_bytes_and_keeps_no_16_bit_weight(kind):
     source = torch.nn.Linear(4096, 256, bias=False)
     made = stored(kind, source)
-    name, _, double = KINDS[kind]
-    planned = bytes_per_weight(name, double) * source.weight.numel()
+    planned = bytes_per_weight(kind) * source.weight.numel()
     assert stored_bytes(made) == pytest.approx(planned, rel=0.003)  # plus tables of 16 and 256 values
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -69,11 +67,10 @@ def test_a_quantized_linear_takes_the_planned_bytes_and_keeps_no_16_bit_weight(k
 
 def test_bytes_per_weight_equal_the_paper():
     assert bytes_per_weight("nf4") * 8 == pytest.approx(4.127, abs=1e-3)  # QLoRA, section 3
-    assert bytes_per_weight("nf4", double=False) * 8 == 4.5
     assert bytes_per_weight("int8") == pytest.approx(1.001, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4_torchao", "int8_torchao"])
+@kinds
 def test_quantized_linears_compile_without_graph_breaks(kind):
     made = stored(kind, linear(True))
     compiled = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -89,7 +89,9 @@ def test_yarn_of_the_built_model_equals_the_paper(original, factor):
 
 def test_each_yarn_option_changes_the_frequencies():
     model = random_model("llama", max_position_embeddings=4096, head_dim=64)
-    inv_freq, attention = observed(built(scaled(beta_fast=16.0, beta_slow=2.0, attention_factor=1.5), model))
+    inv_freq, attention = observed(
+        built(scaled(parameters={"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5}), model)
+    )
     expected = torch.tensor(yarn(64, 10000.0, 4096, 4.0, fast=16.0, slow=2.0), dtype=torch.float64)
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
     assert attention == 1.5
@@ -101,7 +103,9 @@ def test_each_yarn_option_changes_the_frequencies():
 
 def test_llama3_and_linear_of_the_built_model_equal_their_formulas():
     model = random_model("llama", max_position_embeddings=8192, head_dim=64)
-    inv_freq, attention = observed(built(scaled(type=RopeType.llama3, factor=8.0, low_freq_factor=1.5), model))
+    inv_freq, attention = observed(
+        built(scaled(type=RopeType.llama3, factor=8.0, parameters={"low_freq_factor": 1.5}), model)
+    )
     expected = torch.tensor(llama3(64, 10000.0, 8192, 8.0, low=1.5), dtype=torch.float64)
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)
     assert attention == 1.0
@@ -236,10 +240,10 @@ def test_dynamic_scaling_follows_the_row_length_and_is_reset():
             "factor: 4.0 x 64 positions = 256, fewer than data.sequence_length=257. Set it to at least 4.02",
         ),
         ({"original_max_position_embeddings": -1}, "original_max_position_embeddings: -1"),
-        ({"type": RopeType.linear, "beta_fast": 8.0}, "beta_fast: only type=yarn reads it, and type is linear"),
-        ({"low_freq_factor": 2.0}, "low_freq_factor: only type=llama3 reads it, and type is yarn"),
-        ({"beta_fast": 1.0}, "beta_fast: 1.0 must be above"),
-        ({"type": RopeType.llama3, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({"type": RopeType.linear, "parameters": {"beta_fast": 8.0}}, "parameters: type=linear has no parameters"),
+        ({"parameters": {"low_freq_factor": 2.0}}, "parameters: type=yarn has beta_fast, beta_slow, attention_factor"),
+        ({"parameters": {"beta_fast": 1.0}}, "parameters: beta_fast=1.0 must be above"),
+        ({"type": RopeType.llama3, "parameters": {"high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"family": "phi3"}, "any RoPE type in a phi3 config as longrope"),
         ({"family": "gemma3", "type": RopeType.dynamic}, "type: dynamic is not defined"),
         (

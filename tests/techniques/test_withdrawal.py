@@ -60,12 +60,12 @@ def test_only_auto_is_a_wish():
     assert withdrawal.wish(fast, "lora.fused") == "lora.fused"
     for demanded in ("checkpointing", "lora", "objective", "optimizer.in_backward"):
         assert withdrawal.wish(fast, demanded) is None
-    written = Pipeline(liger=Liger(enabled="auto", rope=Switch.on), compile=Compile(enabled="auto", max_recompiles=2))
+    written = Pipeline(liger=Liger(enabled="auto", kernels=["rope"]), compile=Compile(enabled="auto", fullgraph=False))
     for demanded in ("liger.rope", "liger", "compile"):
         assert withdrawal.wish(written, demanded) is None
-    chosen = Pipeline(liger=Liger(enabled=True, rope=Switch.on))
+    chosen = Pipeline(liger=Liger(enabled=True, kernels=["rope"]))
     off = withdrawal.without(chosen, "liger.rope")
-    assert (off.liger.rope, off.liger.enabled, chosen.liger.rope) == (Switch.off, True, Switch.on)
+    assert (off.liger.kernels, off.liger.enabled, chosen.liger.kernels) == ([], True, ["rope"])
     assert not withdrawal.without(chosen, "liger").liger.enabled
 
 
@@ -79,7 +79,7 @@ def test_rope_that_cannot_be_replaced_is_off_and_the_run_goes_on(cwd, monkeypatc
     found = [observation for observation in evidence(cwd) if observation["key"] == "liger.rope"]
     assert len(found) == 1
     assert "off, because" in str(found[0]["observed"])
-    assert json.loads((cwd / "run" / "setting.json").read_text())["techniques"]["liger"]["rope"] == "off"
+    assert json.loads((cwd / "run" / "setting.json").read_text())["techniques"]["liger"]["kernels"] == []
 
 
 def test_what_has_no_effect_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys):
@@ -107,5 +107,5 @@ def test_compiler_that_fails_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys
 def test_what_was_demanded_is_refused(cwd, monkeypatch, capsys):
     monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
     for command, code in (([], 2), (["plan"], 0)):  # a plan shows a refusal for each machine
-        assert main([*command, *TWO_STEPS, "techniques.liger.rope=on"]) == code
-        assert "techniques.liger.rope: LlamaAttention" in "".join(capsys.readouterr())
+        assert main([*command, *TWO_STEPS, "techniques.liger.kernels=[rope]"]) == code
+        assert "techniques.liger.kernels: rope: LlamaAttention" in "".join(capsys.readouterr())

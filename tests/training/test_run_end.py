@@ -38,7 +38,7 @@ def stopping(narrow, chats) -> Config:
     narrow.train.max_steps, narrow.train.eval_every, narrow.train.stop.patience = 20, 2, 2
     narrow.train.eval_share = 0.999
     narrow.train.log_every = 3
-    narrow.schedule.name, narrow.schedule.decay_ratio = ScheduleName.wsd, 0.25
+    narrow.schedule.name, narrow.schedule.decay_steps = ScheduleName.wsd, 0.25
     narrow.run.dir = "run"
     return narrow
 
@@ -325,7 +325,7 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     train.run(stopping)
     # A run of 8 steps warms up in 2 of them, a run of 12 steps in 3.
     stopping.run.dir, stopping.train.max_steps = "run", 8
-    stopping.schedule.warmup_ratio, stopping.schedule.warmup_steps = 0.2, 0
+    stopping.schedule.warmup_steps = 0.2
     short = train.run(stopping)
     stopping.train.max_steps = 12
     step_of = train.Trainer.step

@@ -17,6 +17,7 @@ from fxtune.errors import NumbersError
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.config import OptimizerName
 from fxtune.tracking.tracker import DisplayKind
+from fxtune.training import step as step_module
 from fxtune.training import trainer as train
 
 
@@ -50,7 +51,8 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(narrow, cwd, monk
 def test_loss_spikes(narrow, build, monkeypatch, spikes):
     """One step of twelve has fifty times the loss and the gradient."""
     disturb(monkeypatch, {9: 50.0})
-    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes = 12, 8, Spikes(spikes)
+    monkeypatch.setattr(step_module, "WINDOW", 8)
+    narrow.train.max_steps, narrow.train.spikes = 12, Spikes(spikes)
     narrow.train.max_grad_norm, narrow.schedule.warmup_steps, narrow.optimizer.name = 0.0, 0, OptimizerName.sgd
     notes, weights = [], []
     trainer = build(narrow, notes.append)
@@ -78,12 +80,8 @@ def test_loss_spikes(narrow, build, monkeypatch, spikes):
 def test_run_that_skips_spikes_resumes_bit_for_bit(narrow, cwd, monkeypatch):
     """The window of losses is part of the state: a run interrupted just before a spike must still detect it."""
     seen = disturb(monkeypatch, {9: 50.0})
-    narrow.train.max_steps, narrow.train.spike_window, narrow.train.spikes, narrow.checkpoint.every = (
-        12,
-        8,
-        Spikes.skip,
-        3,
-    )
+    monkeypatch.setattr(step_module, "WINDOW", 8)
+    narrow.train.max_steps, narrow.train.spikes, narrow.checkpoint.every = 12, Spikes.skip, 3
     narrow.run.dir = "whole"
     assert train.run(narrow)["train/skipped_steps"] == 1
     narrow.run.dir = "broken"

@@ -18,7 +18,7 @@ DELTAS = {
     "train.micro_batch_size": 2,
     "techniques.compile.enabled": True,
     "techniques.liger.enabled": True,
-    "techniques.liger.fused_linear_cross_entropy": "on",
+    "techniques.liger.kernels": ["fused_linear_cross_entropy"],
     "techniques.checkpointing.save": ["attention"],
 }
 
@@ -38,7 +38,7 @@ OWN_RECIPE = ["+recipe=elsewhere/mine.yaml", "techniques=lora"]
             SOURCES,
             [QUICKSTART, "model.architecture.hidden_size=64", "model.architecture={num_hidden_layers: 3}"],
             [QUICKSTART, "techniques.lora={r: 16, alpha: 32}", "run.name=other"],
-            [QUICKSTART, "techniques.liger.rms_norm='off'"],
+            [QUICKSTART, "techniques.lora.fused='off'"],
             TWO_RECIPES,
             OWN_RECIPE,
             ["model.path=builtin:tiny", "data.sources=[{path: x.jsonl}]"],

@@ -135,9 +135,8 @@ class Offload:
         except RuntimeError as error:
             raise MemoryShortError(
                 f"techniques.checkpointing.offload: the host cannot pin more memory: {self.pinned / GIB:.1f} GiB are "
-                f"pinned, and {size / GIB:.2g} more were refused ({str(error).splitlines()[0]}). Lower "
-                "techniques.checkpointing.offload_layers, or set offload_what=inputs or offload=false; or shorten "
-                "data.sequence_length. The cause may be a limit: `ulimit -l`, or the container's."
+                f"pinned, and {size / GIB:.2g} more were refused ({str(error).splitlines()[0]}). Set it to inputs or "
+                "none, or shorten data.sequence_length. The cause may be a limit: `ulimit -l`, or the container's."
             ) from error
         self.pinned += size
         return buffer

@@ -78,11 +78,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield from self._check_mix(layers)
         if self.policy is Policy.budget and not facts.techniques.compile.enabled:
             yield "policy: budget is the compiler's. Set techniques.compile.enabled=true, or use selective."
-        if self.offload:
+        if self.offload is not Offloaded.none:
             yield from self._check_offload(facts)
-        elif self.offload_what is not Offloaded.inputs or self.offload_layers is not None:
-            name = "offload_layers" if self.offload_layers is not None else "offload_what"
-            yield f"{name}: read only with offload=true. Set that, or leave {name} out."
         if self.mlp_tiles != 1:
             yield from self._check_tiles(facts)
 
@@ -128,33 +125,32 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield f"offload: policy={self.policy.value} keeps more on the device. Use full, selective or mix."
         if facts.device != "cuda":
             yield (
-                f"offload: copies tensors from a GPU to host memory, and the device is {facts.device}. Set it to "
-                "false."
+                f"offload: copies tensors from a GPU to host memory, and the device is {facts.device}. Set it to none."
             )
         if scope_of(facts) == "model":
             yield "offload: techniques.compile.scope=model is one graph, and nothing leaves a graph. Use scope=layers."
-        if self.offload_what is Offloaded.kept and self.policy is Policy.full:
-            yield "offload_what: policy=full keeps nothing but layers' inputs. Set it to inputs."
-        if self.offload_what is Offloaded.kept and not facts.techniques.compile.enabled:
-            yield "offload_what: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
+        if self.offload is Offloaded.kept and self.policy is Policy.full:
+            yield "offload: kept, and policy=full keeps nothing but layers' inputs. Set it to inputs."
+        if self.offload is Offloaded.kept and not facts.techniques.compile.enabled:
+            yield "offload: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
         if self.policy is Policy.auto:
             return
         layers, plan = Shape.of(facts.model).layers, RecomputePlan.of(self)
         if not any(plan.sending(layers)):
             yield (
-                f"offload: the last layer's input stays, and with {layers} layers, every={self.every} and "
-                f"offload_layers={self.offload_layers} no other layer sends. Set it to false."
+                f"offload: the last layer's input stays, and with {layers} layers and every={self.every} no other "
+                "layer sends. Set it to none."
             )
-        need, limit = forecast(facts, plan).host, HOST_SHARE * facts.host_memory
-        if facts.device == "cuda" and need > limit:
-            fit = step_time.limit_senders(facts, plan, limit)[0].senders or 0
-            what = "inputs" if self.offload_what is Offloaded.inputs else "kept tensors"
-            change = f"Set offload_layers={fit}" if fit else "Set it to false"
+        elif facts.device == "cuda" and self._senders_that_fit(facts, plan) == 0:
+            limit = HOST_SHARE * facts.host_memory / GIB
             yield (
-                f"offload: the {what} of {sum(plan.sending(layers))} layers take {need / GIB:.1f} GiB of host "
-                f"memory, and {HOST_SHARE:.0%} of this machine's is {limit / GIB:.1f}. {change}, or shorten "
-                "data.sequence_length."
+                f"offload: not one layer's tensors fit into {limit:.1f} GiB, {HOST_SHARE:.0%} of the host's memory. "
+                "Set it to none, or shorten data.sequence_length."
             )
+
+    def _senders_that_fit(self, facts: Facts, plan: RecomputePlan) -> int | None:
+        """How many layers may send, from the first, by the host's memory; None: all of them."""
+        return step_time.limit_senders(facts, plan, HOST_SHARE * facts.host_memory)[0].senders
 
     def _check_tiles(self, facts: Facts) -> Iterator[str]:
         layer = layer_of(facts.model)
@@ -180,19 +176,19 @@ class Checkpointing(CheckpointingOptions, Technique):
             ]
         else:
             parts = [f"{'every layer' if self.every == 1 else f'one layer of {self.every}'} keeps {plan.level}"]
-        if self.offload:
+        if self.offload is not Offloaded.none:
             wide = " except gate and up" * ("wide" in [plan.level, *self.mix])
-            what = "inputs" if self.offload_what is Offloaded.inputs else f"kept tensors{wide}"
-            layers = (
-                "all layers but the last" if self.offload_layers is None else f"the first {self.offload_layers} layers"
-            )
+            what = "inputs" if self.offload is Offloaded.inputs else f"kept tensors{wide}"
+            layers = "all layers but the last" if self.senders is None else f"the first {self.senders} layers"
             parts.append(f"{what} of {layers} in host memory")
         return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 
     def resolve(self, facts: Facts) -> str | None:
-        """For `auto`: the plan that fits and adds the least time."""
+        """For `auto`: the plan that fits and adds the least time. For others: how many layers send."""
         if self.policy is not Policy.auto:
-            return None
+            if self.offload is not Offloaded.none and self.senders is None:
+                self.senders = self._senders_that_fit(facts, RecomputePlan.of(self))
+            return f"{self.description()}, as the host has room for" if self.senders is not None else None
         candidates = list(self._candidates(facts))
         host = HOST_SHARE * facts.host_memory
         with_margin = replace(facts, free_memory=int(MEMORY_SHARE * facts.free_memory))
@@ -222,8 +218,9 @@ class Checkpointing(CheckpointingOptions, Technique):
         Options that the recipe sets stay."""
         can_send = facts.device == "cuda" and scope_of(facts) != "model" and Shape.of(facts.model).layers > 1
         all_kept = ["kept"] if facts.techniques.compile.enabled else []
-        sent = [self.offload_what.value] if self.offload_what is Offloaded.kept else ["inputs", *all_kept]
-        sent = sent if self.offload else ["", *sent] if can_send else [""]
+        sent = ["", "inputs", *all_kept] if can_send else [""]
+        if self.offload is not Offloaded.none:
+            sent = [self.offload.value] if self.offload is Offloaded.kept else ["inputs", *all_kept]
         tiles = [self.mlp_tiles]
         if self.mlp_tiles == 1 and not list(replace(self, policy=Policy.full, mlp_tiles=TILES[0])._check_tiles(facts)):
             tiles += TILES
@@ -234,7 +231,7 @@ class Checkpointing(CheckpointingOptions, Technique):
                 impossible = {"narrow"} if layer is None or not _wide_linears(layer) else set()
                 impossible |= {"wide", "everything"} if count > 1 else {"everything"} if tensors else set()
                 levels = tuple(level for level in LEVELS if level not in impossible)
-                yield RecomputePlan(sent=tensors, senders=self.offload_layers, tiles=count), levels
+                yield RecomputePlan(sent=tensors, tiles=count), levels
 
     def _adopt(self, plan: RecomputePlan, facts: Facts) -> None:
         """Set the options to those of `plan`."""
@@ -244,10 +241,10 @@ class Checkpointing(CheckpointingOptions, Technique):
         uniform = self._uniform(levels[0], _wide_linears(layer) if layer is not None else {})
         self.policy = Policy.mix if self.mix else uniform.policy
         self.save, self.recompute = ([], []) if self.mix else (uniform.save, uniform.recompute)
-        self.offload = any(plan.sending(Shape.of(facts.model).layers))
-        self.offload_layers = plan.senders if self.offload else None
-        sends_more = self.offload and plan.sent == "kept" and levels != ["input"]
-        self.offload_what = Offloaded.kept if sends_more else Offloaded.inputs
+        sends = any(plan.sending(Shape.of(facts.model).layers))
+        sends_more = plan.sent == "kept" and levels != ["input"]
+        self.offload = Offloaded.none if not sends else Offloaded.kept if sends_more else Offloaded.inputs
+        self.senders = plan.senders if sends else None
         self.mlp_tiles, self.every = plan.tiles, 1
 
     def _uniform(self, level: str, wide: Iterable[str]) -> Checkpointing:
@@ -277,14 +274,14 @@ class Checkpointing(CheckpointingOptions, Technique):
             patch = upstream.with_activation_budget(self.budget)
             backbone(model.module).register_forward_pre_hook(lambda *_: patch.__enter__())
             backbone(model.module).register_forward_hook(lambda *_: patch.__exit__(None, None, None), always_call=True)
-        if self.offload:
+        if self.offload is not Offloaded.none:
             sending = plan.sending(len(layers))
             senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
             # And the next layer: when its backward pass runs, the last sender's tensors are needed soon.
             above = layers[len(sending) - sending[::-1].index(True)]
             wide = _wide_linears(layers[0]).values()
             sizes = frozenset([*wide, sum(wide)])
-            all_saved, pieces = self.offload_what is Offloaded.kept, world.context_ranks
+            all_saved, pieces = self.offload is Offloaded.kept, world.context_ranks
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
     def _wrap_tower(self, model: nn.Module) -> None:

@@ -29,7 +29,10 @@ METRICS_LIMIT = 4096
 TOWER = "of images"
 """Stands for the shape of rows where layers of a vision encoder are compiled."""
 VARIANTS = 4
-"""How many times max_recompiles is allowed there: for one image and for several, and for the proof's arguments."""
+"""How many times MAX_RECOMPILES is allowed there: for one image and for several, and for the proof's arguments."""
+MAX_RECOMPILES = 8
+"""Rows of one length may be compiled again so often. Training, evaluation, the first layer (whose input needs no
+gradient) and each kind of layer take one recompilation each."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,10 @@ class CompileReport:
 
 @dataclass
 class CompileMonitor:
-    """Calls the compiled functions of one model, counts what is compiled, and fails beyond the limits."""
+    """Calls the compiled functions of one model, counts what is compiled, and fails beyond MAX_RECOMPILES."""
 
     scope: str
     mode: str
-    max_graph_breaks: int
-    max_recompiles: int
     graphs: int = 0
     breaks: Counter[GraphBreak] = field(default_factory=Counter)
     recompiles: Counter[str] = field(default_factory=Counter)
@@ -115,7 +116,8 @@ class CompileMonitor:
         self._skip_failures()
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """compiled(...). Raises ConfigError if it cannot be compiled as the recipe says, or if a limit is exceeded."""
+        """compiled(...). Raises ConfigError if it cannot be compiled as the recipe says, or if it is
+        compiled too often."""
         return self._call(_shape(args, kwargs), compiled, *args, **kwargs)
 
     def call_in_tower(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +142,7 @@ class CompileMonitor:
         if stats["unique_graphs"] != graphs_before or len(reasons) != breaks_before:
             self.graphs += stats["unique_graphs"] - graphs_before
             self._count(shape, reasons[breaks_before:], begun)
-            self._check_limits()
+            self._check_limit()
         return result
 
     def allow_recompiling(self) -> None:
@@ -183,19 +185,13 @@ class CompileMonitor:
     def _skip_failures(self) -> None:
         self.counted_failures = {code: len(failures) for code, failures in upstream.guard_failures().items()}
 
-    def _check_limits(self) -> None:
-        if len(self.breaks) > self.max_graph_breaks:
-            places = "\n".join(f"  {place.where}: {place.reason}" for place in self.breaks)
-            raise ConfigError(
-                f"techniques.compile.max_graph_breaks={self.max_graph_breaks}, and there are graph breaks at "
-                f"{len(self.breaks)} places:\n{places}\nChange the code there, or raise this limit."
-            )
+    def _check_limit(self) -> None:
         shape, graphs = max(self.lengths.items(), key=lambda item: item[1] / (VARIANTS if item[0] == TOWER else 1))
-        if graphs - 1 > self.max_recompiles * (VARIANTS if shape == TOWER else 1):
+        if graphs - 1 > MAX_RECOMPILES * (VARIANTS if shape == TOWER else 1):
             raise ConfigError(
-                f"techniques.compile.max_recompiles={self.max_recompiles}, and rows of {shape} were compiled again "
-                f"{graphs - 1} times:\n{self._reasons()}\nA value in a guard changes from call to call: keep it "
-                "constant, use dynamic=always if it is a length, or raise this limit."
+                f"techniques.compile: rows of {shape} were compiled again {graphs - 1} times:\n{self._reasons()}\n"
+                "A value in a guard changes from call to call: keep it constant, or use dynamic=always if it is a "
+                "length."
             )
 
     def _reasons(self) -> str:
@@ -203,10 +199,7 @@ class CompileMonitor:
 
     def _explain(self, error: BaseException) -> str:
         if isinstance(error, upstream.recompile_limit_error()):
-            return (
-                "techniques.compile.max_recompiles: torch gave up after this many compilations of one function:\n"
-                + self._reasons()
-            )
+            return "techniques.compile: torch gave up after too many compilations of one function:\n" + self._reasons()
         stack = getattr(error, "real_stack", None)
         where = f"{_short(stack[-1].filename)}:{stack[-1].lineno} in {stack[-1].name}: " if stack else ""
         first, *others = [line.strip() for line in str(error).strip().splitlines()]
@@ -214,8 +207,7 @@ class CompileMonitor:
         return (
             f"techniques.compile.fullgraph: the {self.scope} cannot be one graph.\n  {where}{first}\n"
             + "".join(f"  {line}\n" for line in hints[:3])
-            + "Set fullgraph=false and max_graph_breaks to the number you accept, or "
-            "turn off the option that runs there."
+            + "Set fullgraph=false, or turn off the option that runs there."
         )
 
 

@@ -15,7 +15,7 @@ different number of patches each time. A vision encoder whose attention splits b
 
 Shapes of rows are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a
 recompilation costs time and changes no number, so nobody would notice: it is reported with its place and reason
-(report.py), and the run fails beyond `max_graph_breaks` and `max_recompiles`.
+(report.py). With `fullgraph` the first graph break ends the run; so do more than MAX_RECOMPILES recompilations.
 
 CUDA graphs write their results to the same memory each time. So each call of a decoder is marked as a new step, and
 gradients are added to memory that the optimizer owns (`keep_gradients`): torch would take the recorded backward pass's
@@ -53,7 +53,7 @@ from fxtune.techniques.attention import recurrent, tower
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.techniques.compile import residual_pass
-from fxtune.techniques.compile.report import CompileMonitor, CompileReport
+from fxtune.techniques.compile.report import MAX_RECOMPILES, CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
 from fxtune.upstream import torch as upstream
 
@@ -95,8 +95,6 @@ class Compile(CompileOptions, Technique):
                 f"enabled: {len(facts.rows)} lengths of a row compile a graph each. Give data.buckets and "
                 f"data.length_schedule at most {MAX_LENGTHS}, or set dynamic=always."
             )
-        if self.fullgraph and self.max_graph_breaks:
-            yield "max_graph_breaks: with fullgraph the first graph break fails. Set fullgraph=false, or this to 0."
         if self.mode is CompileMode.reduce_overhead:
             yield from (f"mode: {reason}" for reason in self._reasons_against_reduce_overhead(facts))
         if self.mode is CompileMode.max_autotune and facts.deterministic:
@@ -153,7 +151,7 @@ class Compile(CompileOptions, Technique):
             yield (
                 "the fused loss runs the head's adapter again in the backward pass with the same dropout, and the "
                 "random state cannot be recorded. Set techniques.lora.dropout=0, or "
-                "techniques.liger.fused_linear_cross_entropy=off"
+                "techniques.liger.enabled=false"
             )
         if rope := [kind for kind in _rope_types(facts) if kind in UNRECORDABLE_ROPE]:
             yield f"RoPE of type {rope[0]} reads from the device how long rows are. Use another techniques.rope.type"
@@ -195,7 +193,7 @@ class Compile(CompileOptions, Technique):
         self._monitor = self._new_monitor()
         self._monitor.start()
         lengths = MAX_LENGTHS + 1  # and the probe's length
-        limit = lengths * (self.max_recompiles + 1) + 1  # higher than max_recompiles, which is to fail first
+        limit = lengths * (MAX_RECOMPILES + 1) + 1  # higher than MAX_RECOMPILES, which is to fail first
         upstream.raise_recompile_limit(limit)
         for part in self._parts(model.module):
             compiled = self._compiled(part.forward, MODES[self.mode.value], DYNAMIC[self.dynamic])
@@ -266,10 +264,10 @@ class Compile(CompileOptions, Technique):
             yield self._observe_tower(model, len(layers))
         report = self.report()
         yield evidence(
-            f"at most {self.max_graph_breaks} graph breaks",
+            "no graph break" if self.fullgraph else "graphs, with breaks between them allowed (fullgraph=false)",
             f"{report.graphs} graphs in {report.seconds:.1f} s, {len(report.breaks)} graph breaks"
             + "".join(f"; {graph_break.where}: {graph_break.reason}" for graph_break in report.breaks),
-            report.graphs > 0 and len(report.breaks) <= self.max_graph_breaks,
+            report.graphs > 0 and not (self.fullgraph and report.breaks),
         )
         if records:
             yield evidence(
@@ -297,7 +295,7 @@ class Compile(CompileOptions, Technique):
 
     def _new_monitor(self) -> CompileMonitor:
         scope = "layer" if self.scope is Scope.layers else "decoder"
-        return CompileMonitor(scope, self.mode.value, self.max_graph_breaks, self.max_recompiles)
+        return CompileMonitor(scope, self.mode.value)
 
 
 def _in_tower(model: nn.Module) -> list[nn.Module]:
@@ -352,7 +350,7 @@ def _rope_types(facts: Facts) -> list[str]:
 def _dropout_in_recomputed_head(facts: Facts) -> bool:
     """Whether the fused loss recomputes a head that has an adapter with dropout (objectives/language_model.py)."""
     lora, liger = facts.techniques.lora, facts.techniques.liger
-    if not (lora.enabled and lora.dropout and liger.enabled and liger.fused_linear_cross_entropy is Switch.on):
+    if not (lora.enabled and lora.dropout and liger.runs("fused_linear_cross_entropy")):
         return False
     model: Any = skeleton(facts.model)
     head = model.get_output_embeddings() if model is not None else None

@@ -324,10 +324,10 @@ class LayerBytes:
             small += q - 2 * h - i
         if self.compiled:  # 4h: x, both norms' outputs, the stream between attention and MLP
             return self.number * (4 * h + 2 * q + 2 * k + (2 if self.fused else 3) * i) + small
-        norms = self.number * 2 * h if _liger_runs(self.facts, "rms_norm") else 8 * h
+        norms = self.number * 2 * h if self.facts.techniques.liger.runs("rms_norm") else 8 * h
         if self.fused:
             return norms + self.number * (2 * h + 2 * q + 2 * k + 2 * i) + small
-        products = (3 if _liger_runs(self.facts, "swiglu") else 4) * i
+        products = (3 if self.facts.techniques.liger.runs("swiglu") else 4) * i
         return norms + self.number * (5 * h + 3 * q + 2 * k + products) + small
 
     def _routing(self) -> int:
@@ -386,11 +386,6 @@ def linears_stay(facts: Facts) -> bool:
 def linears_in_fp8(facts: Facts) -> bool:
     """Whether the linears of attention and of a dense MLP are stored in fp8."""
     return quantized_type(facts) == "fp8" and not linears_stay(facts)
-
-
-def _liger_runs(facts: Facts, kernel: str) -> bool:
-    liger = facts.techniques.liger
-    return liger.enabled and getattr(liger, kernel) is Switch.on
 
 
 def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
@@ -565,7 +560,7 @@ def linear_bytes(facts: Facts) -> float:
 
 def _quantized_bytes(quantize: QuantizeOptions) -> float:
     """Bytes of each quantized weight, scales included."""
-    return bytes_per_weight(quantize.type.value, quantize.double, quantize.transpose is not Switch.off)
+    return bytes_per_weight(quantize.type.value, quantize.keeps_transposes)
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
@@ -573,11 +568,11 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
     Without Liger's kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, needs
     four more."""
     number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
-    copies = 0 if _liger_runs(facts, "rms_norm") or number == 4 else 4 * tokens * shape.hidden
+    copies = 0 if facts.techniques.liger.runs("rms_norm") or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
     if facts.head != "lm":
         return max(states, 5 * copies)
-    if not _liger_runs(facts, "fused_linear_cross_entropy"):
+    if not facts.techniques.liger.runs("fused_linear_cross_entropy"):
         return max(states + logits * (2 * number + 8), 5 * copies)
     rows = facts.techniques.liger.chunk_rows
     chunk = rows * shape.vocabulary * number if rows else BUFFER

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxtune.facts.options import CheckpointingOptions, Policy, Techniques
+from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy, Techniques
 
 LEVELS = ("input", "attention", "narrow", "wide", "everything")
 PIECE = 1 << 26
@@ -56,8 +56,8 @@ class RecomputePlan:
             options.every,
             options.budget,
             tuple(options.mix.items()),
-            options.offload_what.value if options.offload else "",
-            options.offload_layers,
+            "" if options.offload is Offloaded.none else options.offload.value,
+            options.senders,
             options.mlp_tiles,
         )
 

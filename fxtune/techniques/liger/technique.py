@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import AUTO, LigerOptions, Switch
+from fxtune.facts.options import AUTO, LigerKernel, LigerOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
@@ -36,6 +36,7 @@ from fxtune.techniques.lora.fuse import mlp_kernel
 from fxtune.upstream import transformers as upstream
 
 PACKAGE = "liger-kernel"
+ROPE, PRODUCTS = "rope", ("swiglu", "geglu")
 INSTALL = "pip install 'liger-kernel>=0.8.5'"
 SMALL_LOGITS = 2**26
 """Up to this many bytes a micro-batch's float32 logits are kept as a whole, because they cost next to nothing."""
@@ -59,95 +60,84 @@ OPERATIONS = {
     "swiglu": ("SwiGLU", "_swiglu_forward_kernel"),
     "geglu": ("GeGLU (tanh)", "_geglu_tanh_forward_kernel"),
 }
-"""Option -> (name in messages, pattern of its forward kernel or operator in the profiler)."""
+"""Kernel that replaces modules -> (name in messages, pattern of its forward kernel or operator in the profiler)."""
+FUSED_LOSS = LigerKernel.fused_linear_cross_entropy.value
 
 
 @dataclass
 class Liger(LigerOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
-        if self.chunk_rows is not None and self.fused_linear_cross_entropy is Switch.off:
-            yield (
-                "chunk_rows: read by fused_linear_cross_entropy, which is off. Set that to on or auto, or leave "
-                "chunk_rows out."
-            )
-        if facts.head != "lm" and self.fused_linear_cross_entropy is Switch.on:
-            yield (
-                f"fused_linear_cross_entropy: the head `{facts.head}` has no logits of a vocabulary. Set it to auto "
-                "or off."
-            )
-        possible = [name for name in OPERATIONS if getattr(self, name) is not Switch.off]
-        if not possible:
+        named = self.kernels != AUTO
+        if named and self.chunk_rows is not None and FUSED_LOSS not in self.kernels:
+            yield f"chunk_rows: read by {FUSED_LOSS}. Add that to kernels, or leave chunk_rows out."
+        if facts.head != "lm" and self.runs(FUSED_LOSS):
+            yield f"kernels: the head `{facts.head}` has no logits of a vocabulary. Remove {FUSED_LOSS}, or use auto."
+        demanded = self._replacing()
+        if named and not demanded:
             return
-        kind, demanded = facts.text.get("model_type", "this model"), self._enabled()
+        kind = facts.text.get("model_type", "this model")
         if kind not in FAMILIES:
-            if self.enabled == AUTO and not demanded:
+            if self.enabled == AUTO and not named:
                 return  # the fused loss serves any model
             yield (
-                f"enabled: Liger's kernels are known for {', '.join(sorted(FAMILIES))}, and this is {kind}. Set "
-                f"{', '.join(possible)} to off (fused_linear_cross_entropy serves any model), or enabled to false."
+                f"kernels: Liger's are known for {', '.join(sorted(FAMILIES))}, and this is {kind}. Use "
+                f"[{FUSED_LOSS}], which serves any model, or set enabled to false."
             )
             return
         for name in demanded:
-            if name not in _operations(facts.text):
-                yield (
-                    f"{name}: {kind} with this config has no {OPERATIONS[name][0]} that Liger computes. Use auto or "
-                    "off."
-                )
-            if name == "rope" and (why := _unrotatable(facts)):
-                yield f"rope: {why}. Use auto or off."
-            if facts.device != "cuda" and name != "rope":
-                yield f"{name}: Liger's kernels are written in Triton and need a GPU. Use auto or off."
-            if facts.techniques.compile.enabled and name != "rope":
-                yield (
-                    f"{name}: torch.compile fuses the same operations, faster than Liger's kernel. Use auto or off, "
-                    "or set techniques.compile.enabled=false."
-                )
-            if name in ("swiglu", "geglu") and mlp_kernel(facts) == "lora":
-                yield (
-                    f"{name}: techniques.lora.fused=on runs the MLP, with its product, as one operator. Set one of "
-                    "them to off."
-                )
-        of_liger = [name for name in possible if name != "rope"]
-        if PACKAGE in facts.broken:
-            for name in demanded:
-                if name != "rope":
-                    yield f"{name}: {PACKAGE} {facts.lacks(PACKAGE)}. Or use auto."
-        elif self.enabled != AUTO and facts.device == "cuda" and PACKAGE not in facts.packages and of_liger:
-            yield f"enabled: the package {PACKAGE} is not installed: {INSTALL}. Or set {', '.join(of_liger)} to off."
+            if why := self._refusal(name, facts):
+                yield f"kernels: {name}: {why}. Remove it, or use auto."
+        needs_package = demanded != [ROPE] if named else self.enabled != AUTO
+        absent = PACKAGE not in facts.packages and PACKAGE not in facts.broken
+        if needs_package and absent and facts.device == "cuda":
+            yield f"kernels: the package {PACKAGE} is not installed: {INSTALL}. Or use [{ROPE}, {FUSED_LOSS}]."
+
+    def _refusal(self, name: str, facts: Facts) -> str | None:
+        """Why this kernel, which the recipe names, cannot run under `facts`."""
+        if name not in _operations(facts.text):
+            return f"this model's config has no {OPERATIONS[name][0]} that Liger computes"
+        if name == ROPE:
+            return _unrotatable(facts)
+        if facts.device != "cuda":
+            return "Liger's kernels are written in Triton and need a GPU"
+        if facts.techniques.compile.enabled:
+            return "torch.compile fuses the same operations, faster than Liger's kernel"
+        if name in PRODUCTS and mlp_kernel(facts) == "lora":
+            return "techniques.lora.fused=on runs the MLP, with its product, as one operator"
+        return f"{PACKAGE} {facts.lacks(PACKAGE)}" if PACKAGE in facts.broken else None
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        of_liger = _operations(facts.text) - {"rope"}
-        if facts.device == "cuda" and any(getattr(self, name) is not Switch.off for name in of_liger):
+        asked = OPERATIONS if self.kernels == AUTO else self._replacing()
+        if facts.device == "cuda" and (_operations(facts.text) & {*asked}) - {ROPE}:
             yield PACKAGE
 
     def resolve(self, facts: Facts) -> str | None:
-        notes = []
+        if self.kernels != AUTO:
+            return None if self.kernels else "no kernel runs here: kernels is empty"
+        notes, chosen = [], []
         kind = facts.text.get("model_type", "this model")
-        if kind not in FAMILIES and Switch.auto in (getattr(self, name) for name in OPERATIONS):
+        if kind not in FAMILIES:
             notes.append(f"its kernels off (they are known for other models than {kind})")
         for name in OPERATIONS:
-            if getattr(self, name) is Switch.auto:
-                on, why = self._choose(name, facts)
-                setattr(self, name, Switch.on if on else Switch.off)
-                if why:
-                    notes.append(f"{name} {'on' if on else 'off'} ({why})")
-        if self.fused_linear_cross_entropy is Switch.auto:
-            size = facts.tokens * facts.text.get("vocab_size", 0) * 4
-            on = size > SMALL_LOGITS and facts.head == "lm"
-            self.fused_linear_cross_entropy = Switch.on if on else Switch.off
-            self.chunk_rows = self.chunk_rows if on else None
-            why = f"a micro-batch's logits are up to {size / GIB:.2g} GiB in float32"
-            why = why if facts.head == "lm" else "the head has no logits of a vocabulary"
-            notes.append(f"fused_linear_cross_entropy {'on' if on else 'off'} ({why})")
-        if self.fused_linear_cross_entropy is not Switch.on and not self._enabled():
-            return f"no kernel runs here: {', '.join(notes) or 'each kernel is off'}"
-        return ", ".join(notes) or None
+            on, why = self._choose(name, facts)
+            chosen += [name] if on else []
+            if why:
+                notes.append(f"{name} {'on' if on else 'off'} ({why})")
+        size = facts.tokens * facts.text.get("vocab_size", 0) * 4
+        on = size > SMALL_LOGITS and facts.head == "lm"
+        chosen += [FUSED_LOSS] if on else []
+        self.chunk_rows = self.chunk_rows if on else None
+        why = f"a micro-batch's logits are up to {size / GIB:.2g} GiB in float32"
+        why = why if facts.head == "lm" else "the head has no logits of a vocabulary"
+        notes.append(f"{FUSED_LOSS} {'on' if on else 'off'} ({why})")
+        self.kernels = chosen
+        return f"{'' if chosen else 'no kernel runs here: '}{', '.join(notes)}"
 
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
         """Whether to run this operation by its kernel, and why."""
         if name not in _operations(facts.text):
             return False, ""
-        if name in ("swiglu", "geglu") and mlp_kernel(facts) == "lora":
+        if name in PRODUCTS and mlp_kernel(facts) == "lora":
             return False, "techniques.lora.fused computes it in its own operator"
         if facts.device != "cuda":
             return False, "Triton needs a GPU"
@@ -165,18 +155,19 @@ class Liger(LigerOptions, Technique):
             return True, "fxtune's own kernel moves fewer bytes than torch.compile's"
         return False, "torch.compile fuses it"
 
-    def _enabled(self) -> list[str]:
-        return [name for name in OPERATIONS if getattr(self, name) is Switch.on]
+    def _replacing(self) -> list[str]:
+        """The kernels in use that replace modules; none while `auto` is undecided."""
+        return [name for name in OPERATIONS if self.runs(name)]
 
     def apply(self, model: PreparedModel, world: World) -> None:
-        if enabled := self._enabled():
+        if enabled := self._replacing():
             family = FAMILIES[model.module.config.get_text_config().model_type]
             for name in enabled:
                 modules.replace_modules(backbone(model.module), name, family)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Count the replaced modules, and the kernels of one forward pass."""
-        if not (enabled := self._enabled()):
+        if not (enabled := self._replacing()):
             return
         launches = _launches(model.module, probe)
         layers, config = len(decoder_layers(model.module)), model.module.config.get_text_config()

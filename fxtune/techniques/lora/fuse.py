@@ -73,12 +73,12 @@ def mlp_kernel(facts: Facts) -> Literal["lora", "liger", ""]:
     """Which technique runs the gated MLPs of a model where fused LoRA can; empty: fused LoRA cannot, or it is off.
 
     Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it. `auto` prefers fused LoRA, unless
-    a Liger kernel for the product is `on`.
+    techniques.liger.kernels names one for the product.
     """
     if not fuses_mlps(facts, skeleton(facts.model)):
         return ""
     lora, liger = facts.techniques.lora, facts.techniques.liger
-    demanded = liger.enabled and Switch.on in (liger.swiglu, liger.geglu)
+    demanded = liger.runs("swiglu") or liger.runs("geglu")
     return "liger" if demanded and lora.fused is Switch.auto else "lora"
 
 

@@ -5,7 +5,7 @@ peft's, for its names, saving and merging, and gets a subclass of its class (ups
 modules run fused. All layers share a class, so they share a compiled graph too.
 
 An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. If
-techniques.liger.rope has given the attention fxtune's RoPE, and RoPE comes directly after the projections, the
+techniques.liger has given the attention fxtune's RoPE, and RoPE comes directly after the projections, the
 projections return q and k rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
 
 A fused operator does not call the linears that it replaces. So if a linear has a hook (peft's

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fxtune.distributed.chunks import is_divided
-from fxtune.errors import HardwareError
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels import grouped_matmul
@@ -66,9 +65,9 @@ def refusal(facts: Facts) -> str | None:
     return None
 
 
-def enable(model: Any, device: torch.device, optional: bool) -> str | None:
+def enable(model: Any, device: torch.device) -> str | None:
     """Compile quack's kernel for the dtype that autocast has on `device`, and use it for the fused groups of `model`
-    and its head. If it does not compile: return the reason if it is `optional`, else raise HardwareError.
+    and its head. Returns why it does not compile, or None.
     """
     dtype = compute_dtype(next(model.parameters()).new_empty(0, device=device))  # weights may have no memory yet
     # Broad on purpose: the compiler of another package has its own errors.
@@ -78,14 +77,9 @@ def enable(model: Any, device: torch.device, optional: bool) -> str | None:
             grouped_matmul.prepare(device, dtype, cache_home() / "quack")
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         line = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-        why = f"{type(error).__name__}: {line}"
-        if optional:
-            return why
-        raise HardwareError(
-            f"techniques.lora.matmul=cute: {PACKAGE}'s kernel did not compile here ({why}). Use auto or cublas."
-        ) from error
+        return f"{type(error).__name__}: {line}"
     for group in groups(model, DENSE):
         group.kind = DENSE_CUTE
     for experts in mixtures:

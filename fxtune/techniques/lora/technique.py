@@ -22,10 +22,9 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Matmul, Switch
+from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
-from fxtune.models.dims import Shape
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
@@ -44,7 +43,7 @@ from fxtune.system.console import say
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
-from fxtune.techniques.lora.experts import follows_interface, group_experts, observe_experts
+from fxtune.techniques.lora.experts import group_experts, observe_experts
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
@@ -55,8 +54,8 @@ layer rounds.
 @dataclass
 class Lora(LoraOptions, Technique):
     def __post_init__(self) -> None:
-        # Whether `auto` became `on`, or `cute`: then it is no error if nothing can be fused or compiled.
-        self._fused_by_auto = self._cute_by_auto = self._grouped_by_auto = False
+        self._fused_by_auto = False  # whether `auto` became `on`: then it is no error if nothing can be fused
+        self._by_quack = False  # whether quack's kernel multiplies, as resolve() decides
         self._not_compiled = ""  # why quack's kernel did not compile
         self.token_ids: list[int] = []
         """The ids of train_tokens and model.add_tokens; find_tokens() or choose_tokens() sets them."""
@@ -74,8 +73,6 @@ class Lora(LoraOptions, Technique):
             )
         if self.fused is Switch.on and (why := fusing.refusal(facts)):
             yield f"fused: {why}. Use auto or off."
-        if self.matmul is Matmul.cute and (why := self._without_cute(facts)):
-            yield f"matmul: cute, but {why}. Or use auto."
         if self.train_tokens == []:
             yield f"train_tokens: empty, so no row is trained. Name tokens, or use {AUTO} or null."
         tied = {"lm_head", "embed_tokens"} & {*self.modules_to_save, *self.target_modules}
@@ -97,8 +94,7 @@ class Lora(LoraOptions, Technique):
             yield from targets.refusals(model, self, self.token_ids) if model is not None else ()
 
     def resolve(self, facts: Facts) -> str | None:
-        notes = (self._resolve_fused(facts), self._resolve_matmul(facts), self._resolve_experts(facts))
-        return "; ".join(note for note in notes if note) or None
+        return "; ".join(filter(None, (self._resolve_fused(facts), self._resolve_products(facts)))) or None
 
     def _resolve_fused(self, facts: Facts) -> str | None:
         if self.fused is not Switch.auto:
@@ -109,43 +105,22 @@ class Lora(LoraOptions, Technique):
         self.fused, self._fused_by_auto = (Switch.off if why else Switch.on), True
         return f"fused {self.fused.value} ({why or 'q, k, v and MLPs as one operator each'})"
 
-    def _resolve_experts(self, facts: Facts) -> str | None:
-        if self.grouped_experts is not Switch.auto:
+    def _resolve_products(self, facts: Facts) -> str | None:
+        """Decide which kernel multiplies by 16-bit weights of fused adapters and of the fused loss's head."""
+        if self.fused is not Switch.on or facts.device == "cpu":
             return None
-        mixture = Shape.of(facts.model).expert_count > 1
-        model = skeleton(facts.model) if mixture else None
-        described = model is not None and any(map(follows_interface, model.modules()))
-        self.grouped_experts, self._grouped_by_auto = (Switch.on if described else Switch.off), True
-        if not mixture:
-            return None
-        return f"grouped_experts {self.grouped_experts.value}" + " (as in peft)" * (not described)
+        why = fusing.refusal(facts) or gemm_backend.refusal(facts)
+        self._by_quack = not why
+        return f"products by cuBLAS ({why})" if why else "large products by quack's kernel, the faster one here"
 
     def packages(self, facts: Facts) -> Iterator[str]:
         yield "torchao"  # transformers imports it where it is installed
-        if self.matmul is Matmul.cute:  # where `auto` chose it, apply() falls back to cuBLAS
-            yield gemm_backend.PACKAGE
-
-    def _resolve_matmul(self, facts: Facts) -> str | None:
-        """Call it after _resolve_fused()."""
-        if self.matmul is not Matmul.auto:
-            return None
-        why = self._without_cute(facts)
-        self.matmul, self._cute_by_auto = (Matmul.cublas if why else Matmul.cute), True
-        if self.fused is not Switch.on or facts.device == "cpu":
-            return None
-        return f"matmul {self.matmul.value} ({why or 'the faster kernel for large products on this card'})"
-
-    def _without_cute(self, facts: Facts) -> str | None:
-        """Why quack's kernel is not available."""
-        if self.fused is Switch.off:
-            return "techniques.lora.fused=off leaves all products to peft's linears"
-        return fusing.refusal(facts) or gemm_backend.refusal(facts)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         """Wrap the module in a PeftModel and freeze the base. The random state of the caller decides A.
 
-        Afterwards `matmul` is the backend in use: if the kernel that `auto` chose does not compile, it is cublas. The
-        backends round differently, so a resumed run must use the same one (training/resume_check.py).
+        If quack's kernel does not compile, cuBLAS multiplies. The two round differently: a resumed run says if the
+        kernel has changed (training/resume_check.py).
         """
         base = model.module
         if reasons := targets.refusals(base, self, self.token_ids):
@@ -167,15 +142,13 @@ class Lora(LoraOptions, Technique):
         if self.token_ids:
             trained_tokens.prepare(adapted)
         model.module = adapted
-        if self.grouped_experts is not Switch.off:
-            group_experts(adapted)
+        group_experts(adapted)
         if self.fused is Switch.on:
             model.fusion = fusing.fuse(adapted)
             for note in model.fusion.notes:
                 say(f"techniques.lora.fused: {note}.")
-            if self.matmul is Matmul.cute:
-                self._not_compiled = gemm_backend.enable(adapted, world.device, self._cute_by_auto) or ""
-                self.matmul = Matmul.cublas if self._not_compiled else self.matmul
+            if self._by_quack:
+                self._not_compiled = gemm_backend.enable(adapted, world.device) or ""
                 model.gemm = "" if self._not_compiled else CUTE
 
     def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
@@ -269,7 +242,7 @@ class Lora(LoraOptions, Technique):
             yield self._trains_rows(adapted, probe)
         if model.fusion is not None:
             yield self._ran_fused(adapted, model.fusion, probe)
-            if self.matmul is Matmul.cute or self._not_compiled:
+            if self._by_quack:
                 yield self._multiplied(adapted)
         # In an embedding's adapter peft initializes A with zeros, not B.
         zeros = [half for name, half in adapted.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
@@ -298,16 +271,12 @@ class Lora(LoraOptions, Technique):
     def _experts(self, model: Any, probe: dict[str, Any]) -> Evidence:
         """Adapters of experts, and their gradients. An expert that no token reaches has no gradient."""
         seen = observe_experts(model, probe)
-        asked = "adapters of experts learn from each token that reaches them"
-        demanded = self.grouped_experts is Switch.on and not self._grouped_by_auto
-        if demanded:
-            asked += ", all as grouped matmuls"
         return Evidence(
             "lora",
-            asked,
+            "adapters of experts learn from each token that reaches them",
             f"{seen.experts:,} experts in {seen.layers} layers have adapters, {seen.grouped} run grouped matmuls; "
             f"of {seen.reached:,} experts that a small row reaches, {seen.learning:,} have a gradient",
-            seen.learning == seen.reached > 0 and (not demanded or seen.grouped == seen.layers),
+            seen.learning == seen.reached > 0,
         )
 
     def _trains_rows(self, model: Any, probe: dict[str, Any]) -> Evidence:
@@ -340,17 +309,12 @@ class Lora(LoraOptions, Technique):
         )
 
     def _multiplied(self, model: Any) -> Evidence:
-        """The GEMM backend in use. If `auto` had to fall back to cuBLAS, that is reported and is no error."""
+        """The kernel of large products. A fall back to cuBLAS is reported and is no error."""
         if self._not_compiled:
-            return Evidence(
-                "lora",
-                "matmul auto: quack's kernel where it compiles",
-                f"cuBLAS, since quack's kernel did not compile here ({self._not_compiled})",
-                True,
-            )
-        seen, by_cute = gemm_backend.observe(model)
-        acted = self._cute_by_auto if by_cute is None else by_cute
-        return Evidence("lora", "matmul cute: large products by quack's kernel", seen, acted)
+            seen = f"cuBLAS, since quack's kernel did not compile here ({self._not_compiled})"
+            return Evidence("lora", "large products by quack's kernel where it compiles", seen, True)
+        seen, by_quack = gemm_backend.observe(model)
+        return Evidence("lora", "large products by quack's kernel", seen, by_quack is not False)
 
 
 def _train_in_float32(adapted: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.facts.options import Library, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
 from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import places, put
 from fxtune.system.progress import phase
@@ -28,7 +28,7 @@ from fxtune.techniques.quantize.quantized_experts import (
     quantize_tensor,
 )
 from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
-from fxtune.techniques.quantize.selection import experts_type, linears_of, stored_name
+from fxtune.techniques.quantize.selection import experts_type, linears_of
 from fxtune.techniques.quantized_modules import (
     dequantized,
     embedding_of,
@@ -63,7 +63,7 @@ def quantize_model(
     share = sum(weight.numel() for weight in replaced) / sum(weight.numel() for weight in model.parameters())
     del replaced  # each weight is freed as soon as it is quantized
     kind = experts_type(options, ships)
-    storage = options.library.value, options.double, compute, world.device, options.transpose is not Switch.off
+    storage = compute, world.device, options.keeps_transposes
 
     # Experts first: experts in MXFP4 have other names in the files, with which all names are compared.
     where, paths = (places(model), {part: path for path, part in model.named_modules()}) if experts else ({}, {})
@@ -78,7 +78,7 @@ def quantize_model(
                 replacement = hold_mxfp4(layer, compute)
             elif each_weight is None:
                 place = torch.device("meta") if divided else world.device
-                replacement, off = quantize_experts(layer, kind.value, (*storage[:3], place, storage[4]))
+                replacement, off = quantize_experts(layer, kind.value, (compute, place, storage[2]))
                 worst = max(worst, off)
             else:
                 replacement = in_place_of(layer, kind.value, compute)
@@ -95,9 +95,9 @@ def quantize_model(
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # else the next allocations would split the 16-bit weights' blocks
         torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
-    if options.library is Library.bitsandbytes:  # peft reads these before it wraps
-        model.is_loaded_in_4bit = options.type is WeightFormat.nf4
-        model.is_loaded_in_8bit = options.type is WeightFormat.int8
+    # peft reads these before it wraps.
+    model.is_loaded_in_4bit = options.type is WeightFormat.nf4
+    model.is_loaded_in_8bit = options.type is WeightFormat.int8
     shipped = ""
     if experts and ships and kind is WeightFormat.mxfp4:
         shipped = "read as they are" if as_shipped else "unpacked and packed again"
@@ -109,7 +109,7 @@ def quantize_model(
         share=share,
         ends=ends,
         experts=len(experts),
-        experts_as=stored_name(options, kind),
+        experts_as=kind.value,
         experts_error=worst,
         shipped=shipped,
     )
@@ -124,7 +124,7 @@ def _replace_linears(
 ) -> tuple[float, float]:
     """Replace each linear of `targets`, which is emptied. Returns |dequantized - weight| / |weight| of the first
     linear, NaN if no linear has memory; and the largest of `experts`, which quantize tensors of experts by name."""
-    error, worst, device = math.nan, 0.0, storage[3]
+    error, worst, device = math.nan, 0.0, storage[1]
     waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
     targets.clear()
 

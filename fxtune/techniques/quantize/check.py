@@ -7,22 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from fxtune.facts.options import ComputeDtype, Library, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
-from fxtune.kernels.quantized import MXFP4, NF4_BLOCK, SCALE_BLOCK
+from fxtune.kernels.quantized import MXFP4
 from fxtune.models.structure import is_named, output_head, skeleton
 from fxtune.system.units import GIB
 from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.quantize.selection import (
     expert_weights,
     experts_refusal,
-    library_of,
     linears_of,
     takes_experts,
     takes_rows,
 )
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
+PACKAGE = "bitsandbytes"
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
 """The oldest compute capability that the kernels support."""
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8", MXFP4: "Use nf4"}
@@ -40,21 +40,12 @@ def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
             f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
             "techniques.lora.enabled=true, or this to false."
         )
-    yield from (
-        _fp8(options, facts) if fp8 else () if options.type is WeightFormat.mxfp4 else _library(options, facts)
-    )
-    if options.type is WeightFormat.mxfp4 and options.library is not Library.auto:
-        yield f"library: no package stores mxfp4, and this asks for {options.library.value}. Set it to auto."
+    if fp8:
+        yield from _fp8(options, facts)
+    elif options.type is not WeightFormat.mxfp4 and PACKAGE not in facts.packages:
+        yield f"type: {PACKAGE} stores {kind}, and it {facts.lacks(PACKAGE)}. Install it: pip install 'fxtune[quant]'."
     if options.type is WeightFormat.mxfp4 and options.skip:
         yield "skip: mxfp4 leaves all linears as they are. Set it to []."
-    if options.type is not WeightFormat.nf4 and not options.double:
-        yield f"double: only nf4's scales can be quantized, and type is {kind}. Set it to true, or type to nf4."
-    if options.linears is Switch.off and options.type not in (WeightFormat.fp8, WeightFormat.mxfp4):
-        yield f"linears: {kind} always quantizes linears. Set it to auto, or type to fp8."
-    if options.linears is Switch.on and options.type is WeightFormat.mxfp4:
-        yield "linears: mxfp4 is for experts alone. Set it to auto."
-    if options.transpose is Switch.on and not fp8:
-        yield f"transpose: only fp8 keeps one, and type is {kind}. Set it to auto, or type to fp8."
     if facts.device == "cuda":
         yield from _card(options, facts)
     if options.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
@@ -79,32 +70,12 @@ def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
         yield f"experts: {why}. Set it to auto."
 
 
-def _library(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
-    library, lora = library_of(options, facts), facts.techniques.lora
-    if library is None:
-        both = [f"{package} {facts.lacks(package)}" for package in ("bitsandbytes", "torchao")]
-        why = " and ".join(both) if facts.broken else "neither bitsandbytes nor torchao is installed"
-        yield f"library: {why}. Install one: pip install 'fxtune[quant]'."
-    elif library.value not in facts.packages:
-        why = facts.lacks(library.value)
-        yield f"library: {library.value} {why}. Install it: pip install 'fxtune[quant]'. Or use auto."
-    if options.type is WeightFormat.nf4 and library is Library.torchao and not options.double:
-        yield "double: torchao's nf4 always quantizes its scales. Set it to true, or library to bitsandbytes."
-    if lora.enabled and lora.dora and library is Library.torchao:
-        yield (
-            "library: techniques.lora.dora=true measures the norms of the weights, which peft cannot read from "
-            "torchao's. Use bitsandbytes."
-        )
-
-
 def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
     if facts.device != "cuda":
         yield (
             f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. "
             f"{_instead(options.type, facts)}."
         )
-    if options.library is not Library.auto:
-        yield f"library: torch computes fp8 products, without {options.library.value}. Set it to auto."
     is_auto = options.compute_dtype is ComputeDtype.auto
     compute = facts.compute_dtype if is_auto else options.compute_dtype.value
     if compute != "bfloat16":
@@ -187,12 +158,6 @@ def _linears(options: QuantizeOptions, model: nn.Module, facts: Facts) -> Iterat
             f"skip: techniques.lora.modules_to_save trains {', '.join(trained)}, and quantized weights cannot be "
             "trained. Add it to skip."
         )
-    uneven = [name for name, linear in found if linear.weight.numel() % (NF4_BLOCK * SCALE_BLOCK)]
-    if uneven and options.type is WeightFormat.nf4 and library_of(options, facts) is Library.torchao:
-        yield (
-            f"library: torchao's nf4 needs weights of a multiple of {NF4_BLOCK * SCALE_BLOCK:,} elements, and "
-            f"{len(uneven)} are not, such as {uneven[0]}. Use bitsandbytes, or name them in skip."
-        )
     odd = [name for name, linear in found if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE]
     if odd and options.type is WeightFormat.fp8:
         yield (
@@ -208,7 +173,7 @@ def _memory(options: QuantizeOptions, facts: Facts, total: int, inside: int) -> 
     """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
     quantization."""
     size = 4 if facts.dtype == "float32" else 2
-    least = bytes_per_weight(options.type.value, options.double, options.transpose is Switch.on)
+    least = bytes_per_weight(options.type.value, transpose=False)
     before = total * size / GIB
     after = before - inside * (size - least) / GIB
     free, host = facts.free_memory / GIB, facts.host_memory / GIB

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from fxtune.distributed.chunks import chunk_of, local
 from fxtune.distributed.sharding import OWN
 from fxtune.distributed.world import World
-from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import QuantizeOptions, WeightFormat
 from fxtune.kernels import fp8_experts
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
-from fxtune.kernels.quantized import MX_BLOCK, MXFP4, NF4_BLOCK, SCALE_BLOCK, pack_mxfp4, unpack
+from fxtune.kernels.quantized import MX_BLOCK, MXFP4, pack_mxfp4, unpack
 from fxtune.models.replacement import PackedExperts
 from fxtune.models.shards import StoresRows, mark_joined, mark_mxfp4
 from fxtune.techniques.lora.experts import (
@@ -47,8 +47,8 @@ from fxtune.techniques.lora.experts import (
 )
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
-Storage = tuple[str, bool, torch.dtype, torch.device, bool]
-"""library, double, compute, device, transpose: the options of quantized_modules.quantized() after its kind."""
+Storage = tuple[torch.dtype, torch.device, bool]
+"""compute, device, transpose: the options of quantized_modules.quantized() after its kind."""
 TENSORS = (FIRST[0], LAST)
 FP8 = "fp8"
 MULTIPLE = 16
@@ -68,13 +68,11 @@ def leaves_linears(quantize: QuantizeOptions, experts: bool, largest: int) -> bo
     """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are quantized."""
     if quantize.type is WeightFormat.mxfp4:
         return True
-    small = quantize.type is WeightFormat.fp8 and experts and largest < SMALL
-    return quantize.linears is Switch.off or (quantize.linears is Switch.auto and small)
+    return quantize.type is WeightFormat.fp8 and experts and largest < SMALL
 
 
-def refusal(experts: Any, kind: str, library: str) -> str | None:
-    """Why these experts cannot be stored in `kind`, a WeightFormat; None if they can. `library`: the package that
-    stores nf4 and int8."""
+def refusal(experts: Any, kind: str) -> str | None:
+    """Why these experts cannot be stored in `kind`, a WeightFormat; None if they can."""
     name = type(experts).__name__
     if one_operator(experts) is None:
         return f"{name} does more than down(act(gate) * up)"
@@ -86,9 +84,7 @@ def refusal(experts: Any, kind: str, library: str) -> str | None:
     if kind == MXFP4 and (odd := sorted({shape[2] for shape in shapes if shape[2] % MX_BLOCK})):
         return f"mxfp4 has blocks of {MX_BLOCK} numbers, and rows of experts have {odd[0]}"
     counts = [experts * out * inner for experts, out, inner in shapes]
-    if kind == "nf4" and library == "torchao" and any(count % (NF4_BLOCK * SCALE_BLOCK) for count in counts):
-        return f"torchao's nf4 takes a multiple of {NF4_BLOCK * SCALE_BLOCK:,} weights, and a layer has {counts[0]:,}"
-    if library == "bitsandbytes" and kind == "nf4" and max(counts) >= 2**31:
+    if kind == "nf4" and max(counts) >= 2**31:
         return f"bitsandbytes takes tensors below 2^31 weights, and a layer has {max(counts):,}"
     return None
 
@@ -108,7 +104,7 @@ def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[Quantiz
 
     `storage`: fp8 on a GPU takes bfloat16 for `compute`; `transpose`: see fp8_experts.Weights.
     """
-    _, _, compute, device, transpose = storage
+    compute, device, transpose = storage
     made, error = in_place_of(experts, kind, compute), 0.0
     for name in TENSORS:
         if getattr(experts, name).is_meta:
@@ -129,15 +125,15 @@ def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExper
 def quantize_tensor(made: QuantizedExperts, name: str, kind: str, storage: Storage, weight: Tensor) -> float:
     """Put `weight`, in transformers' layout, into `made` as `kind`, in place of the weight `name`. Returns the first
     expert's error; this and the other arguments are as in quantize_experts()."""
-    library, double, compute, device, transpose = storage
+    compute, device, transpose = storage
     weight = weight.detach()
     weight = (weight.mT if made.is_transposed else weight).to(device).contiguous()
     if kind == FP8:
         tensors = [tensor for tensor in fp8_experts.quantize_experts(weight, transpose) if tensor is not None]
         first = fp8_experts.dequantize_experts(tensors[0][:1], tensors[1][:1], torch.float32)[0]
     else:
-        made.stored_as, tensors = packed_matrices(weight, kind, library, double, compute, device)
-        first = dequantize(made.stored_as, tensors, weight.shape, compute)[0].float()
+        tensors = packed_matrices(weight, kind, compute, device)
+        first = dequantize(kind, tensors, weight.shape, compute)[0].float()
     error = ((first - weight[0].float()).norm() / weight[0].float().norm()).item()
     _hold(made, name, tensors)
     return error
@@ -160,20 +156,18 @@ def _hold_nothing(made: QuantizedExperts, name: str, device: torch.device, trans
     mark_joined(made._parameters[name], [weight])  # type: ignore[arg-type]  # _hold() has put a parameter there
 
 
-def packed_matrices(
-    weight: Tensor, kind: str, library: str, double: bool, compute: torch.dtype, device: torch.device
-) -> tuple[str, list[Tensor]]:
-    """`weight` [experts, out, in] as the tensors that quantized.unpack() reads, and what it calls them."""
+def packed_matrices(weight: Tensor, kind: str, compute: torch.dtype, device: torch.device) -> list[Tensor]:
+    """`weight` [experts, out, in] as the tensors that quantized.unpack() reads."""
     if kind == MXFP4:
         by_expert = [pack_mxfp4(matrix) for matrix in weight]
-        return kind, [torch.stack(tensors) for tensors in zip(*by_expert, strict=True)]
+        return [torch.stack(tensors) for tensors in zip(*by_expert, strict=True)]
     rows = weight.flatten(0, 1)
     linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(rows, requires_grad=False)
-    made: Any = quantized(linear, kind, library, double, compute, device)
+    made: Any = quantized(linear, kind, compute, device)
     codes, *others = packed(made)
     # lora/targets.py takes parameters of three dimensions for weights of experts.
-    return made.stored_as, [codes.view(*weight.shape[:2], -1), *others]
+    return [codes.view(*weight.shape[:2], -1), *others]
 
 
 def hold_mxfp4(experts: Any, compute: torch.dtype) -> QuantizedExperts:

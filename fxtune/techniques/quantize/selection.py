@@ -1,4 +1,4 @@
-"""Which parts of a model techniques.quantize takes, and how it stores them: linears, experts, and the library."""
+"""Which parts of a model techniques.quantize takes, and how it stores them: linears and experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fxtune.facts.options import Library, LoraOptions, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.models.structure import is_named, output_head, projectors, skeleton, towers
@@ -37,14 +37,6 @@ def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[
         yield from found
 
 
-def library_of(options: QuantizeOptions, facts: Facts) -> Library | None:
-    """The package that stores nf4 and int8 weights under `facts`; None if none is installed."""
-    if options.library is not Library.auto:
-        return options.library
-    order = (Library.bitsandbytes, Library.torchao)
-    return next((library for library in order if library.value in facts.packages), None)
-
-
 def takes_experts(options: QuantizeOptions, facts: Facts) -> bool:
     """Whether the experts are quantized under `facts`, also before `auto` is decided."""
     return options.experts is not Switch.off and experts_refusal(options, facts) is None
@@ -64,8 +56,6 @@ def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
             return f"{ranks} ranks cannot have equally many of them"
         if options.type is WeightFormat.mxfp4 and not facts.ships_mxfp4:
             return "ranks divide experts in mxfp4 only if the checkpoint has them so"
-    if facts.techniques.lora.grouped_experts is Switch.off:
-        return "techniques.lora.grouped_experts=off adds adapters to whole weights of 16 bits"
     paths = [path for path, module in model.named_modules() if follows_interface(module)]
     for saved in facts.techniques.lora.modules_to_save:
         if any(f".{saved}." in f".{path}." for path in paths):
@@ -74,9 +64,8 @@ def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
         skip for skip in options.skip for name in TENSORS for path in paths if is_named(f"{path}.{name}", skip)
     ]:
         return f"techniques.quantize.skip={skipped[0]} names a part of the experts, and experts are quantized whole"
-    library = library_of(options, facts)
-    kind = experts_type(options, facts.ships_mxfp4).value, library.value if library else ""
-    return next(filter(None, (refusal_of_experts(experts, *kind) for experts in experts_of(model))), None)
+    kind = experts_type(options, facts.ships_mxfp4).value
+    return next(filter(None, (refusal_of_experts(experts, kind) for experts in experts_of(model))), None)
 
 
 def experts_type(options: QuantizeOptions, shipped: bool) -> WeightFormat:
@@ -103,9 +92,3 @@ def keeps_shipped(options: QuantizeOptions, lora: LoraOptions, model: nn.Module 
     """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
     kept = options.enabled and options.experts is Switch.on and experts_type(options, True) is WeightFormat.mxfp4
     return kept and takes_rows(lora, model)
-
-
-def stored_name(options: QuantizeOptions, kind: WeightFormat) -> str:
-    """How modules with packed weights of this type name it (`stored_as`)."""
-    packs = kind in (WeightFormat.nf4, WeightFormat.int8)
-    return f"{kind.value}/{options.library.value}" if packs else kind.value

@@ -8,7 +8,7 @@ rows. Embeddings, norms and the output head keep model.dtype.
 In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
 bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
 Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
-needed (`transpose`).
+needed.
 
 The experts of a mixture, which are no linears, are quantized with them where one operator computes them
 (quantized_experts.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import ComputeDtype, Library, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import skeleton
@@ -35,12 +35,12 @@ from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.quantize import check, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model
+from fxtune.techniques.quantize.check import PACKAGE
 from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of
 from fxtune.techniques.quantize.selection import (
     expert_weights,
     experts_refusal,
     experts_type,
-    library_of,
     linears_of,
     takes_experts,
 )
@@ -48,7 +48,8 @@ from fxtune.techniques.quantize.selection import (
 EachWeight = Callable[[Mapping[str, tuple[int, ...]], Take], None]
 """Hands each weight, of those by name and shape, to a function."""
 TRANSPOSES = 1 / 8
-"""The largest share of the free memory that `transpose=auto` gives to transposes."""
+"""The largest share of the free memory that transposes may take. Without them each backward product transposes the
+codes first, which takes 1 or 2 % of a step."""
 
 
 @dataclass
@@ -60,27 +61,21 @@ class Quantize(QuantizeOptions, Technique):
         chosen = []
         if self.type is WeightFormat.fp8:
             chosen.append("torch multiplies the fp8 weights")
-        elif self.library is Library.auto and (packages := list(self.packages(facts))):
-            self.library = Library(packages[0])
-            chosen.append(f"{packages[0]} stores the {self.type.value} weights")
         chosen += self._resolve_experts(facts)
-        if self.type is WeightFormat.fp8 and self.transpose is Switch.auto:
-            chosen.append(self._resolve_transpose(facts))
-        if self.type is not WeightFormat.fp8:
-            self.transpose = Switch.off
-            self.linears = Switch.off if self.type is WeightFormat.mxfp4 else Switch.on
+        if self.type is WeightFormat.fp8:
+            chosen.append(self._resolve_transposes(facts))
         if self.compute_dtype is ComputeDtype.auto:
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
         return "; ".join(chosen) or None
 
-    def _resolve_transpose(self, facts: Facts) -> str:
+    def _resolve_transposes(self, facts: Facts) -> str:
         model = skeleton(facts.model)
         linears = linears_of(self, model, takes_experts(self, facts)) if model is not None else ()
         weights = sum(linear.weight.numel() for *_, linear in linears)
         weights = (weights + expert_weights(self, model, facts)) // facts.degrees.shard
         short = bool(facts.free_memory) and weights > TRANSPOSES * facts.free_memory
-        self.transpose = Switch.off if short else Switch.on
+        self.keeps_transposes = not short
         if short:
             return f"the backward pass transposes them, because kept transposes would take {weights / GIB:.1f} GiB"
         return "their transposes are kept"
@@ -100,15 +95,13 @@ class Quantize(QuantizeOptions, Technique):
                 yield "experts in mxfp4" + (", as the checkpoint stores them" if facts.ships_mxfp4 else "")
             else:
                 yield f"experts in {self.type.value}, too"
-        if self.linears is Switch.auto and self.type is WeightFormat.fp8:
-            off = model is not None and not any(linears_of(self, model, self.experts is Switch.on))
-            self.linears = Switch.off if off else Switch.on
-            if off:
-                yield f"other linears stay in {facts.dtype} (all are small)"
+        in_fp8 = self.type is WeightFormat.fp8 and model is not None
+        if in_fp8 and not any(linears_of(self, model, self.experts is Switch.on)):
+            yield f"other linears stay in {facts.dtype} (all are small)"
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        if self.type not in (WeightFormat.fp8, WeightFormat.mxfp4) and (library := library_of(self, facts)):
-            yield library.value
+        if self.type in (WeightFormat.nf4, WeightFormat.int8):
+            yield PACKAGE
 
     def apply(self, model: PreparedModel, world: World) -> None:
         quantize_model(self, model, world)

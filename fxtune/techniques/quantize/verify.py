@@ -19,7 +19,6 @@ from fxtune.system.units import GIB
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.quantize.quantized_experts import TENSORS, QuantizedExperts
 from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
-from fxtune.techniques.quantize.selection import stored_name
 from fxtune.techniques.quantized_modules import Fp8Embedding, Fp8Head, dequantized, stored_bytes
 
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
@@ -37,7 +36,7 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
     kinds = {module.stored_as for module in linears}
     evidence = partial(Evidence, "quantize")
-    wanted = stored_name(options, options.type)
+    wanted = options.type.value
     experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
     kinds_of_experts = {layer.stored_as for layer in experts}
     stored = sum(map(stored_bytes, linears)) + sum(map(bytes_of_experts, experts))

@@ -36,7 +36,7 @@ def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
     with_random_lora_b(model.module)
     plain = gradients(with_random_lora_b(built(lora(), random_model("llama", num_hidden_layers=3))))
     offload = model.offload = Offload(decoder_layers(model.module), torch.device("cpu"))
-    pipeline.checkpointing.offload = True
+    pipeline.checkpointing.offload = Offloaded.inputs
     model.module = traced(model.module) if compiled else model.module
     assert "2 sent there and 2 brought back" in seen(pipeline, model)
     buffers = {buffer.data_ptr() for buffer in offload.pool}
@@ -57,14 +57,13 @@ def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
         made[1],
         policy=Policy.mix,
         mix={"attention": 1, "narrow": 1, "wide": 2},
-        offload=True,
-        offload_what=Offloaded.kept,
+        offload=Offloaded.kept,
     )
     ours = pipeline.build(model, load_config(model), CPU, 0)
     with_random_lora_b(ours.module)
     ours.offload.min_bytes = 0
     ours.module = traced(ours.module)
-    pipeline.checkpointing.offload_what = Offloaded.kept
+    pipeline.checkpointing.offload = Offloaded.kept
     assert "3 sent there and 3 brought back" in seen(pipeline, ours)
     pieces = {piece.data_ptr() for piece in ours.offload.pool}
     for _ in range(3):
@@ -89,7 +88,7 @@ def test_error_for_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch)
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(
-        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are pinned.*out of memory\)\. Lower"
+        HardwareError, match=r"checkpointing\.offload: .* 0\.0 GiB are pinned.*out of memory\)\. Set it to"
     ) as told:
         model(**make_probe(model))
     assert "further lines" not in str(told.value)
@@ -121,7 +120,7 @@ def test_verify_fails_if_nothing_is_offloaded():
     pipeline = checkpointed(lora())
     prepared = prepared_model(pipeline, random_model("llama"))
     model = prepared.module
-    pipeline.checkpointing.offload = True
+    pipeline.checkpointing.offload = Offloaded.inputs
     with pytest.raises(ConfigError, match="0 sent there and 0 brought back"):
         pipeline.prove(prepared, make_probe(model))
 

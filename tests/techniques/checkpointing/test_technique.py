@@ -40,6 +40,7 @@ EXACT = {
     "mm": {"policy": Policy.selective, "save": ["aten.mm"]},
     "linears": {"policy": Policy.selective, "save": ["k_proj"]},
 }
+INPUTS, KEPT = Offloaded.inputs, Offloaded.kept
 
 
 def with_dropout() -> Pipeline:
@@ -229,16 +230,11 @@ def test_compiler_budget_applies_to_this_model_only():
             )
             for policy in (Policy.full, Policy.selective, Policy.auto, Policy.none)
         ),
-        ({"offload": True}, "offload: copies tensors from a GPU to host memory, and the device is cpu"),
-        ({"offload": True, "policy": Policy.none}, "offload: policy=none keeps more"),
-        ({"offload": True, "every": 2}, "offload: the last layer's input stays, and with 2 layers, every=2"),
-        ({"offload_layers": 3}, "offload_layers: read only with offload=true"),
-        ({"offload_what": Offloaded.kept}, "offload_what: read only with offload=true"),
-        ({"offload": True, "offload_what": Offloaded.kept}, "offload_what: policy=full keeps nothing but"),
-        (
-            {"offload": True, "offload_what": Offloaded.kept, **NARROW},
-            "offload_what: kept is what compiled layers save",
-        ),
+        ({"offload": INPUTS}, "offload: copies tensors from a GPU to host memory, and the device is cpu"),
+        ({"offload": INPUTS, "policy": Policy.none}, "offload: policy=none keeps more"),
+        ({"offload": INPUTS, "every": 2}, "offload: the last layer's input stays, and with 2 layers and every=2"),
+        ({"offload": KEPT}, "offload: kept, and policy=full keeps nothing but"),
+        ({"offload": KEPT, **NARROW}, "offload: kept is what compiled layers save"),
         ({"policy": Policy.auto, "every": 2}, "every: 2 is not read by policy=auto"),
         ({"policy": Policy.mix}, "mix: counts no layer"),
         ({"mix": {"wide": 1}}, "mix: read only by policy=mix, and policy is full"),
@@ -259,19 +255,28 @@ def test_impossible_options_are_refused(options, reason):
     assert any(re.match(reason.replace("?", r"\?"), line) for line in told), told
 
 
-def test_offload_is_refused_if_host_memory_is_too_small_or_the_model_is_one_graph():
+def test_offload_is_refused_if_the_host_has_no_room_or_the_model_is_one_graph():
     whole = {**TECHNIQUES, "compile": {"scope": "model"}}
     for facts, reason in (
-        (
-            card(40, 65536, host=16),
-            "offload: the inputs of 31 layers take 15.5 GiB of host memory, and 80% of "
-            "this machine's is 12.8. Set offload_layers=25, or",
-        ),
+        (card(40, 65536, host=0.1), "offload: not one layer's tensors fit into 0.1 GiB, 80% of the host's memory"),
         (card(40, 65536, techniques=whole), "offload: techniques.compile.scope=model"),
     ):
-        (told,) = Checkpointing(enabled=True, offload=True).check(facts)
+        (told,) = Checkpointing(enabled=True, offload=INPUTS).check(facts)
         assert told.startswith(reason)
-    assert not list(Checkpointing(enabled=True, offload=True).check(card(40, 65536)))
+
+
+def test_as_many_layers_offload_as_the_host_has_room_for():
+    for host, senders in ((128, None), (16, 25)):
+        technique, facts = Checkpointing(enabled=True, offload=INPUTS), card(40, 65536, host=host)
+        assert not list(technique.check(facts))
+        said = technique.resolve(facts)
+        assert technique.senders == senders
+        assert said == (
+            senders
+            and "every layer keeps input, inputs of the first 25 layers in host memory, as the host has room for"
+        )
+        assert sum(RecomputePlan.of(technique).sending(32)) == (senders or 31)
+        assert not list(technique.check(facts))
 
 
 def test_known_names_are_accepted():
@@ -345,15 +350,15 @@ def test_auto_fills_memory_up_to_a_margin_and_reports_what_everything_would_need
 
 def test_auto_tries_the_smallest_plan_and_warns_if_none_fits():
     technique, why = chosen(card(16, 65536))
-    assert (technique.policy, technique.offload, technique.mlp_tiles) == (Policy.full, True, 16)
+    assert (technique.policy, technique.offload, technique.mlp_tiles) == (Policy.full, INPUTS, 16)
     assert "may run out of memory" in why
 
 
 def test_auto_keeps_options_that_the_recipe_sets():
-    assert chosen(card(139, 4096), offload=True)[0].offload
-    assert chosen(card(139, 65536), offload=True, offload_what=Offloaded.kept)[0].offload_what is Offloaded.kept
+    assert chosen(card(139, 4096), offload=INPUTS)[0].offload is not Offloaded.none
+    assert chosen(card(139, 65536), offload=KEPT)[0].offload is KEPT
     assert chosen(card(139, 4096), mlp_tiles=2)[0].mlp_tiles == 2
-    assert not chosen(card(40, 65536, host=0))[0].offload
+    assert chosen(card(40, 65536, host=0))[0].offload is Offloaded.none
 
 
 @pytest.mark.slow

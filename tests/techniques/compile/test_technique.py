@@ -205,11 +205,6 @@ def test_reduce_overhead_keeps_gradients_in_place():
     assert not Compile(enabled=True).keep_gradients
 
 
-def test_max_graph_breaks_with_fullgraph_is_refused():
-    (reason,) = Compile(enabled=True, max_graph_breaks=2).check(PACKED)
-    assert reason.startswith("max_graph_breaks: with fullgraph")
-
-
 def test_missing_compiler_or_headers_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CXX", "CC"):
@@ -246,7 +241,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 HEAD = {
     "attention": {"backend": "flash4"},
     "lora": {"dropout": 0.1, "target_modules": ["q_proj", "lm_head"]},
-    "liger": {"fused_linear_cross_entropy": Switch.on},
+    "liger": {"kernels": ["fused_linear_cross_entropy"]},
 }
 """An adapter with dropout on the head, which the fused loss runs twice."""
 
@@ -315,7 +310,7 @@ def test_head_without_recomputed_dropout_is_recorded():
         ({"dropout": 0.0}, {}),
         ({"target_modules": ["all-linear"]}, {}),
         ({"target_modules": ["q_proj"]}, {}),
-        ({}, {"fused_linear_cross_entropy": Switch.off}),
+        ({}, {"kernels": ["rope"]}),
     ):
         asked = {**HEAD, "lora": {**HEAD["lora"], **adapters}, "liger": {**HEAD["liger"], **loss}}
         assert asked_for(dataclasses.replace(CARD, techniques=enable(**asked)))[0], (adapters, loss)

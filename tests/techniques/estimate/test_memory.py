@@ -169,7 +169,7 @@ def test_other_ranks_of_some_modules_are_forecast(kind, options):
     assert trained_parameters(facts_of(tiny_model(kind), techniques=lora(r=4))) != wanted
 
 
-FULL_8B = {"liger": {"rms_norm": "on", "fused_linear_cross_entropy": "on"}, "compile": {}}
+FULL_8B = {"liger": {"kernels": ["rms_norm", "fused_linear_cross_entropy"]}, "compile": {}}
 
 
 def test_gradients_grow_while_activations_are_freed():

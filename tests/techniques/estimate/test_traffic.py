@@ -15,7 +15,7 @@ from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.traffic import step_traffic
 
 TRIED = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
-FULL = enable(compile={}, liger={"fused_linear_cross_entropy": "on"}, checkpointing={"policy": "full"})
+FULL = enable(compile={}, liger={"kernels": ["fused_linear_cross_entropy"]}, checkpointing={"policy": "full"})
 ADAPTERS = 41_943_040
 """Rank-16 adapters on all linears of the 8B shape."""
 

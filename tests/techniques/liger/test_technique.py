@@ -8,7 +8,6 @@ here (tests/kernels/test_rotary.py).
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,13 +36,12 @@ from support.liger import (
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.modules import operation_of
-from fxtune.techniques.liger.technique import OPERATIONS, Liger
+from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 COUNTS = {  # for two layers: norms, RoPE, gated products
@@ -107,9 +105,8 @@ def test_a_model_with_all_kernels_equals_the_plain_model(family, stand_ins):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rope", "swiglu"])
-def test_each_kernel_has_its_own_switch(name, stand_ins):
-    only = {other: Switch.off for other in OPERATIONS if other != name}
-    model, pipeline = with_liger(random_model("llama"), **only)
+def test_only_the_named_kernel_runs(name, stand_ins):
+    model, pipeline = with_liger(random_model("llama"), [name])
     (evidence,) = pipeline.liger.verify(PreparedModel(model), make_probe(model))
     assert evidence.acted
     assert {operation_of(module) for module in model.modules()} == {None, name}
@@ -139,9 +136,8 @@ def test_adapters_and_checkpointing_wrap_liger_and_the_adapter_fits_the_plain_ba
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rope"])
 def test_norms_and_products_are_left_to_the_compiler(name):
     facts = facts_of(random_model("llama"), **GPU, techniques=enable(compile={}))
-    others = dict.fromkeys(OPERATIONS, Switch.auto)
-    reasons = list(Liger(enabled=True, **{**others, name: Switch.on}).check(facts))
-    assert [reason.split(":")[0] for reason in reasons] == ([] if name == "rope" else [name])
+    reasons = list(Liger(enabled=True, kernels=[name]).check(facts))
+    assert [reason.split(":")[1].strip() for reason in reasons] == ([] if name == "rope" else [name])
 
 
 def test_verify_finds_a_kernel_that_did_not_run(stand_ins):
@@ -184,31 +180,36 @@ def test_arguments_equal_liger_s_own_patches():
 @pytest.mark.parametrize(
     ("model", "options", "known", "reason"),
     [
-        ({"model_type": "mamba"}, {}, GPU, "enabled: Liger's kernels are known for gemma, .*and this is mamba"),
-        ({**FAMILIES["llama"]}, {"geglu": Switch.on}, GPU, "geglu: llama with this config has no GeGLU"),
-        ({**FAMILIES["llama"]}, {"layer_norm": Switch.on}, GPU, "layer_norm: llama with this config has no LayerNorm"),
-        ({**FAMILIES["phi"]}, {"swiglu": Switch.on}, GPU, "swiglu: phi with this config has no SwiGLU"),
+        ({"model_type": "mamba"}, {}, GPU, "kernels: Liger's are known for gemma, .*and this is mamba"),
+        ({**FAMILIES["llama"]}, {"kernels": ["geglu"]}, GPU, "kernels: geglu: this model's config has no GeGLU"),
+        (
+            {**FAMILIES["llama"]},
+            {"kernels": ["layer_norm"]},
+            GPU,
+            "kernels: layer_norm: this model's config has no LayerNorm",
+        ),
+        ({**FAMILIES["phi"]}, {"kernels": ["swiglu"]}, GPU, "kernels: swiglu: this model's config has no SwiGLU"),
         (
             {**FAMILIES["mistral"], "hidden_act": "gelu"},
-            {"geglu": Switch.on},
+            {"kernels": ["geglu"]},
             GPU,
-            "geglu: mistral with this config has no GeGLU",
+            "kernels: geglu: this model's config has no GeGLU",
         ),
         (
             {**FAMILIES["llama"]},
-            {"rms_norm": Switch.on},
+            {"kernels": ["rms_norm"]},
             {},
-            "rms_norm: Liger's kernels are written in Triton and need a GPU",
+            "kernels: rms_norm: Liger's kernels are written in Triton and need a GPU",
         ),
         (
             {**FAMILIES["llama"]},
             {},
             {**GPU, "packages": {}},
-            "enabled: the package liger-kernel is not installed: pip install",
+            "kernels: the package liger-kernel is not installed: pip install",
         ),
         (
             {**FAMILIES["llama"]},
-            {"chunk_rows": 64, "fused_linear_cross_entropy": Switch.off},
+            {"chunk_rows": 64, "kernels": ["rope"]},
             GPU,
             "chunk_rows: .* leave chunk_rows",
         ),
@@ -228,7 +229,7 @@ def test_check_refuses_with_what_to_change(model, options, known, reason):
 
 
 def test_rope_needs_no_gpu_and_no_package():
-    liger = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
+    liger = Liger(enabled=True, kernels=["rope"])
     assert not list(liger.check(facts_of(random_model("llama"), packages={})))
     assert not list(
         liger.check(facts_of(random_model("llama"), **{**GPU, "packages": {}, "techniques": enable(compile={})}))
@@ -236,7 +237,7 @@ def test_rope_needs_no_gpu_and_no_package():
 
 
 def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
-    liger = Liger(enabled=True, fused_linear_cross_entropy=Switch.on, **dict.fromkeys(OPERATIONS, Switch.off))
+    liger = Liger(enabled=True, kernels=["fused_linear_cross_entropy"])
     assert not list(liger.check(Facts(model={"model_type": "mamba"})))
     assert not list(Liger(enabled=True).check(facts_of(random_model("llama"), packages={})))
 
@@ -244,17 +245,14 @@ def test_the_loss_alone_needs_no_gpu_no_package_and_no_known_model():
 def test_auto_leaves_a_rope_that_cannot_be_replaced(monkeypatch):
     monkeypatch.setattr("fxtune.upstream.transformers.ROPE", "renamed")
     liger, note = resolved(GPU)
-    assert liger.rope is Switch.off
+    assert not liger.runs("rope")
     assert "rope off (LlamaAttention calls no renamed" in note
-    demanded = Liger(enabled=True, **{**dict.fromkeys(OPERATIONS, Switch.off), "rope": Switch.on})
-    assert next(demanded.check(facts_of(random_model("llama")))).startswith("rope: LlamaAttention")
+    demanded = Liger(enabled=True, kernels=["rope"])
+    assert next(demanded.check(facts_of(random_model("llama")))).startswith("kernels: rope: LlamaAttention")
 
 
 def test_auto_is_on_for_the_model_s_operations_on_a_gpu_and_off_on_a_cpu():
-    on = {
-        family: {name for name in OPERATIONS if getattr(resolved(GPU, family)[0], name) is Switch.on}
-        for family in ("llama", "gemma3", "phi", "phi3")
-    }
+    on = {family: {*resolved(GPU, family)[0].kernels} for family in ("llama", "gemma3", "phi", "phi3")}
     assert on == {
         "llama": {"rms_norm", "rope", "swiglu"},
         "gemma3": {"rms_norm", "rope", "geglu"},
@@ -262,25 +260,24 @@ def test_auto_is_on_for_the_model_s_operations_on_a_gpu_and_off_on_a_cpu():
         "phi3": {"rms_norm", "rope", "swiglu"},
     }
     chosen, note = resolved({})
-    assert {getattr(chosen, name) for name in OPERATIONS} == {Switch.off}
+    assert chosen.kernels == []
     assert "rms_norm off (Triton needs a GPU)" in note
     assert note.startswith("no kernel runs here: ")
     assert not resolved({"sequence_length": 2**18})[1].startswith("no kernel"), "the loss is fused without a GPU, too"
     assert not resolved(GPU)[1].startswith("no kernel")
-    every = dict.fromkeys((*OPERATIONS, "fused_linear_cross_entropy"), Switch.off)
-    assert resolved(GPU, **every)[1] == "no kernel runs here: each kernel is off"
+    assert resolved(GPU, kernels=[])[1] == "no kernel runs here: kernels is empty"
     assert "geglu" not in note, "operations that the model does not have are not reported"
 
 
 def test_auto_fuses_the_loss_if_logits_are_large():
     chosen, note = resolved({"sequence_length": 65536, "micro_batch_size": 2}, chunk_rows=64)
-    assert chosen.fused_linear_cross_entropy is Switch.off
+    assert not chosen.runs("fused_linear_cross_entropy")
     assert not list(chosen.check(facts_of(random_model("llama")))), (
         "auto removes chunk_rows with the fused loss, so it is no error"
     )
     assert "logits are up to 0.062 GiB" in note
     chosen, _ = resolved({"rows": (512, 131072), "micro_batch_size": 2})
-    assert chosen.fused_linear_cross_entropy is Switch.on
+    assert chosen.runs("fused_linear_cross_entropy")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "gemma3", "phi", "phi_qk"])
@@ -290,8 +287,8 @@ def test_under_compile_rope_is_off_if_norms_precede_it(family, monkeypatch, tmp_
         name.endswith(("q_norm", "q_layernorm")) for name, _ in built(Pipeline(), architecture(family)).named_modules()
     )
     chosen, note = resolved({**GPU, "techniques": enable(compile={})}, family)
-    assert (chosen.rope is Switch.off) == normed, note
-    assert resolved(GPU, family)[0].rope is Switch.on
+    assert chosen.runs("rope") != normed, note
+    assert resolved(GPU, family)[0].runs("rope")
 
 
 def test_the_pipeline_reports_liger_s_choice():
@@ -299,5 +296,5 @@ def test_the_pipeline_reports_liger_s_choice():
     pipeline.liger = Liger(enabled=True)
     chosen, notes = pipeline.resolved(facts_of(random_model("llama")))
     assert any(note.startswith("liger: no kernel runs here: rms_norm off (Triton needs a GPU), ") for note in notes)
-    assert pipeline.liger.rms_norm is Switch.auto, "resolving changes a copy"
-    assert replace(chosen.liger, enabled=False).fused_linear_cross_entropy is Switch.off
+    assert pipeline.liger.kernels == "auto", "resolving changes a copy"
+    assert chosen.liger.kernels == []

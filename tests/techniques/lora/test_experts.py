@@ -32,12 +32,13 @@ from torch.profiler import ProfilerActivity, profile
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Policy, Switch
+from fxtune.facts.options import Policy
 from fxtune.kernels.matmul import CUTE
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.lora import technique
 from fxtune.techniques.lora.experts import compute_experts, grouped, make_space, observe_computed, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -54,24 +55,25 @@ LAYERS = {
 """Layers with experts of the tiny models."""
 
 
+def in_peft_and_grouped(kind, monkeypatch, **options):
+    """The same mixture with adapters, run by peft and as grouped matmuls."""
+    with monkeypatch.context() as patch:
+        patch.setattr(technique, "group_experts", lambda model: 0)
+        plain = uneven(built(lora(**options), mixture(kind), packing=False))
+    return plain, uneven(built(lora(**options), mixture(kind), packing=False))
+
+
 @pytest.mark.parametrize("kind", slow_but(LAYERS, "gpt_oss", "qwen3_moe"))
-def test_experts_as_plain_transformers_and_peft(kind):
-    plain, mine = (
-        uneven(built(lora(grouped_experts=switch), mixture(kind), packing=False))
-        for switch in (Switch.off, Switch.auto)
-    )
+def test_experts_as_plain_transformers_and_peft(kind, monkeypatch):
+    plain, mine = in_peft_and_grouped(kind, monkeypatch)
     assert (len(grouped(plain)), len(grouped(mine))) == (0, LAYERS[kind])
     assert all(layer.expert_act is not None for layer in grouped(mine)), "not as one operator"
     require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
 
 
 @pytest.mark.parametrize("rank", [3, 16])
-def test_any_rank_and_another_scaling(rank):
-    options = {"r": rank, "alpha": 5.0, "rslora": True}
-    plain, mine = (
-        uneven(built(lora(grouped_experts=switch, **options), mixture("qwen3_moe"), packing=False))
-        for switch in (Switch.off, Switch.on)
-    )
+def test_any_rank_and_another_scaling(rank, monkeypatch):
+    plain, mine = in_peft_and_grouped("qwen3_moe", monkeypatch, r=rank, alpha=5.0, rslora=True)
     require_close(loss_and_gradients(mine), loss_and_gradients(plain), 1e-5)
 
 

@@ -14,7 +14,6 @@ from fxtune.facts.options import Switch
 from fxtune.models import load as models
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers, skeleton
-from fxtune.techniques.liger.technique import OPERATIONS
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.lora.families import MLP, mlp_activation
 
@@ -172,9 +171,7 @@ def test_a_wrong_entry_in_the_table_is_caught_by_numbers(family, monkeypatch):
     kind = FAMILIES[family]["model_type"]
     monkeypatch.setattr(fuse, "ROPE_FOLLOWS", {kind})
     pipeline, model = lora(fused=Switch.on), random_model(family)
-    pipeline.liger.enabled, pipeline.liger.rope = True, Switch.on
-    for name in OPERATIONS:
-        setattr(pipeline.liger, name, Switch.on if name == "rope" else Switch.off)
+    pipeline.liger.enabled, pipeline.liger.kernels = True, ["rope"]
     own_build = models.build
 
     def with_uneven_norms(*args, **kwargs):

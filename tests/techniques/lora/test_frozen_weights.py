@@ -12,7 +12,7 @@ from support.lora_models import lora_pair, loss_and_gradients, quantized_in, req
 
 from fxtune.distributed.sharding import shard
 from fxtune.errors import ConfigError
-from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
+from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.quantize.technique import Quantize
@@ -36,7 +36,7 @@ def in_float32(family: str):
 
 
 def in_int8(family: str):
-    return lora_pair(random_model(family), prepare=quantized_in(WeightFormat.int8, Library.bitsandbytes))[1]
+    return lora_pair(random_model(family), prepare=quantized_in(WeightFormat.int8))[1]
 
 
 def in_fp8(family: str):
@@ -145,8 +145,8 @@ def test_data_assigned_to_a_weight_is_copied_into_it(where):
 
 
 def test_casting_a_quantized_base_is_refused():
-    _, fused = lora_pair(random_model("llama"), prepare=quantized_in(WeightFormat.int8, Library.torchao))
-    with pytest.raises(ConfigError, match=r"a base in int8/torchao cannot be cast"):
+    _, fused = lora_pair(random_model("llama"), prepare=quantized_in(WeightFormat.int8))
+    with pytest.raises(ConfigError, match=r"a base in int8 cannot be cast"):
         fused.to(torch.bfloat16)
     fused.to("cpu")
     assert logits(fused).isfinite().all()

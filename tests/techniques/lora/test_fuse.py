@@ -19,7 +19,7 @@ from support.lora_models import (
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Autocast, Library, Switch, WeightFormat
+from fxtune.facts.options import Autocast, Switch, WeightFormat
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.structure import decoder_layers, parameter_counts
 from fxtune.techniques.lora import fuse
@@ -130,16 +130,9 @@ def test_first_update_over_a_bfloat16_base_acts_as_in_float32(tmp_path):
     assert fell["peft"] < 0.95 * fell["float32"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "library"),
-    [
-        (WeightFormat.nf4, Library.bitsandbytes),
-        (WeightFormat.int8, Library.bitsandbytes),
-        (WeightFormat.int8, Library.torchao),
-    ],
-)
-def test_quantized_base_matches_peft(kind, library):
-    pair = prepared_pair(random_model("llama"), prepare=quantized_in(kind, library))
+@pytest.mark.parametrize("kind", [WeightFormat.nf4, WeightFormat.int8])
+def test_quantized_base_matches_peft(kind):
+    pair = prepared_pair(random_model("llama"), prepare=quantized_in(kind))
     plain, fused = (prepared.module for prepared in pair)
     assert dict(pair[1].fusion.operators) == EVERY
     require_close(loss_and_gradients(fused), loss_and_gradients(plain), 1e-5)
@@ -210,9 +203,9 @@ def test_auto_is_on_with_a_gpu_and_takes_precedence_over_liger():
         )
         assert ready.lora.fused is chosen
         assert any(note.startswith(f"lora: fused {chosen.value}") for note in notes)
-        assert ready.liger.swiglu is Switch.off
-    pipeline.lora.fused, pipeline.liger.swiglu = Switch.on, Switch.on
-    with pytest.raises(ConfigError, match=r"techniques\.liger\.swiglu: techniques\.lora\.fused=on"):
+        assert not ready.liger.runs("swiglu")
+    pipeline.lora.fused, pipeline.liger.kernels = Switch.on, ["swiglu"]
+    with pytest.raises(ConfigError, match=r"techniques\.liger\.kernels: swiglu: techniques\.lora\.fused=on"):
         pipeline.resolved(
             facts_of(random_model("llama"), device="cuda", capability=(9, 0), packages={"liger-kernel": "0.8.5"})
         )
@@ -220,7 +213,7 @@ def test_auto_is_on_with_a_gpu_and_takes_precedence_over_liger():
     ready, _ = pipeline.resolved(
         facts_of(random_model("llama"), device="cuda", capability=(9, 0), packages={"liger-kernel": "0.8.5"})
     )
-    assert (ready.lora.fused, ready.liger.swiglu) == (Switch.off, Switch.on)
+    assert (ready.lora.fused, ready.liger.kernels) == (Switch.off, ["swiglu"])
 
 
 def test_missing_operators_are_an_error():

@@ -20,7 +20,7 @@ from fxtune.cli import verify
 from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
-from fxtune.facts.options import Autocast, Switch, WeightFormat
+from fxtune.facts.options import Autocast, WeightFormat
 from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.optim.config import OptimizerConfig, OptimizerName
@@ -108,7 +108,7 @@ def test_only_the_rows_that_auto_finds_change_and_the_merged_model_ends_its_answ
 @MOSTLY_TIED
 def test_a_step_has_the_loss_and_the_gradients_of_plain_peft(untrained, cwd, capsys, tied):
     untrained.techniques.liger.enabled = True
-    untrained.techniques.liger.fused_linear_cross_entropy = Switch.on
+    untrained.techniques.liger.kernels = ["fused_linear_cross_entropy"]
     seen = verify.run(untrained, loss=True)
     assert seen["techniques"]["lora"]["train_tokens"] == ROWS
     assert len(seen["loss"]) > 1, "verify raises unless each variant is within its bounds"

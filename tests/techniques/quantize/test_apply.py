@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import built, logits, on_disk, prepared_model, random_model
-from support.cases import slow_but
 from support.quantized import WIDE, qlora
 
 from fxtune.distributed.world import World
@@ -46,7 +45,7 @@ def test_random_weights_larger_than_the_card_are_not_drawn_in_host_memory(random
 
 @pytest.mark.parametrize(
     ("kind", "pretrained"),
-    slow_but([("nf4", True), ("int8", False), ("nf4_torchao", True)], ("nf4", True), ("int8", False)),
+    [("nf4", True), ("int8", False)],
 )
 def test_a_model_that_fits_nowhere_is_quantized_as_it_is_read(kind, pretrained, tmp_path, monkeypatch):
     """The same bits as a model that is read whole, and never more than one matrix in 16 bits beside what is no linear."""

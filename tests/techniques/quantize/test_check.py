@@ -6,23 +6,18 @@ import dataclasses
 
 import pytest
 from support.architectures import facts_of, random_model
-from support.quantized import WIDE, qlora
+from support.quantized import qlora
 
-from fxtune.facts.options import AdapterInit, ComputeDtype, Library, Switch
+from fxtune.facts.options import AdapterInit, ComputeDtype
 
 T4 = dict(device="cuda", device_name="Tesla T4", capability=(7, 5))
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
 
 
-def refused(
-    family: str = "llama", facts: dict | None = None, sizes: dict | None = None, full: bool = False, **options
-) -> str:
-    here = options.pop("here", {})
+def refused(family: str = "llama", facts: dict | None = None, full: bool = False, **options) -> str:
     pipeline = qlora(**options)
-    for name, value in here.items():
-        setattr(pipeline.quantize, name, value)
     pipeline.lora.enabled = not full
-    known = facts_of(random_model(family, **(sizes or {})), **(facts or {}))
+    known = facts_of(random_model(family), **(facts or {}))
     return "\n".join(pipeline.quantize.check(dataclasses.replace(known, techniques=pipeline)))
 
 
@@ -35,22 +30,7 @@ def refused(
         ),
         (
             {"facts": {"packages": {}}},
-            "library: bitsandbytes is not installed. Install it: pip install 'fxtune[quant]'",
-        ),
-        (
-            {"facts": {"packages": {}}, "here": {"library": Library.auto}},
-            "library: neither bitsandbytes nor torchao is installed",
-        ),
-        ({"kind": "nf4_torchao", "here": {"double": False}}, "double: torchao's nf4 always"),
-        ({"kind": "int8", "here": {"double": False}}, "double: only nf4's scales can be quantized, and type is int8"),
-        (
-            {"here": {"transpose": Switch.on}},
-            "transpose: only fp8 keeps one, and type is nf4. Set it",
-        ),
-        (
-            {"kind": "nf4_torchao"},
-            "library: torchao's nf4 needs weights of a multiple of 16,384 elements, and 14 are not, such as "
-            "model.layers.0.self_attn.q_proj",
+            "type: bitsandbytes stores nf4, and it is not installed. Install it: pip install 'fxtune[quant]'",
         ),
         (
             {"kind": "int8", "facts": {**T4, "capability": (7, 0)}},
@@ -64,7 +44,6 @@ def refused(
             "enabled: techniques.lora.init=pissa moves a part of the weights into the adapter",
         ),
         ({"init": AdapterInit.olora}, "enabled: techniques.lora.init=olora"),
-        ({"kind": "int8_torchao", "dora": True}, "library: techniques.lora.dora=true"),
         ({"modules_to_save": ["down_proj"]}, "skip: techniques.lora.modules_to_save trains down_proj"),
         ({"skip": ("down_prj",)}, "skip: this model has no linear down_prj. Its linears are down_proj, gate_proj"),
         (
@@ -92,7 +71,6 @@ def test_check_refuses_with_what_to_change(options, reason):
         {"kind": "int8"},
         {"facts": H200},
         {"facts": T4, "kind": "int8"},
-        {"kind": "nf4_torchao", "sizes": WIDE},
         {"facts": {**T4, "dtype": "float16"}, "compute": ComputeDtype.float16},
         {"dora": True},
         {"kind": "int8", "dora": True},

@@ -15,7 +15,7 @@ from support.cases import slow_but
 
 from fxtune.cli.merge import merge
 from fxtune.export.save import save_model
-from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, Library, Switch, WeightFormat
+from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, WeightFormat
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
@@ -60,7 +60,7 @@ def made(pipeline: Pipeline, model: ModelConfig) -> Any:
 def test_an_fp8_linear_computes_with_its_dequantized_weight_up_to_input_rounding():
     torch.manual_seed(0)
     source = torch.nn.Linear(512, 384, bias=True)
-    mine = quantized(source, "fp8", "auto", True, torch.float32, CPU.device)
+    mine = quantized(source, "fp8", torch.float32, CPU.device)
     weight = dequantized(mine)
     assert 0.02 < (weight - source.weight).norm() / source.weight.norm() < 0.03
     # Numbers of three bits of mantissa are not rounded.
@@ -251,10 +251,10 @@ def test_an_fp8_head_in_the_fused_loss_has_the_gradient_of_the_plain_product():
 
 def test_a_model_with_an_fp8_head_trains_with_the_fused_loss():
     prepared = prepared_model(ended(), random_model("llama", **WIDE))
-    for fused in (Switch.on, Switch.off):
-        loss = LanguageModel(prepared, Liger(True, fused_linear_cross_entropy=fused))
+    for fused in (True, False):
+        loss = LanguageModel(prepared, Liger(fused, ["fused_linear_cross_entropy"]))
         assert all(one.acted for one in loss.evidence), loss.evidence
-        assert ("the head is frozen" in loss.evidence[0].observed) is (fused is Switch.on)
+        assert ("the head is frozen" in loss.evidence[0].observed) is fused
         assert not loss.own_forward
 
 
@@ -311,10 +311,6 @@ def refused(
         (
             {"here": {"compute_dtype": ComputeDtype.float16}},
             "compute_dtype: fp8's products are bfloat16, and this asks for float16. Set it to auto or bfloat16.",
-        ),
-        (
-            {"here": {"library": Library.torchao}},
-            "library: torch computes fp8 products, without torchao. Set it to auto.",
         ),
         ({"full": True}, "enabled: weights in fp8 cannot be trained, only adapters over them."),
         (
@@ -384,7 +380,7 @@ def test_auto_is_resolved_by_the_compute_dtype():
     given.precision.autocast = Autocast.bfloat16
     facts = facts_of(random_model("llama"), **{**H200, "dtype": "float32"})
     chosen, notes = given.resolved(facts)
-    assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.auto, ComputeDtype.bfloat16)
+    assert chosen.quantize.compute_dtype is ComputeDtype.bfloat16
     assert (
         "quantize: torch multiplies the fp8 weights; their transposes are kept; matmuls run in bfloat16 like the rest "
         "of the model"
@@ -393,7 +389,7 @@ def test_auto_is_resolved_by_the_compute_dtype():
 
 @pytest.mark.parametrize(
     ("fused", "transpose"),
-    [("on", Switch.on), ("off", Switch.off)],
+    [("on", True), ("off", False)],
 )
 @pytest.mark.slow
 def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, tmp_path, monkeypatch):
@@ -404,7 +400,7 @@ def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, t
         for size in (1, 10**15):
             monkeypatch.setattr("fxtune.techniques.pipeline.bytes_of", lambda *_, size=size: size)
             pipeline = fp8(fused)
-            pipeline.quantize.transpose, pipeline.quantize.head = transpose, True
+            pipeline.quantize.keeps_transposes, pipeline.quantize.head = transpose, True
             models.append(prepared_model(pipeline, config))
             evidence = [one for one in pipeline.verify(models[-1], make_probe(models[-1].module)) if not one.acted]
             assert [one.asked for one in evidence] == ["products in fp8"], "on a CPU no product is in fp8"
@@ -420,12 +416,12 @@ def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, t
 def test_auto_keeps_transposes_where_memory_is_ample():
     model = random_model("llama", **WIDE)
     weights = sum(base.weight.numel() for base in fp8_linears(made(fp8(), model)))
-    for free, kept in ((9 * weights, Switch.on), (7 * weights, Switch.off)):
+    for free, kept in ((9 * weights, True), (7 * weights, False)):
         chosen, notes = fp8(compute=ComputeDtype.bfloat16).decided(facts_of(model, **H200, free_memory=free))
-        assert chosen.quantize.transpose is kept
+        assert chosen.quantize.keeps_transposes is kept
         note = next(note for note in notes if note.startswith("quantize"))
-        assert ("the backward pass transposes them" in note) == (kept is Switch.off)
-        assert linear_bytes(facts_of(model, techniques=chosen)) == bytes_per_weight("fp8", transpose=kept is Switch.on)
+        assert ("the backward pass transposes them" in note) != kept
+        assert linear_bytes(facts_of(model, techniques=chosen)) == bytes_per_weight("fp8", transpose=kept)
 
 
 def fp8_linears(model: Any) -> list[Any]:
@@ -436,9 +432,9 @@ def fp8_linears(model: Any) -> list[Any]:
 def test_a_weight_without_its_transpose_takes_half_and_trains_the_same_model(fused):
     model = random_model("llama", **WIDE)
     gradients, outputs, stored = [], [], []
-    for kept in (Switch.on, Switch.off):
+    for kept in (True, False):
         pipeline = fp8(fused)
-        pipeline.quantize.transpose = kept
+        pipeline.quantize.keeps_transposes = kept
         prepared = prepared_model(pipeline, model)
         mine = prepared.module
         evidence = [one.acted for one in pipeline.verify(prepared, make_probe(mine)) if one.technique == "quantize"]

@@ -21,7 +21,7 @@ from fxtune.cli.merge import merge
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import StorageError
 from fxtune.export.save import save_model
-from fxtune.facts.options import ComputeDtype, Library, Switch, WeightFormat
+from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
@@ -38,11 +38,10 @@ from fxtune.techniques.quantized_modules import is_quantized
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
 
 
-def fp8(experts: Switch = Switch.on, transpose: Switch = Switch.on, **options: Any) -> Pipeline:
+def fp8(experts: Switch = Switch.on, transposes: bool = True, **options: Any) -> Pipeline:
     pipeline = lora(**options)
-    pipeline.quantize = Quantize(
-        True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, experts=experts, transpose=transpose
-    )
+    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, experts=experts)
+    pipeline.quantize.keeps_transposes = transposes
     return pipeline
 
 
@@ -63,9 +62,9 @@ def resolved(model: ModelConfig, pipeline: Pipeline, **facts: Any) -> tuple[Quan
     return decided, decided.resolve(dataclasses.replace(facts, techniques=pipeline)) or ""
 
 
-@pytest.mark.parametrize(("kind", "transpose"), [("qwen3_moe", Switch.on), ("granitemoe", Switch.off)])
-def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(kind, transpose):
-    model, pipeline = mixture(kind), fp8(transpose=transpose)
+@pytest.mark.parametrize(("kind", "transposes"), [("qwen3_moe", True), ("granitemoe", False)])
+def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(kind, transposes):
+    model, pipeline = mixture(kind), fp8(transposes=transposes)
     prepared, plain = prepared_model(pipeline, model), built(lora(), model, packing=False)
     mine = prepared.module
     experts = list(experts_of(mine))
@@ -76,7 +75,7 @@ def test_a_mixture_over_fp8_experts_is_close_to_its_base_and_its_experts_learn(k
             weights = Weights(*codes)
             found = dequantize_experts(weights.codes, weights.scales, torch.float32)
             assert 0 < (found - exact).norm() / exact.norm() < 0.04
-            assert (weights.back is None) is (transpose is Switch.off)
+            assert (weights.back is None) is not transposes
     assert 0 < (logits(mine) - logits(plain)).norm() / logits(plain).norm() < 0.1
     seen = observe_experts(mine, make_probe(mine))
     assert (seen.layers, seen.grouped) == (2, 2)
@@ -178,7 +177,6 @@ def test_the_forecast_of_fp8_experts_is_right(small, monkeypatch):
         ("qwen3_moe", {}, {}, ""),
         ("gpt_oss", {}, {}, "GptOssExperts has biases or another layout"),
         ("qwen3_moe", {"moe_intermediate_size": 40}, {}, "a multiple of 16, and experts have one of 40"),
-        ("qwen3_moe", {}, {"grouped_experts": Switch.off}, "grouped_experts=off adds adapters to whole weights"),
         ("qwen3_moe", {}, {"modules_to_save": ["mlp"]}, "modules_to_save=mlp trains whole experts"),
         ("qwen3_moe", {}, {"modules_to_save": ["experts"]}, "modules_to_save=experts trains whole experts"),
     ],
@@ -198,16 +196,14 @@ def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, opt
 @pytest.mark.parametrize(("degrees", "why"), [((2, 1), ""), ((2, 2), ""), ((3, 1), "3 ranks"), ((2, 4), "8 ranks")])
 def test_ranks_that_cannot_have_equally_many_experts_keep_them_in_16_bits(degrees, why):
     shard, context = degrees
-    decided, said = resolved(
-        mixture("qwen3_moe"), fp8(Switch.auto, Switch.auto), degrees=Degrees(shard=shard, context=context)
-    )
+    decided, said = resolved(mixture("qwen3_moe"), fp8(Switch.auto), degrees=Degrees(shard=shard, context=context))
     assert decided.experts is (Switch.off if why else Switch.on)
     assert (f"({why} cannot have equally many of them)" if why else "experts in fp8, too") in said
 
 
 def test_a_check_knows_what_auto_will_decide():
     """Beside experts in fp8 the small linears stay in 16 bits, so the gate with one output is no obstacle."""
-    model, pipeline = mixture("qwen2_moe"), fp8(Switch.auto, Switch.auto)
+    model, pipeline = mixture("qwen2_moe"), fp8(Switch.auto)
     pipeline.quantize.compute_dtype = ComputeDtype.auto
     facts = dataclasses.replace(facts_of(model, **H200), techniques=pipeline)
     assert not [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
@@ -215,22 +211,19 @@ def test_a_check_knows_what_auto_will_decide():
     assert [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
 
 
-def test_one_decision_says_whether_linears_are_in_fp8_beside_experts():
-    """Memory, time and what is quantized follow it; a recipe may take the other one."""
+def test_one_decision_says_whether_linears_are_in_fp8_beside_experts(monkeypatch):
+    """Memory, time and what is quantized follow it."""
     model = mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
-    seen = {}
-    for wish in Switch:
-        pipeline = fp8(Switch.auto, Switch.off)
-        pipeline.quantize.linears = wish
-        decided, said = resolved(model, pipeline)
-        assert ("other linears stay in bfloat16 (all are small)" in said) is (wish is Switch.auto)
-        pipeline.quantize = decided
+    seen = []
+    for small in (quantized_experts.SMALL, 0):
+        monkeypatch.setattr(quantized_experts, "SMALL", small)
+        pipeline = fp8(Switch.auto, False)
+        pipeline.quantize, said = resolved(model, pipeline)
+        assert ("other linears stay in bfloat16 (all are small)" in said) is bool(small)
         facts = dataclasses.replace(facts_of(model, **H200), techniques=pipeline)
-        seen[wish] = forecast(facts, RecomputePlan()).weights, layer_time(facts).narrow, decided.linears
-    assert seen[Switch.auto] == seen[Switch.off]
-    assert seen[Switch.auto][2] is Switch.off
-    assert seen[Switch.on][0] < seen[Switch.off][0]
-    assert seen[Switch.on][1] < seen[Switch.off][1]
+        seen.append((forecast(facts, RecomputePlan()).weights, layer_time(facts).narrow))
+    assert seen[1][0] < seen[0][0]
+    assert seen[1][1] < seen[0][1]
 
 
 def test_skip_keeps_experts_with_a_tensor_of_that_name_in_16_bits():
@@ -244,7 +237,7 @@ def test_skip_keeps_experts_with_a_tensor_of_that_name_in_16_bits():
 def test_a_model_without_experts_has_none_in_fp8():
     from support.architectures import random_model
 
-    decided, said = resolved(random_model("llama"), fp8(Switch.auto, Switch.auto))
+    decided, said = resolved(random_model("llama"), fp8(Switch.auto))
     assert decided.experts is Switch.off
     assert "experts" not in said
 
@@ -254,8 +247,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
 def packing(kind: str, **options: Any) -> Pipeline:
     pipeline = lora(**options)
-    library = Library.auto if kind == "mxfp4" else Library.bitsandbytes
-    pipeline.quantize = Quantize(True, WeightFormat(kind), library)
+    pipeline.quantize = Quantize(True, WeightFormat(kind))
     return pipeline
 
 
@@ -313,7 +305,7 @@ def test_a_mixture_over_packed_experts_equals_the_one_over_what_they_dequantize_
     mine = prepared.module
     proven(pipeline, prepared)
     if kind == "nf4":  # whose linears are quantized, too
-        assert {one.stored_as for one in experts_of(mine)} == {"nf4/bitsandbytes"}
+        assert {one.stored_as for one in experts_of(mine)} == {"nf4"}
         return
     for name, one in mine.named_parameters():
         if "lora_B" in name:
@@ -366,7 +358,7 @@ def test_experts_of_a_model_that_fits_nowhere_are_quantized_as_they_are_read(kin
     model = ModelConfig(path=str(on_disk(tmp_path, model=mixture("qwen3_moe", **SIZES, moe_intermediate_size=64))))
     assert any(".experts.3." in name for name in load_file(tmp_path / "model.safetensors"))
     if kind.startswith("fp8"):
-        pipeline = fp8(transpose=Switch.off if "without" in kind else Switch.on)
+        pipeline = fp8(transposes="without" not in kind)
     else:
         pipeline = packing("nf4" if kind == "linears alone" else kind)
         pipeline.quantize.experts = Switch.off if kind == "linears alone" else Switch.on
@@ -509,7 +501,6 @@ def test_the_forecast_of_packed_experts_is_right(kind):
     ("kind", "model", "options", "why"),
     [
         ("mxfp4", {}, {}, "mxfp4 has blocks of 32 numbers, and rows of experts have 40"),
-        ("nf4", {}, {"grouped_experts": Switch.off}, "grouped_experts=off adds adapters to whole weights"),
         ("nf4", {}, {"modules_to_save": ["experts"]}, "modules_to_save=experts trains whole experts"),
     ],
 )

@@ -41,4 +41,4 @@ def test_experts_of_a_mixture_are_refused_by_name():
     model = random_model("llama", model_type="mixtral", num_local_experts=4)
     pipeline = qlora()
     seen = next(iter(pipeline.quantize.verify(prepared_model(pipeline, model), {})))
-    assert seen.observed.startswith("8 in nf4/bitsandbytes, 13.0% of the model")
+    assert seen.observed.startswith("8 in nf4, 13.0% of the model")

@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.architectures import built, facts_of, logits, lora, prepared_model, random_model, trained
-from support.cases import slow_but
 from support.quantized import WIDE, kinds, qlora
 from support.runs import losses
 
 from fxtune.cli.merge import merge
 from fxtune.export.save import save_model
-from fxtune.facts.options import Autocast, ComputeDtype, Library
+from fxtune.facts.options import Autocast, ComputeDtype
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.quantized_modules import dequantized, is_quantized
@@ -45,7 +44,7 @@ def test_a_quantized_model_is_close_to_its_base_and_trains_only_adapters(kind):
     }
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "int8_torchao"])
+@kinds
 def test_gradients_equal_the_dequantized_model_also_after_evaluation_and_generation(kind):
     model = random_model("llama", **WIDE)
     mine, plain = trained(built(qlora(kind), model)), built(lora(), model)
@@ -72,19 +71,7 @@ def test_gradients_equal_the_dequantized_model_also_after_evaluation_and_generat
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    slow_but(
-        [
-            ("nf4", {"dora": True}),
-            ("int8", {"dora": True}),
-            ("nf4_torchao", {"modules_to_save": ["lm_head"]}),
-            ("int8_torchao", {}),
-        ],
-        ("nf4", {"dora": True}),
-        ("int8_torchao", {}),
-    ),
-)
+@pytest.mark.parametrize(("kind", "options"), [("nf4", {"dora": True}), ("int8", {"modules_to_save": ["lm_head"]})])
 def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -104,7 +91,7 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nf4", "int8_torchao"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monkeypatch):
     narrow.techniques.quantize = qlora(kind).quantize
     narrow.techniques.quantize.compute_dtype = ComputeDtype.auto
@@ -131,13 +118,10 @@ def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monk
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
 
 
-def test_auto_is_resolved_by_the_installed_packages():
+def test_auto_computes_in_the_dtype_of_the_other_matmuls():
     model = random_model("llama", **WIDE)
     given = qlora(compute=ComputeDtype.auto)
-    given.quantize.library, given.precision.autocast = Library.auto, Autocast.bfloat16
+    given.precision.autocast = Autocast.bfloat16
     chosen, notes = given.resolved(facts_of(model))
-    assert (chosen.quantize.library, chosen.quantize.compute_dtype) == (Library.bitsandbytes, ComputeDtype.bfloat16)
-    assert "quantize: bitsandbytes stores the nf4 weights; matmuls run in bfloat16 like the rest of the model" in notes
-    without = {name: version for name, version in facts_of(model).packages.items() if name != "bitsandbytes"}
-    chosen, _ = given.resolved(facts_of(model, packages=without))
-    assert chosen.quantize.library is Library.torchao
+    assert chosen.quantize.compute_dtype is ComputeDtype.bfloat16
+    assert "quantize: matmuls run in bfloat16 like the rest of the model" in notes

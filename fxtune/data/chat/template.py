@@ -157,7 +157,7 @@ class ChatTemplate:
                 "Correct it, or name another in data.chat_template"
             ) from None
         except MemoryError:
-            raise  # the limit around all rows handles it
+            raise  # in a thread, where work has no limits
         except TemplateSyntaxError as error:
             raise _does_not_compile(error) from None
         except SecurityError as error:

@@ -10,8 +10,8 @@ import pytest
 from support import families
 from support.rows import write_jsonl
 
-from fxtune.data.chat.coverage import CONTENT_REMARK, REASONING_REMARK
 from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.remarks import CONTENT_REMARK, REASONING_REMARK
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source

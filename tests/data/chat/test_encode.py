@@ -378,10 +378,10 @@ def test_group_has_the_documents_of_its_rows_in_order_with_their_labels() -> Non
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"documents": [{"text": "two"}, {"body": "two"}]}, "documents[1] has no format"),
+        ({"documents": [{"text": "two"}, {"body": "two"}]}, "documents[1]: no format"),
         ({"documents": [{"text": "two"}, {"text": " "}]}, "documents[1]: text is empty"),
         ({"documents": [{"text": "two", "note": "lost"}]}, "documents[0]: column 'note' is not read"),
-        ({"documents": [{"documents": [{"text": "two"}]}]}, "documents[0] has no format"),
+        ({"documents": [{"documents": [{"text": "two"}]}]}, "documents[0]: no format"),
         ({"documents": [{"text": "two"}], "title": "lost"}, "column 'title' is not read"),
     ],
 )

@@ -104,7 +104,7 @@ def supervised_text(family: str, messages: list[dict], tools: list[dict] | None 
     (document,) = encoder.encode([row])
     assert isinstance(document, Document), document
     chat = FORMATS["messages"].read(row, LearnConfig())
-    template, _ = encoder._template(chat.tools is not None)
+    template, _ = encoder.templates.get(chat.tools is not None)
     text, spans = template.supervised_spans(chat.messages, chat.supervised, chat.tools)
     stretches: list[list[int]] = []
     for index, (token, learned) in enumerate(zip(document.ids, document.supervised, strict=True)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -35,9 +35,11 @@ from fxtune.data.chat.remarks import (
     REASONING_REMARK,
     REWRITTEN_REMARKS,
 )
+from fxtune.data.chat.rewriting import Rewriting
 from fxtune.data.chat.split import SplitChat, SplitCounts, split_chat, split_questions, truncate_chat
-from fxtune.data.chat.template import ChatTemplate, Messages
+from fxtune.data.chat.template import Messages
 from fxtune.data.chat.template_source import ChatTemplates
+from fxtune.data.chat.turns import supervised_spans
 from fxtune.data.config import DataConfig, OnRewritten
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
@@ -268,22 +270,23 @@ class Encoder:
 
     def _chat(self, chat: Conversation, coverage: Coverage | None = None) -> Steps[Document]:
         """`coverage`: what looks for the row of the chat in the text; None for a part of a chat."""
-        template, escaper = self.templates.get(chat.tools is not None, chat.variables)
+        template, escaper, rewriting = self.templates.get(chat.tools is not None, chat.variables)
         messages, supervised = template.adapted(chat.messages), chat.supervised
         if chat.variables and escaper.is_quoted([], [chat.variables]):
             raise RowError(f"{VARIABLES} holds a special token")
         rewritten = self._rewritten_turns(chat)
         if rewritten and self.on_rewritten is OnRewritten.context:
             supervised = [learned and index > rewritten[-1] for index, learned in enumerate(supervised)]
-        text, spans = template.supervised_spans(messages, supervised, chat.tools)
+        text, spans = supervised_spans(template, messages, supervised, chat.tools)
         if not text.isascii() and SURROGATE.search(text):
             raise RowError("a lone surrogate in tools or tool_calls: not valid Unicode")
-        aliased, written = text, str
+        aliased = text
+        written: Callable[[str], str] = str
         if escaped := escaper.is_quoted(messages, chat.tools):
             found = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
             spans = [(found.position(start), found.position(end)) for start, end in spans]
             aliased, written = found.text, escaper.alias_of
-        remarks = self._remarks(chat, messages, supervised, bool(rewritten), text, template, coverage)
+        remarks = self._remarks(chat, messages, supervised, bool(rewritten), text, rewriting, coverage)
         images = list(chain.from_iterable(message.get("images", ()) for message in messages))
         text, spans, ids_of = self._placeholders.with_letters(aliased, spans, images, written)
         if escaped:
@@ -303,12 +306,13 @@ class Encoder:
         supervised: Sequence[bool],
         is_rewritten: bool,
         text: str,
-        template: ChatTemplate,
+        rewriting: Rewriting,
         coverage: Coverage | None,
     ) -> tuple[str, ...]:
         """Lines about the text of a chat; none without `coverage`. Raises RowError if a part of the row is lost."""
         if coverage is None:
             return ()
+        template = rewriting.template
         found = coverage.check_conversation(chat.row, chat, messages, text, template)
         found += [OTHERS_REMARK] * (OTHERS in chat.row)
         if is_rewritten:
@@ -318,7 +322,7 @@ class Encoder:
             messages[index]["role"] == "assistant" and not reasoning_of(messages[index]) for index in learned
         ):
             found.append(EMPTY_REASONING_REMARK)
-        if learned and template.asks_otherwise(messages, learned[-1], chat.tools):
+        if learned and rewriting.asks_otherwise(messages, learned[-1], chat.tools):
             found.append(PROMPT_REMARK)
         return tuple(found)
 
@@ -326,8 +330,8 @@ class Encoder:
         """The turns that are learned and not written as in sampling, in ascending order."""
         if self.on_rewritten is OnRewritten.keep:
             return []
-        template, _ = self.templates.get(chat.tools is not None, chat.variables)
-        return template.rewritten_turns(template.adapted(chat.messages), chat.supervised, chat.tools)
+        template, _, rewriting = self.templates.get(chat.tools is not None, chat.variables)
+        return rewriting.turns(template.adapted(chat.messages), chat.supervised, chat.tools)
 
     def _with_system(self, chat: Conversation) -> Conversation:
         if self.system is not None and all(message["role"] not in SYSTEM_ROLES for message in chat.messages):

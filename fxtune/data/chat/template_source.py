@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fxtune.data.chat.rewriting import Rewriting
 from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.template import RESERVED, ChatTemplate, undeclared_variables, unused_characters
 from fxtune.data.config import template_time_now
@@ -66,7 +67,7 @@ class ChatTemplates:
         self._tokenizer, self._variables, self._has_system = tokenizer, variables, system is not None
         self.source = read_template(path) if path else None
         self._time = datetime.fromisoformat(time or template_time_now())
-        self._made: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper]] = {}
+        self._made: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper, Rewriting]] = {}
 
     @property
     def are_used(self) -> bool:
@@ -74,7 +75,7 @@ class ChatTemplates:
 
     def get(
         self, with_tools: bool, variables: Mapping[str, Any] | None = None
-    ) -> tuple[ChatTemplate, SpecialTokenEscaper]:
+    ) -> tuple[ChatTemplate, SpecialTokenEscaper, Rewriting]:
         """`variables`: the template variables that a row sets. Raises RowError for these, and DataError."""
         used = {**self._variables, **(variables or {})}
         key = with_tools, json.dumps(used, sort_keys=True, default=str)
@@ -95,7 +96,8 @@ class ChatTemplates:
             template = ChatTemplate(source, {**tokenizer.special_tokens_map, **used}, ends)
             if self._has_system:
                 require_system(template)
-            self._made[key] = template, SpecialTokenEscaper(tokenizer, template.frame.prompt)
+            escaper = SpecialTokenEscaper(tokenizer, template.frame.prompt)
+            self._made[key] = template, escaper, Rewriting(template)
         return self._made[key]
 
     def _source(self, with_tools: bool) -> str:
@@ -136,7 +138,7 @@ class ChatTemplates:
 
     def remarks_on_ends(self) -> list[str]:
         """Lines about a template in which turns have no end."""
-        template, _ = self.get(with_tools=False)
+        template, *_ = self.get(with_tools=False)
         found = []
         if template.next_header:
             found.append(

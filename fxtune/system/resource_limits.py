@@ -17,8 +17,6 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 SECONDS = 10.0
@@ -82,25 +80,6 @@ class limit_resources:
             raise LimitExceeded(f"more than {self.seconds:g} s of processor time")
         if self.memory and _address_space() - self.memory > self.more:
             raise LimitExceeded(self._memory_reason)
-
-
-@contextmanager
-def unlimited() -> Iterator[None]:
-    """Run the body outside of the limits of the block around it: its time does not count.
-
-    Decoding images has other limits, for example, and happens while a chat template runs under these limits.
-    """
-    active = limit_resources._active
-    if active is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    used = time.process_time() - active.began
-    active.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        active.__enter__()
-        active.began -= used
 
 
 def _address_space() -> int:

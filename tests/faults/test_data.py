@@ -85,7 +85,7 @@ BROKEN = {
     "blank.jsonl": (b"\n \n", "has no rows"),
     "header.csv": (b"prompt,completion\n", "has no rows"),
     "none.json": (b"[]", "has no rows"),
-    "cut.json": (json.dumps([GOOD] * 9).encode()[:-30], r"cut\.json:1: not JSON"),
+    "cut.json": (json.dumps([GOOD] * 9).encode()[:-30], r"cut\.json: not JSON after row 8"),
     "cut.jsonl.gz": (
         gzip.compress(lines(*[GOOD] * 999))[:-40],
         r"cut\.jsonl\.gz:\d+: the file cannot be read past here",

@@ -143,7 +143,7 @@ def test_template_time_and_memory_are_limited(what, cwd, tokenizer, monkeypatch)
 @pytest.mark.parametrize("more", ["{{ 'x' * 10000000000 }}", GREEDY["loops"], GREEDY["doubled"]])
 def test_template_that_attacks_at_a_later_row_is_limited(more, cwd, tokenizer, monkeypatch):
     monkeypatch.setattr(
-        "fxtune.data.chat.encode.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
+        "fxtune.data.chat.template.limit_resources", lambda: limit_resources(seconds=0.5, more=200 << 20)
     )
     Path("late.jinja").write_text(PLAIN + "{% if 'wake' in messages[0].content %}" + more + "{% endif %}")
     encoder = Encoder(tokenizer, FORMATS["messages"], "late.jinja")

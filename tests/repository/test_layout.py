@@ -11,7 +11,6 @@ ELSEWHERE = {
     "objectives/orpo.py": "test_preferences.py, a table of formulas",
     "objectives/simpo.py": "test_preferences.py, a table of formulas",
     "objectives/reference.py": "training/test_stored_reference.py, by the public command",
-    "data/formats/row_format.py": "a contract; each format is tested",
     "distributed/averaging.py": "test_gradients.py, with the other ways to add up gradients",
     "distributed/powersgd.py": "test_gradients.py, with the other ways to add up gradients",
     "kernels/save_input.py": "test_tiled_mlp.py and test_fused_modules.py, inside checkpoints",
@@ -39,6 +38,11 @@ ELSEWHERE = {
         ],
         "cli/test_import_config.py, through the command",
     ),
+    "data/batches/layout.py": "test_plan.py and test_growing_rows.py",
+    "data/chat/calls.py": "test_tool_calls.py",
+    "data/chat/remarks.py": "texts",
+    "data/chat/rewriting.py": "test_reasoning.py",
+    "data/images/placeholders.py": "tests/data/chat/test_images.py",
     "objectives/base.py": "a protocol",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
@@ -47,7 +51,7 @@ ELSEWHERE = {
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }
 """Modules without a test file of their name, and what tests them or why nothing does."""
-TOGETHER = {"techniques/attention/backends": "registry.py"}
+TOGETHER = {"techniques/attention/backends": "registry.py", "data/formats": "registry.py"}
 """Folders whose modules have one table of tests, with the module that lists them."""
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from fxtune.data.formats.values import RowError
-from fxtune.data.images.decode import decode
 from fxtune.data.images.processor import ImageProcessor, Tensors
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
@@ -91,16 +90,12 @@ class BatchImages:
         if not indices:
             return None
         assert self.processor is not None
-        images, image = [], None
         try:
-            for index in indices:
-                image = table.image(index)
-                images.append(decode(image.read()))
-            return self.processor.tensors(images)
+            return self.processor.read([table.image(index) for index in indices])
         except RowError as reason:
             raise LostImageError(
-                f"{image.name if image else ''}: {reason}. It was read when the data was tokenized. Restore the file "
-                "and start the run again, which resumes it.",
+                f"{reason}. It was read when the data was tokenized. Restore the file and start the run again, which "
+                "resumes it.",
                 table,
                 indices.start,
             ) from None

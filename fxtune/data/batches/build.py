@@ -11,9 +11,10 @@ import numpy as np
 
 from fxtune.data.batches.duplicates import describe, find_duplicates
 from fxtune.data.batches.epochs import EpochStream, StreamSettings
+from fxtune.data.batches.layout import BatchSizes
 from fxtune.data.batches.length_mix import LengthMix
 from fxtune.data.batches.overlap import require_no_overlap
-from fxtune.data.batches.plan import BatchSizes, Plan
+from fxtune.data.batches.plan import Plan
 from fxtune.data.batches.segments import Side
 from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.images.processor import ImageProcessor

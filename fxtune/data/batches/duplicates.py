@@ -22,15 +22,14 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from fxtune.data.batches.segments import splitmix64
-from fxtune.data.config import DataConfig, Dedup, SourceConfig
+from fxtune.data.batches.segments import places_within, splitmix64
+from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.tokenized.cache import cache_root
-from fxtune.data.tokenized.rows import usable_rows
+from fxtune.data.tokenized.rows import place_of_row
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.system.atomic_files import replacing
 
@@ -94,7 +93,7 @@ def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
     distinct, of, pieces = np.unique(table.digests, return_inverse=True, return_counts=True)
     order = np.argsort(of, kind="stable")
     rank = np.empty(len(of), np.int64)
-    rank[order] = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    rank[order] = places_within(pieces)
     if table.by_row is not table:
         whole, copies = np.unique(table.by_row.digests, return_counts=True)
         pieces_of_one = pieces // copies[np.searchsorted(whole, distinct)]
@@ -225,8 +224,8 @@ def describe(
         return
     seen = np.zeros(0, np.uint64)
     sides = [*zip(data.sources, tables, strict=True), *zip(data.eval_sources, held_out, strict=False)]
-    places = _Places([(source, table.by_row) for source, table in sides], data)
-    for number, (_, table) in enumerate(places.sides[: len(tables)]):
+    sides = [(source, table.by_row) for source, table in sides]
+    for number, (source, table) in enumerate(sides[: len(tables)]):
         copies, near = ~first_copies(table, seen), np.isin(table.digests, found.near)
         seen = np.union1d(seen, table.digests)
         left_out, noun = np.flatnonzero(copies | near), tables[number].noun
@@ -241,24 +240,10 @@ def describe(
             digest = table.digests[document]
             if near[document]:
                 digest = found.like[np.searchsorted(found.near, digest)]
-            pairs.append(f"{places.of(number, document)} of {places.first(digest)}")
+            first = next(side for side in sides if digest in side[1].digests)
+            original = place_of_row(*first, int(np.argmax(first[1].digests == digest)), data)
+            pairs.append(f"{place_of_row(source, table, document, data)} of {original}")
         yield (
             f"{table.name}: data.dedup={data.dedup.value} leaves out {len(left_out):,} of {len(table):,} {noun}, "
             f"{' and '.join(kinds)}: {', '.join(pairs)}{', ...' * (len(left_out) > _SHOWN)}"
         )
-
-
-class _Places:
-    """Files and lines of documents."""
-
-    def __init__(self, sides: Sequence[tuple[SourceConfig, TokenTable]], data: DataConfig) -> None:
-        self.sides, self.data = sides, data
-
-    def of(self, number: int, document: int) -> str:
-        source, table = self.sides[number]
-        return next(islice(usable_rows(source, table, self.data), document, None)).where
-
-    def first(self, digest: np.uint64) -> str:
-        """The first document with a digest."""
-        number = next(number for number, (_, table) in enumerate(self.sides) if digest in table.digests)
-        return self.of(number, int(np.argmax(self.sides[number][1].digests == digest)))

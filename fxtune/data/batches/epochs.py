@@ -32,7 +32,7 @@ from fxtune.data.batches.segments import (
     is_on_side,
     make_segments,
     permutation,
-    smallest_fraction,
+    places_within,
     spans,
 )
 from fxtune.data.batches.shared_prompts import shared_tokens
@@ -90,9 +90,8 @@ class Epoch:
     def reordered(self, rows: np.ndarray) -> Epoch:
         """Some of its rows, in the order of their indices in `rows`."""
         size = np.diff(self.offsets)[rows]
-        ends = np.cumsum(size)
-        within = np.arange(ends[-1]) - np.repeat(ends - size, size)
-        return Epoch(self.segments[np.repeat(self.offsets[rows], size) + within], np.concatenate([[0], ends]))
+        taken = np.repeat(self.offsets[rows], size) + places_within(size)
+        return Epoch(self.segments[taken], np.concatenate([[0], np.cumsum(size)]))
 
 
 class RowSequence(ABC):
@@ -375,46 +374,26 @@ class EpochStream(RowSequence):
         empty = [at for at, segments in enumerate(by_table) if not len(segments)]
         if not empty or (held_out and len(empty) < len(by_table)):
             return
-        if held_out and not any(counts.documents for counts in self.counts):
-            smallest = min(smallest_fraction(table.held_out_by) for table in self.tables)
-            would_train = any(is_on_side(Side.train, table.held_out_by, smallest).any() for table in self.tables)
-            raised = f"Raise it to {smallest:.2g} or more, or name" if smallest < 1 and would_train else "Name"
-            raise DataError(
-                f"data.eval_fraction={self.settings.share(0)} holds out none of "
-                f"{sum(counts.other_side for counts in self.counts):,} documents, so there is nothing to evaluate "
-                f"on. {raised} held-out data in data.eval_sources."
-            )
+        length = f"data.sequence_length={self.settings.sequence_length:,}"
         lines = []
-        cure = "Remove the source, or give it rows with answers: only what the model should say is supervised."
-        if held_out:
-            cure = "Raise data.eval_fraction or use data.eval_sources."
         for at in empty:
             counts, table = self.counts[at], self.tables[at]
-            if counts.other_side and not held_out and not counts.documents and not counts.overlapping:
-                why = ""
-                if table.prompts is not None:
-                    prompts = len(np.unique(table.prompts))
-                    why = f", because all answers to a prompt are on one side, and there are {prompts} prompts"
-                raise DataError(
-                    f"{table.name}: data.eval_fraction={self.settings.share(at)} holds out all {counts.other_side:,} "
-                    f"{table.noun}{why}. Name held-out data in data.eval_sources, or set data.eval_fraction=0."
-                )
-            length = f"data.sequence_length={self.settings.sequence_length:,}"
+            share = f"data.eval_fraction={self.settings.share(at)}"
             found = [
                 f"{count:,} {what}"
                 for count, what in (
-                    (
-                        counts.other_side,
-                        f"documents on the other side of data.eval_fraction={self.settings.share(at)}",
-                    ),
+                    (counts.other_side, f"{'not held out' if held_out else 'held out'} by {share}"),
                     (counts.dropped, f"dropped as longer than {length}"),
-                    (counts.without_targets, "documents or pieces without a supervised token"),
-                    (counts.overlapping, "documents that are held out as well"),
+                    (counts.truncated, f"cut at {length} (data.on_long=split keeps the rest)"),
+                    (counts.without_targets, "without a supervised token"),
+                    (counts.overlapping, "held out elsewhere as well"),
                 )
                 if count
             ]
-            lines.append(f"{table.name}: nothing to learn from. {', '.join(found) or 'No documents'}.")
-            if counts.without_targets and counts.truncated:
-                cut = f"{counts.truncated:,} documents are cut before their answers"
-                cure = f"{cut}: raise {length}, or set data.on_long=split."
+            prompts = " (all answers to a prompt are on one side)" if table.prompts is not None else ""
+            nothing = f"nothing to {'evaluate on' if held_out else 'learn from'}"
+            lines.append(f"{table.name}: {nothing}. {table.noun}{prompts}: {', '.join(found) or 'none'}.")
+        cure = "Raise data.eval_fraction, or name held-out data in data.eval_sources."
+        if not held_out:
+            cure = "Give the source rows with answers that fit a row, hold out fewer of them, or remove the source."
         raise DataError("\n".join([*lines, cure]))

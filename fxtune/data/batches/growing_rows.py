@@ -28,7 +28,7 @@ import numpy as np
 
 from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
 from fxtune.data.batches.packing import assign_documents, packing_pattern
-from fxtune.data.batches.segments import Segments, cut, permutation
+from fxtune.data.batches.segments import Segments, cut, permutation, places_within
 from fxtune.data.config import OnLong
 from fxtune.data.stages import StepRows
 from fxtune.errors import DataError
@@ -75,12 +75,11 @@ class CutSegments:
         """(the pieces of `segments` for rows of `length`, how many each has), int64."""
         first, end = self.first[length][segments], self.first[length][segments + 1]
         count = end - first
-        within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        return np.repeat(first, count) + within, count
+        return np.repeat(first, count) + places_within(count), count
 
 
 class _Block(NamedTuple):
-    """What a stage takes of an epoch, and the segments that it leaves."""
+    """A stage's rows in an epoch, and the leftover segments."""
 
     rows: Epoch
     left: np.ndarray
@@ -102,7 +101,7 @@ class GrowingRows(RowSequence):
         self.tables, self.shared = stream.tables, stream.shared
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
-        """{stage: rows of an epoch that lies in it as a whole}, where all such epochs have the same number."""
+        """{stage: rows of an epoch that is fully inside the stage}, where all such epochs have the same number."""
 
     def share(self, epoch: int, row: int) -> float:
         begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
@@ -144,7 +143,7 @@ class GrowingRows(RowSequence):
         return Epoch(np.concatenate([block.segments for block in blocks]), np.concatenate([[0], *offsets]))
 
     def _take(self, left: np.ndarray, number: int, stage: int, row: int) -> _Block:
-        """What a stage takes of the segments `left` of epoch `number`, from the sequence's row `row` on."""
+        """The rows of a stage, made of the segments `left` of epoch `number`, from the sequence's row `row` on."""
         length, end = self._lengths.starts[stage].length, self._lengths.end(stage)
         left = left[permutation(len(left), self.stream.settings.seed or 0, _ORDER, number, stage)]
         key = (number, stage)

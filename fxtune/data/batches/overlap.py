@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, OnOverlap, QuestionsConfig, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read.sources import open_source
-from fxtune.data.tokenized.rows import usable_rows
+from fxtune.data.tokenized.rows import place_of_row
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import encode_shard
 from fxtune.errors import DataError
@@ -116,7 +115,10 @@ def _overlap_error(
                 for source, table, mask in zip(data.sources, tables, both, strict=True)
                 if (copy := mask & (table.held_out_by == held.hashes[document])).any()
             )
-            places = _place(held.source, held.table, int(document), data), _place(*next(copies), data)
+            places = (
+                place_of_row(held.source, held.table, int(document), data),
+                place_of_row(*next(copies), data),
+            )
             pairs.append((" has the prompt of " if by_prompt else " is ").join(places))
         more = f", and {shared.sum() - MAX_SHOWN_PAIRS:,} more" if shared.sum() > MAX_SHOWN_PAIRS else ""
         lines.append(
@@ -131,11 +133,6 @@ def _overlap_error(
         "trains on them all the same); or hold out other rows: data.eval_sources=[] data.eval_fraction=0.05, or two "
         "slices such as `split: train[:95%]` and `split: train[95%:]`."
     )
-
-
-def _place(source: SourceConfig, table: TokenTable | None, document: int, data: DataConfig) -> str:
-    """File and line of a document."""
-    return next(islice(usable_rows(source, table, data), document, None)).where
 
 
 def notes_on_copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator[str]:

@@ -9,51 +9,24 @@ they are requested.
 from __future__ import annotations
 
 import hashlib
-import math
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
-from fxtune.data.batches.epochs import Epoch, EpochStream, RowSequence
-from fxtune.data.batches.growing_rows import CutSegments, GrowingRows
+from fxtune.data.batches.epochs import Epoch, EpochStream
+from fxtune.data.batches.growing_rows import GrowingRows
 from fxtune.data.batches.image_sizes import NO_IMAGES, ImageSizes, image_sizes
+from fxtune.data.batches.layout import BatchSizes, Layout, lay_out
 from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans
-from fxtune.data.stages import Stage, StepRows
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.errors import ConfigError, DataError
+from fxtune.errors import ConfigError
 
 KEY_COUNTS = 8
 """How many numbers of keys batch_spec() allows beyond one for each position, where documents share tokens."""
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """How rows are divided into steps and micro-batches."""
-
-    micro_batch_size: int
-    """Rows in a micro-batch of the longest rows. A micro-batch of shorter rows has more, for the same tokens."""
-    global_batch_size: int
-    max_steps: Optional[int] = None
-    epochs: Optional[float] = None
-    row_lengths: tuple[int, ...] = ()
-    pad_id: int = 0
-    rank: int = 0
-    ranks: int = 1
-    """Micro-batches of a step are dealt out to the ranks in turn: this plan has those of `rank`."""
-    piece: int = 0
-    pieces: int = 1
-    """This plan has piece number `piece` of `pieces` of each row, which is padded to a multiple of `pieces`."""
-    last: Optional[int] = None
-    """The plan ends after this step; None: where max_steps and epochs say."""
-    dropped: int = 0
-    """Step s has the rows of step s - dropped: the run went back by so many steps and takes them again."""
-    stages: tuple[Stage, ...] = ()
-    """Stages of the run; empty: one, of global_batch_size rows of the stream's sequence_length."""
 
 
 class DocumentSlice(NamedTuple):
@@ -70,42 +43,10 @@ class DocumentSlice(NamedTuple):
     """Tokens before `first` that the row has in the first document of the group (shared_prompts.py)."""
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The rows of a run, and how they are divided into steps."""
-
-    rows: RowSequence
-    step_rows: StepRows
-    count: int
-    """Rows of the run."""
-    fullest: tuple[int, ...]
-    """For each stage that the run reaches: the most documents in a row of the stage's first epoch."""
-    most_shared: tuple[int, ...]
-    """The same for tokens that a document of the row shares with another one."""
-
-    @staticmethod
-    def of(rows: RowSequence, step_rows: StepRows, count: int) -> _Layout:
-        fullest, most_shared = list[int](), list[int]()
-        for stage, start in enumerate(step_rows.starts):
-            if start.row >= count and stage:  # the run ends before it
-                break
-            epoch, row = rows.locate(start.row)
-            end = step_rows.end(stage)
-            first = rows.epoch(epoch)
-            own = slice(row, None if end is None else row + end - start.row)
-            for most, counts in (
-                (fullest, rows.document_counts(first.segments)),
-                (most_shared, rows.shared_counts(first.segments)),
-            ):
-                in_row = np.diff(np.concatenate([[0], np.cumsum(counts)])[first.offsets])
-                most.append(int(in_row[own].max()))
-        return _Layout(rows, step_rows, count, tuple(fullest), tuple(most_shared))
-
-
 class Plan:
     """The batches of a training run or an evaluation."""
 
-    def __init__(self, stream: EpochStream, sizes: BatchSizes, layout: Optional[_Layout] = None) -> None:
+    def __init__(self, stream: EpochStream, sizes: BatchSizes, layout: Optional[Layout] = None) -> None:
         """`layout`: that of a plan with the same stream, global batch and length of the run."""
         self.stream = stream
         self.sizes = sizes
@@ -119,7 +60,7 @@ class Plan:
                 "parallel.context divides rows over ranks, and each rank needs whole documents of a group. Set "
                 "parallel.context=1."
             )
-        self._layout = layout or self._lay_out()
+        self._layout = layout or lay_out(stream, sizes)
         self.row_sequence, self.step_rows, planned = self._layout.rows, self._layout.step_rows, self._layout.count
         last = None if sizes.last is None else self.step_rows.first_row(sizes.last - sizes.dropped)
         self._row_count = planned if last is None else min(planned, last)
@@ -459,49 +400,6 @@ class Plan:
             "it sees each row once."
         ]
 
-    def _lay_out(self) -> _Layout:
-        """The rows of a run of max_steps and epochs, and how they are divided into steps."""
-        sizes, most, packing = self.sizes, self.sizes.max_steps, self.stream.settings.packing
-        longest = self.stream.settings.sequence_length
-        stages = sizes.stages or (Stage(0.0, sizes.global_batch_size, longest),)
-        stages = tuple(stage._replace(rows=stage.rows // self.stream.rows_of_group) for stage in stages)
-        shorter = sorted({stage.length for stage in stages} - {longest})
-        if shorter and self.stream.rows_of_group > 1:
-            raise ConfigError(
-                "data.length_schedule: without packing each document of a group takes a row, so groups cannot wait "
-                "for longer rows. Set data.packing=true, or data.length_schedule=[]."
-            )
-        cut_segments = CutSegments.of(self.stream, shorter) if shorter else None
-
-        def layout(step_rows: StepRows) -> _Layout:
-            """The layout of the rows of max_steps steps, or of the epochs if these are fewer."""
-            rows = self.stream if cut_segments is None else GrowingRows(self.stream, step_rows, cut_segments)
-            count = math.inf if most is None else step_rows.first_row(most)
-            if most is None or sizes.epochs is not None:
-                count = _count_rows(rows, 1.0 if sizes.epochs is None else sizes.epochs, count)
-            return _Layout.of(rows, step_rows, int(count))
-
-        if most is not None:
-            # As an upper bound beside epochs it may be more steps than their documents last for.
-            with suppress(DataError) if sizes.epochs is not None else nullcontext():
-                found = layout(StepRows.of(stages, most))
-                if found.step_rows.first_row(most) <= found.count:
-                    return found
-        # Rows of the longest length, as far as that is known: cutting rows shorter may make a few more.
-        equal = [stage._replace(rows=stage.rows * stage.length // longest) if packing else stage for stage in stages]
-        rows = int(_count_rows(self.stream, 1.0 if sizes.epochs is None else sizes.epochs, math.inf))
-        low, high = 0, most
-        steps = StepRows.holding(rows, equal, most).planned
-        while True:
-            found = layout(StepRows.of(stages, steps))
-            needed = found.step_rows.steps(found.count)
-            if needed == steps:
-                return found
-            low, high = (steps, high) if needed > steps else (low, steps)
-            if high is not None and high - low <= 1:
-                return layout(StepRows.of(stages, high))
-            steps = needed if high is None or low < needed < high else (low + high) // 2
-
     def _row_range(self, step: int) -> tuple[int, int]:
         if not self.sizes.dropped <= step < self.steps:
             raise IndexError(f"step {step} of a plan of {self.steps} steps")
@@ -558,16 +456,6 @@ class Plan:
             micros = -np.sort(-steps, axis=1).reshape(-1, micro)
             total += int((self._padded_length(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum()) * each
         return total
-
-
-def _count_rows(rows: RowSequence, epochs: float, limit: float) -> float:
-    """Rows of `epochs` epochs, but at most `limit`."""
-    count = number = 0
-    while number < int(epochs) and count < limit:  # one by one: a weighted epoch takes time to build
-        count, number = rows.end(number), number + 1
-    if epochs > int(epochs) and count < limit:
-        count += rows.row_at(int(epochs), epochs - int(epochs))
-    return min(max(count, 1), limit)
 
 
 def _next_power_of_two(count: int) -> int:

@@ -11,7 +11,6 @@ between versions: a run resumed years later must get the same batches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -309,13 +308,6 @@ def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Opt
     if limit is not None and chosen.sum() > limit:
         chosen[np.argsort(number, kind="stable")[limit:]] = False
     return chosen
-
-
-def smallest_fraction(digests: np.ndarray) -> float:
-    """The smallest `eval_fraction`, to two digits, that holds out one of these documents."""
-    share = float(hold_out_number(digests).min()) / 2.0**64
-    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
-    return math.ceil(share / unit + 1e-9) * unit
 
 
 def hold_out_number(digests: np.ndarray) -> np.ndarray:

@@ -13,12 +13,11 @@ end is enough to see a difference.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 Span = tuple[int, int]
-Encode = Callable[[str], tuple[list[int], list[Span]]]
-"""A text to its ids and their (start, end) characters, without special tokens around the text."""
 
 WINDOW = 2_000
 """Characters before a border whose tokens are compared, if no added token is nearer."""
@@ -45,20 +44,23 @@ class Borders:
 
 
 class BorderFinder:
-    """Finds borders for one tokenizer.
+    """Tokenizes texts with borders, by one `tokenizers.Tokenizer` without a post-processor. Picklable.
 
-    Args:
-        encode, decode: the tokenizer's.
-        added: ids of its added tokens.
+    `added`: ids of its added tokens.
     """
 
-    def __init__(self, encode: Encode, decode: Callable[[list[int]], str], added: Collection[int]) -> None:
-        self._encode, self._decode, self._added = encode, decode, frozenset(added)
+    def __init__(self, tokenizer: Any, added: Collection[int]) -> None:
+        self._tokenizer, self._added = tokenizer, frozenset(added)
         self._known: dict[str, list[int]] = {}
 
-    def find(self, text: str, ids: Sequence[int], offsets: Sequence[Span], starts: Sequence[int]) -> Borders:
-        """`ids`, `offsets`: the tokens of `text` as a whole. `starts`: where answers begin, ascending."""
-        found = Borders(list(ids), list(offsets))
+    def encode(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
+        """The ids and the (start, end) characters of the tokens of each text, without special tokens around it."""
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False) if texts else ()
+        return [(one.ids, one.offsets) for one in encoded]
+
+    def find(self, text: str, ids: list[int], offsets: list[Span], starts: Sequence[int]) -> Borders:
+        """`ids`, `offsets`: the tokens of the whole text. `starts`: where answers begin, ascending."""
+        found = Borders(ids, offsets)
         for start in starts:
             found.firsts.append(self._first(text, start, found))
         return found
@@ -83,15 +85,16 @@ class BorderFinder:
         begin = offsets[at][0] if at else 0
         until = next((index for index in range(first, len(ids)) if ids[index] in self._added), len(ids))
         end = offsets[until][0] if until < len(ids) else len(text)
-        prompt, prompt_offsets = self._encode(text[begin:start])
+        prompt, prompt_offsets = self.encode([text[begin:start]])[0]
         if ids[at : at + len(prompt)] == prompt:
             return at + len(prompt)
-        written = self._decode(ids[at:until])
+        written = self._tokenizer.decode(ids[at:until], skip_special_tokens=False)
         for guard in ("", GUARD):
-            answer, answer_offsets = self._encode(guard + text[start:end])
+            answer, answer_offsets = self.encode([guard + text[start:end]])[0]
             skipped = sum(stop <= len(guard) for _, stop in answer_offsets) if guard else 0
-            if self._decode(prompt + answer[skipped:]) == written:
-                ids[at:until] = prompt + answer[skipped:]
+            spelled = prompt + answer[skipped:]
+            if self._tokenizer.decode(spelled, skip_special_tokens=False) == written:
+                ids[at:until] = spelled
                 moved = start - len(guard)
                 offsets[at:until] = [(start + begin, stop + begin) for start, stop in prompt_offsets] + [
                     (start + moved, stop + moved) for start, stop in answer_offsets[skipped:]
@@ -112,9 +115,9 @@ class BorderFinder:
 
     def _ids(self, text: str) -> list[int]:
         if len(text) > CACHED:
-            return self._encode(text)[0]
+            return self.encode([text])[0][0]
         if text not in self._known:
             if len(self._known) > CACHED:
                 self._known.clear()
-            self._known[text] = self._encode(text)[0]
+            self._known[text] = self.encode([text])[0][0]
         return self._known[text]

@@ -15,6 +15,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from fxtune.data.chat.remarks import CONTENT_REMARK, REASONING_REMARK
 from fxtune.data.chat.template import ChatTemplate, Messages, Tools, unused_characters
 from fxtune.data.formats.chat_format import LIST_KEYS, REASONING_KEYS, SYSTEM_ROLES, is_chat
 from fxtune.data.formats.image_parts import COLUMNS, IMAGE, columns_of, unread_image
@@ -64,11 +65,6 @@ TURN_KEYS = frozenset(REASONING_KEYS).union(
         "prefix",
     )
 )
-
-REASONING_REMARK = (
-    "the chat template writes reasoning only in the last turns, so the reasoning of earlier turns is left out"
-)
-CONTENT_REMARK = "the chat template writes no text beside a tool call, so that text is left out"
 
 
 class Coverage:

@@ -20,27 +20,27 @@ def prompt_tokens(document: Any) -> int:
     return supervised.index(True) if True in supervised else len(supervised)
 
 
-def faults(documents: Sequence[Any], names: Sequence[str]) -> list[str]:
+def faults(documents: Sequence[Any], names: Sequence[str]) -> str:
     """Why the documents of a row cannot be learned from; empty if they can. `names`: of their answers."""
     if empty := [name for name, document in zip(names, documents, strict=True) if not any(document.supervised[1:])]:
-        return [f"{empty[0]}: no token of the answer is learned"]
+        return f"{empty[0]}: no token of the answer is learned"
     if len(documents) == 1:
-        return []
+        return ""
     chosen, rejected = documents
     if chosen.ids == rejected.ids:
-        return ["chosen and rejected have the same tokens, so there is nothing to prefer"]
+        return "chosen and rejected have the same tokens, so there is nothing to prefer"
     before, other = prompt_tokens(chosen), prompt_tokens(rejected)
     if chosen.ids[:before] != rejected.ids[:other]:
-        return [
+        return (
             f"the prompt has other tokens before chosen ({before:,}) than before rejected ({other:,}): the chat "
             "template writes it otherwise before one answer, or a token lies across its end"
-        ]
+        )
     pictures = [
         [image.image.digest for image in document.images if image.start < before] for document in (chosen, rejected)
     ]
     if pictures[0] != pictures[1]:
-        return ["the prompt has other images before chosen than before rejected"]
-    return []
+        return "the prompt has other images before chosen than before rejected"
+    return ""
 
 
 def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: Sequence[int]) -> list[Any] | None:

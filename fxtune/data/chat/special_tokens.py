@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxtune.data.chat.template import Span, unused_characters
+from fxtune.data.chat.border import BorderFinder
+from fxtune.data.chat.template import unused_characters
 from fxtune.data.formats.values import RowError
 
 _OPENING, _CLOSING = "\U0010fad0", "\U0010fad1"
@@ -62,7 +63,7 @@ class SpecialTokenEscaper:
 
     def __init__(self, tokenizer: Any, prompt: str = "") -> None:
         self._tokenizer = tokenizer
-        self._copy: Any = None
+        self._finder: BorderFinder | None = None
         self._inseparable: set[str] = set()
         added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
         self._added = _any_of(added)
@@ -77,7 +78,7 @@ class SpecialTokenEscaper:
         self._any_special = _any_of(self._special)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_copy": None}
+        return self.__dict__ | {"_finder": None}
 
     def is_quoted(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
         """Whether a message or a tool quotes a special token.
@@ -124,28 +125,21 @@ class SpecialTokenEscaper:
         """What stands for a special token in an aliased text."""
         return self._alias.get(content, content)
 
-    def encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids of an aliased text, and their spans. Raises RowError if this tokenizer cannot write a special
-        token as text."""
-        if self._copy is None:
-            self._copy = self._tokenizer_with_aliases()
-            self._inseparable = {content for content in self._special if not self._is_separable(content)}
+    def finder(self, text: str) -> BorderFinder:
+        """What tokenizes an aliased text. Raises RowError if this tokenizer cannot write a special token of `text` as
+        text."""
+        if self._finder is None:
+            changed = self._tokenizer_with_aliases()
+            self._finder = BorderFinder(changed, self._tokenizer.added_tokens_decoder)
+            self._inseparable = {content for content in self._special if not self._is_separable(content, changed)}
         if inseparable := self._inseparable.intersection(self._any_special.findall(text)):
             raise RowError(f"{min(inseparable)} in a message: this tokenizer can write it only as the special token")
-        return self.encode_part(text)
+        return self._finder
 
-    def encode_part(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids of a part of an aliased text, and their spans. Call encode() first."""
-        encoded = self._copy.encode(text, add_special_tokens=False)
-        return encoded.ids, encoded.offsets
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self._copy.decode(ids, skip_special_tokens=False))
-
-    def _is_separable(self, content: str) -> bool:
-        """Whether the copy knows a special token by its alias, and does not make one of its letters."""
+    def _is_separable(self, content: str, changed: Any) -> bool:
+        """Whether the changed copy knows a special token by its alias, and does not make one of its letters."""
         alias_ids, letter_ids = (
-            set(self._copy.encode(text, add_special_tokens=False).ids) for text in (self._alias[content], content)
+            set(changed.encode(text, add_special_tokens=False).ids) for text in (self._alias[content], content)
         )
         unknown = {self._tokenizer.unk_token_id}
         return self._special[content] in alias_ids and not (letter_ids - unknown).intersection(self._special.values())

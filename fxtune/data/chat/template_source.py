@@ -10,7 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fxtune.data.chat.rewriting import Rewriting
+from fxtune.data.chat.special_tokens import SpecialTokenEscaper
 from fxtune.data.chat.template import RESERVED, ChatTemplate, undeclared_variables, unused_characters
+from fxtune.data.config import template_time_now
 from fxtune.data.formats.chat_format import VARIABLES
 from fxtune.data.formats.values import RowError
 from fxtune.data.read.files import require_file
@@ -20,6 +23,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 CLOCK = "strftime_now"
 """The function that tells a template the time."""
+MAX_TEMPLATES = 100
+"""Different variables of the chat template, set by rows."""
 _TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
 _NO_TIME_CALL = re.compile(CLOCK + r"\s+is\s+(?:not\s+)?defined|\{#.*?#\}", re.DOTALL)
 
@@ -44,27 +49,61 @@ def read_template(path: str) -> str:
     return source
 
 
-def require_variables(variables: Mapping[str, Any], own: Any, replacement: str | None) -> None:
-    """Raise DataError for a variable that the chat template does not read. `own`: the tokenizer's templates;
-    `replacement`: the one in their place."""
-    if not variables:
-        return
-    known = {name for source in sources(own, replacement) for name in undeclared_variables(source)} - RESERVED
-    for name in variables:
-        if name in RESERVED:
-            raise DataError(f"data.{VARIABLES}.{name}: fxtune sets this variable of the chat template itself")
-        if name not in known:
-            raise DataError(
-                f"data.{VARIABLES}.{shortened(name)}: the chat template reads no such variable"
-                f"{did_you_mean(name, known)}"
-            )
+class ChatTemplates:
+    """The chat templates of an encoder: one for rows with tools and one for rows without, for each set of variables
+    that rows give. Picklable.
 
+    Args:
+        tokenizer: its chat template is used unless there is a `path`.
+        path: data.chat_template.
+        variables: variables of the template for all rows.
+        time: the date and time that templates write, in ISO 8601; None: the present.
+        system: the system message that the template must write, if there is one.
+    """
 
-def make_template(
-    tokenizer: Any, source: str | None, with_tools: bool, variables: Mapping[str, Any], time: datetime
-) -> ChatTemplate:
-    """The chat template of `source`, or of the tokenizer if that is None. Raises DataError if there is none."""
-    if source is None:
+    def __init__(
+        self, tokenizer: Any, path: str | None, variables: Mapping[str, Any], time: str | None, system: str | None
+    ) -> None:
+        self._tokenizer, self._variables, self._has_system = tokenizer, variables, system is not None
+        self.source = read_template(path) if path else None
+        self._time = datetime.fromisoformat(time or template_time_now())
+        self._made: dict[tuple[bool, str], tuple[ChatTemplate, SpecialTokenEscaper, Rewriting]] = {}
+
+    @property
+    def are_used(self) -> bool:
+        return bool(self._made)
+
+    def get(
+        self, with_tools: bool, variables: Mapping[str, Any] | None = None
+    ) -> tuple[ChatTemplate, SpecialTokenEscaper, Rewriting]:
+        """`variables`: the template variables that a row sets. Raises RowError for these, and DataError."""
+        used = {**self._variables, **(variables or {})}
+        key = with_tools, json.dumps(used, sort_keys=True, default=str)
+        if key not in self._made:
+            if len(self._made) > MAX_TEMPLATES:
+                raise RowError(
+                    f"{VARIABLES} has another value in each row. A template is measured once for each, so at most "
+                    f"{MAX_TEMPLATES} are used: write what differs from row to row into the messages"
+                )
+            try:
+                self.require_variables(variables or {})
+            except DataError as error:
+                raise RowError(str(error).removeprefix("data.")) from None
+            tokenizer = self._tokenizer
+            special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+            ends = sorted(special | {tokenizer.eos_token or ""})
+            source = with_time(self._source(with_tools), self._time)
+            template = ChatTemplate(source, {**tokenizer.special_tokens_map, **used}, ends)
+            if self._has_system:
+                require_system(template)
+            escaper = SpecialTokenEscaper(tokenizer, template.frame.prompt)
+            self._made[key] = template, escaper, Rewriting(template)
+        return self._made[key]
+
+    def _source(self, with_tools: bool) -> str:
+        tokenizer = self._tokenizer
+        if self.source is not None:
+            return self.source
         if not tokenizer.chat_template:
             raise DataError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template and the rows are "
@@ -72,28 +111,53 @@ def make_template(
             )
         try:
             # Some models have several named templates; tools select "tool_use", as in apply_chat_template.
-            source = tokenizer.get_chat_template(None, [{}] if with_tools else None)
+            return str(tokenizer.get_chat_template(None, [{}] if with_tools else None))
         except ValueError as error:
             raise DataError(
                 f"the tokenizer's chat templates cannot be used: {error}; set data.chat_template=FILE"
             ) from None
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends = sorted(special | {tokenizer.eos_token or ""})
-    return ChatTemplate(with_time(source, time), {**tokenizer.special_tokens_map, **variables}, ends)
 
+    def require_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raise DataError for a variable that the chat template does not read."""
+        if not variables:
+            return
+        known = {name for source in self._sources() for name in undeclared_variables(source)} - RESERVED
+        for name in variables:
+            if name in RESERVED:
+                raise DataError(f"data.{VARIABLES}.{name}: fxtune sets this variable of the chat template itself")
+            if name not in known:
+                raise DataError(
+                    f"data.{VARIABLES}.{shortened(name)}: the chat template reads no such variable"
+                    f"{did_you_mean(name, known)}"
+                )
 
-def sources(own: Any, replacement: str | None) -> list[str]:
-    """The Jinja texts of a chat template: none, one, or several by name. `own`: the tokenizer's; `replacement`: the
-    text in its place."""
-    if replacement or not own:
-        return [replacement] if replacement else []
-    return list(own.values()) if isinstance(own, dict) else [own]
+    def written_times(self) -> list[str]:
+        """What the chat template writes with strftime_now."""
+        calls = [call for source in self._sources() for call in _TIME_CALL.finditer(source)]
+        return sorted({self._time.strftime(call[2]) for call in calls})
 
+    def remarks_on_ends(self) -> list[str]:
+        """Lines about a template in which turns have no end."""
+        template, *_ = self.get(with_tools=False)
+        found = []
+        if template.next_header:
+            found.append(
+                "the chat template ends no turn, and models stop at the first token of the next one, so "
+                f"{template.next_header} is learned as the end of an answer"
+            )
+        if not template.frame.endings:
+            found.append(
+                "the chat template writes no end-of-turn token after the assistant's answer, so the model does not "
+                "learn where to stop; add one in a template of your own (data.chat_template=FILE)"
+            )
+        return found
 
-def written_times(own: Any, replacement: str | None, time: datetime) -> list[str]:
-    """What a chat template writes with strftime_now at `time`. `own`, `replacement`: as in sources()."""
-    calls = [call for source in sources(own, replacement) for call in _TIME_CALL.finditer(source)]
-    return sorted({time.strftime(call[2]) for call in calls})
+    def _sources(self) -> list[str]:
+        """The Jinja texts: none, one, or the tokenizer's several named ones."""
+        own = self._tokenizer.chat_template
+        if self.source or not own:
+            return [self.source] if self.source else []
+        return list(own.values()) if isinstance(own, dict) else [own]
 
 
 def with_time(source: str, time: datetime) -> str:

@@ -36,14 +36,14 @@ class PreferenceChatsFormat(PairFormat):
             is_read = column == "prompt" and isinstance(row.get(CHOSEN), str) and _prompt_text(row)
             if row.get(column) and not is_read and not _repeats(row[column], column, chosen):
                 raise RowError(
-                    f"{column} is no part of chosen, a whole chat, so what it holds is not read. If it is not needed, "
-                    f"set the source's `unused: [{column}]`"
+                    f"{column} is outside the complete chat `chosen`, so its content is not read. If it is not "
+                    f"needed, set the source's `unused: [{column}]`"
                 )
         return chosen, rejected
 
 
 def _repeats(value: Any, column: str, chat: Conversation) -> bool:
-    """Whether a column has only what a chat has: its first turns, or the text of a turn."""
+    """Whether a column duplicates part of the chat: its first turns, or the text of a turn."""
     if isinstance(value, str):
         return any(value.strip() in message.get("content", "") for message in chat.messages)
     repeated = Conversation()

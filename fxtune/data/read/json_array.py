@@ -1,11 +1,13 @@
 """JSON files: an array of objects, or an object with one such array among its values.
 
-Values are decoded one by one from a window over the text, so one row is in memory at a time.
+Values are decoded one by one from a window over the text, so one row is in memory at a time. Rows are named by their
+number.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -14,138 +16,129 @@ from fxtune.data.formats.values import TOO_DEEP, RepeatedKeyError, is_too_deep, 
 from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, checked_row, reading
 from fxtune.errors import DataError
 
+_BLANKS = re.compile(r"[ \t\r\n]*")
+
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a JSON file. Raises DataError with the line where the file is no JSON."""
+    """Rows of a JSON file. Raises DataError where the file is no JSON."""
+    count = 0
     # surrogateescape: bytes that are not UTF-8 become lone surrogates, which `checked_row` reports.
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        scanner = _Scanner(file)
+        text = _Text(file)
         try:
-            start = scanner.peek()
-            if start == "[":
-                yield from _array_rows(scanner, name)
-            elif start == "{":
-                yield from _object_rows(scanner, name)
-            else:
-                raise DataError(
-                    f"{name} begins with {start!r}. A .json file holds an array of rows; "
-                    "for one row a line name it .jsonl."
-                )
-            scanner.require_end()
+            for value, written in _values(text, name):
+                count += 1
+                where = f"{name} row {count}"
+                if is_too_deep(written, value):
+                    yield bad_row(where, TOO_DEEP, None)
+                elif text.repeated:
+                    yield bad_row(where, text.repeated, written)
+                else:
+                    suspicious = "\\u" in written or not written.isascii()
+                    yield checked_row(where, value, len(written), suspicious)
         except json.JSONDecodeError as problem:
             raise DataError(
-                f"{name}:{scanner.line}: not JSON ({problem.msg}). The file cannot be read past it; "
+                f"{name}: not JSON after row {count} ({problem.msg}). The file cannot be read past it; "
                 "only .jsonl, one row a line, can be read past a bad row."
             ) from problem
 
 
-def _object_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
-    found: str | None = None
-    scanner.take("{")
-    while scanner.peek() != "}":
-        key = scanner.value()
-        scanner.take(":")
-        if scanner.peek() == "[" and scanner.array_holds_objects():
-            if found is not None:
-                raise DataError(
-                    f"{name} holds two lists of rows, {found!r} and {key!r}. Keep one of them in the file."
-                )
-            found = key
-            yield from _array_rows(scanner, name)
-        else:
-            scanner.value()
-        if scanner.peek() == ",":
-            scanner.take(",")
-    scanner.take("}")
-    if found is None:
+def _values(text: _Text, name: str) -> Iterator[tuple[Any, str]]:
+    """(value, its JSON) of each element of the array of rows."""
+    start = text.peek()
+    if start == "[":
+        yield from (text.value() for _ in text.items("[", "]"))
+    elif start == "{":
+        found: list[str] = []
+        for _ in text.items("{", "}"):
+            key, _ = text.value()
+            text.take(":")
+            if text.peek() == "[" and text.array_holds_objects():
+                found.append(key)
+                if found[1:]:
+                    raise DataError(
+                        f"{name} holds two lists of rows, {found[0]!r} and {key!r}. Keep one of them in the file."
+                    )
+                yield from (text.value() for _ in text.items("[", "]"))
+            else:
+                text.value()
+        if not found:
+            raise DataError(
+                f"{name} is an object without a list of rows in it. Make it an array of rows, or .jsonl with one row "
+                "a line."
+            )
+    else:
         raise DataError(
-            f"{name} is an object without a list of rows in it. Make it an array of rows, or .jsonl with one row a "
-            "line."
+            f"{name} begins with {start!r}. A .json file holds an array of rows; for one row a line name it .jsonl."
         )
+    if more := text.peek():
+        raise text.error(f"{more!r} after the end of the data")
 
 
-def _array_rows(scanner: _Scanner, name: str) -> Iterator[Row]:
-    scanner.take("[")
-    while scanner.peek() != "]":
-        where = f"{name}:{scanner.line}"
-        value = scanner.value()
-        text = scanner.text
-        if is_too_deep(text, value):
-            yield bad_row(where, TOO_DEEP, None)
-        elif scanner.repeated:
-            yield bad_row(where, scanner.repeated, text)
-        else:
-            yield checked_row(where, value, len(text), suspicious="\\u" in text or not text.isascii())
-        if scanner.peek() != "]":
-            scanner.take(",")
-    scanner.take("]")
-
-
-class _Scanner:
-    """Reads the values of a JSON text in turn.
-
-    `line`: of the next value; `text`: of the last one; `repeated`: why an object in the last one is ambiguous, or "".
-    """
+class _Text:
+    """A JSON text that is read front to back. `repeated`: why an object in the last value is ambiguous, or ""."""
 
     def __init__(self, file: IO[str]) -> None:
-        self.file, self.buffer, self.at, self.line, self.text, self.ended = file, "", 0, 1, "", False
-        self.repeated = ""
+        self.file, self.window, self.at, self.repeated = file, "", 0, ""
         self.decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def peek(self) -> str:
-        """The next character that is not blank, without taking it."""
+        """The next character that is not blank, without taking it; empty at the end of the file."""
         while True:
-            while self.at < len(self.buffer) and self.buffer[self.at] in " \t\r\n":
-                self.line += self.buffer[self.at] == "\n"
-                self.at += 1
-            if self.at < len(self.buffer):
-                return self.buffer[self.at]
-            if not self.read_more():
-                raise self.error("the file ends too early")
+            blanks = _BLANKS.match(self.window, self.at)
+            self.at = blanks.end() if blanks else self.at
+            if self.at < len(self.window):
+                return self.window[self.at]
+            if not self._read_more():
+                return ""
 
     def take(self, expected: str) -> None:
-        if self.peek() != expected:
-            raise self.error(f"expected {expected!r}, found {self.peek()!r}")
+        if (found := self.peek()) != expected:
+            raise self.error(f"expected {expected!r}, found {found!r}" if found else "the file ends too early")
         self.at += 1
 
-    def require_end(self) -> None:
-        """Raise if anything follows."""
-        while not self.buffer[self.at :].strip():
-            if not self.read_more():
-                return
-        raise self.error(f"{self.peek()!r} after the end of the data")
+    def items(self, opening: str, closing: str) -> Iterator[None]:
+        """Stop at each item of an array or an object, which the caller takes."""
+        self.take(opening)
+        while self.peek() != closing:
+            yield
+            if self.peek() != closing:
+                self.take(",")
+        self.take(closing)
 
     def array_holds_objects(self) -> bool:
         """Whether the first element of the array that comes next is an object."""
         while True:
-            inside = self.buffer[self.at + 1 :].lstrip()
-            if inside or not self.read_more():
+            inside = self.window[self.at + 1 :].lstrip()
+            if inside or not self._read_more():
                 return inside.startswith("{")
 
-    def value(self) -> Any:
+    def value(self) -> tuple[Any, str]:
+        """The next value and its JSON."""
         self.peek()
         while True:
             self.repeated = ""
             try:
-                value, end = self.decoder.raw_decode(self.buffer, self.at)
+                value, end = self.decoder.raw_decode(self.window, self.at)
             except json.JSONDecodeError as problem:
                 # Near the window's end the value may go on beyond it.
-                cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.buffer) - 16
-                if cut and len(self.buffer) - self.at > 2 * MAX_ROW_BYTES:  # most often a quote that is never closed
+                cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.window) - 16
+                if cut and len(self.window) - self.at > 2 * MAX_ROW_BYTES:  # most often a quote that is never closed
                     raise self.error(
                         f"a value of more than {2 * MAX_ROW_BYTES >> 20} MiB, or without an end"
                     ) from None
-                if not cut or not self.read_more():
+                if not cut or not self._read_more():
                     raise
                 continue
             except RecursionError as problem:
                 raise self.error("nested too deeply") from problem
-            if end == len(self.buffer) and self.read_more():  # 12 may be the beginning of 1234
+            if end == len(self.window) and self._read_more():  # 12 may be the beginning of 1234
                 continue
-            self.text = self.buffer[self.at : end]
-            self.line += self.text.count("\n")
-            self.at = end
-            return value
+            written, self.at = self.window[self.at : end], end
+            return value, written
+
+    def error(self, message: str) -> json.JSONDecodeError:
+        return json.JSONDecodeError(message, self.window, self.at)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # An exception would lose the end of the value, and with it all rows after this one.
@@ -155,14 +148,10 @@ class _Scanner:
             self.repeated = str(problem)
             return dict(pairs)
 
-    def read_more(self) -> bool:
+    def _read_more(self) -> bool:
         """Drop the text already decoded and read at least as much as is left. False at the file's end."""
-        if not self.ended:
-            left = self.buffer[self.at :]
-            chunk = self.file.read(max(1 << 16, len(left)))
-            self.ended = not chunk
-            self.buffer, self.at = left + chunk, 0
-        return not self.ended
-
-    def error(self, message: str) -> json.JSONDecodeError:
-        return json.JSONDecodeError(message, self.buffer, self.at)
+        left = self.window[self.at :]
+        chunk = self.file.read(max(1 << 16, len(left)))
+        if chunk:
+            self.window, self.at = left + chunk, 0
+        return bool(chunk)

@@ -233,7 +233,7 @@ def _open_saved(config: SourceConfig, path: Path) -> Any:
     else:
         return None
     splits.require_no_hub_keys(config)
-    if splits.is_whole(config.split):
+    if splits.is_plain_split(config.split):
         return saved[config.split]
     ranges = splits.row_ranges(config, lambda name: len(saved[name]))
     return hub_datasets.concatenate([saved[part.split].select(range(part.first, part.last)) for part in ranges])
@@ -253,10 +253,12 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
         splits.require_split(config, split, there, shown)
     chosen = list(dict.fromkeys(chain.from_iterable(subset.splits[split] for split in asked)))
 
-    whole = splits.is_whole(config.split)
-    selected = files.select_data_files(config.path, [names[name] for name in chosen], config.limit if whole else None)
+    is_plain = splits.is_plain_split(config.split)
+    selected = files.select_data_files(
+        config.path, [names[name] for name in chosen], config.limit if is_plain else None
+    )
     source = Source(config, selected[0].kind, selected, splits=there)
-    if not whole:
+    if not is_plain:
         by_path = {file.path: file for file in selected}
         own_files = {
             split: [by_path[names[name]] for name in subset.splits[split] if names[name] in by_path] for split in asked

@@ -26,17 +26,17 @@ class RowRange:
     last: int
 
 
-def is_whole(split: str) -> bool:
+def is_plain_split(split: str) -> bool:
     """Whether `split` is one split with all its rows."""
     return re.fullmatch(r"[\w.-]+", split) is not None
 
 
 def split_names(config: SourceConfig) -> list[str]:
     """The splits that `config.split` names. Raises DataError if it is not written as one."""
-    if is_whole(config.split):
+    if is_plain_split(config.split):
         return [config.split]
     names = [part.partition("[")[0].strip() for part in config.split.split("+")]
-    if not all(map(is_whole, names)):
+    if not all(map(is_plain_split, names)):
         raise _wrong(config)
     return list(dict.fromkeys(names))
 

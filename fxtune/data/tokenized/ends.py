@@ -1,4 +1,6 @@
-"""How answers end in tokenized data: the special tokens after which nothing is learned, and a question to try.
+"""Finds end-of-answer tokens in tokenized data, and a short question to try them on.
+
+An end-of-answer token is a special token after which nothing is learned.
 
 A chat template may end a turn with another token than the tokenizer's end-of-text token (`<|im_end|>` on a base whose
 `eos_token_id` is `<|endoftext|>`). A model that was trained on such turns writes that token and goes on, unless

@@ -22,6 +22,11 @@ def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig
     return (row for row in opened.rows() if row.value is not None and row.where not in bad)
 
 
+def place_of_row(source: SourceConfig, table: TokenTable | None, row: int, data: DataConfig) -> str:
+    """File and line of row number `row` of `table.by_row`. `table`: as in usable_rows()."""
+    return next(islice(usable_rows(source, table, data), row, None)).where
+
+
 def place_of_image(source: SourceConfig, table: TokenTable, image: int, data: DataConfig) -> str:
     """File and line of the row with an image of `table`, by its number there."""
     document = int(np.searchsorted(table.offsets, table.image_starts[image], "right")) - 1
@@ -29,4 +34,4 @@ def place_of_image(source: SourceConfig, table: TokenTable, image: int, data: Da
         row = int(np.searchsorted(table.groups, document, "right")) - 1
     else:  # the pieces of a chat have its digest
         row = int(np.argmax(table.by_row.digests == table.digests[document]))
-    return next(islice(usable_rows(source, table, data), row, None)).where
+    return place_of_row(source, table, row, data)

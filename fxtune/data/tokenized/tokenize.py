@@ -150,7 +150,7 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         source.config.limit,
         source.config.text_unit.value,
         backend,
-        encoder.template_source or tokenizer.chat_template,
+        encoder.templates.source or tokenizer.chat_template,
         tokenizer.special_tokens_map,
     ]
     if converter := source.config.plugin_format:

@@ -15,9 +15,11 @@ from fxtune.models.load import ModelConfig, load_tokenizer
 
 def test_source_without_targets_is_an_error_that_names_it():
     mute = table([([1, 2, 3], [True, False, False])] * 3, "mute.jsonl")
-    with pytest.raises(DataError, match=r"mute.jsonl: nothing to learn from. 3 documents or pieces without"):
+    with pytest.raises(DataError, match=r"mute.jsonl: nothing to learn from. documents: 3 without a supervised token"):
         training([natural(5, 10, 0), mute])
-    with pytest.raises(DataError, match=r"eval_fraction=1e-06 holds out none of 3 documents"):
+    with pytest.raises(
+        DataError, match=r"nothing to evaluate on. documents: 3 not held out by data.eval_fraction=1e-06"
+    ):
         plan_evaluation([natural(3, 10, 0)], DataConfig(eval_fraction=1e-6), micro_batch_size=1, shares=[1e-6])
 
 

@@ -205,15 +205,6 @@ def test_a_group_beside_supervised_text():
     assert text.groups(0) == len(text.lengths(0))
 
 
-def test_batch_moves_its_groups():
-    plan = training([grouped([TAUGHT[:3]] * 4, [1.0, None, 0.5] * 4)], sequence_length=LENGTH)
-    batch = plan.batch(0, 0).to("cpu")
-    kept = batch.group_of >= 0
-    assert batch.group_of[kept].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert batch.document_labels[kept][::3].tolist() == [1.0] * 4
-    assert batch.document_labels[kept][1::3].isnan().all()
-
-
 @pytest.mark.parametrize(
     ("on_long", "found"),
     [

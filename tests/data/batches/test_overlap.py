@@ -139,22 +139,6 @@ def test_the_held_out_share_keeps_its_documents_when_rows_are_added(prepare, tmp
     assert few < more_held_out
 
 
-def test_no_share_is_named_that_leaves_nothing_to_train_on(prepare, tmp_path):
-    one = write(tmp_path / "one.jsonl", [chat(0)])
-    with pytest.raises(DataError, match=r"holds out none .* Name held-out data"):
-        prepare(sources=[one], eval_fraction=1e-6)
-    with pytest.raises(DataError, match=r"holds out all 1 documents\. .*data\.eval_fraction=0"):
-        prepare(sources=[one], eval_fraction=0.999999)
-
-
-def test_a_share_that_holds_out_nothing_names_one_that_would(prepare, tmp_path):
-    one = write(tmp_path / "one.jsonl", map(chat, range(8)))
-    with pytest.raises(DataError, match=r"holds out none of 8 documents.* Raise it to ([\d.]+) or more") as caught:
-        prepare(sources=[one], eval_fraction=1e-6)
-    fraction = float(str(caught.value).split("Raise it to ")[1].split()[0])
-    assert prepare(sources=[one], eval_fraction=fraction).evaluation.summary()["documents"] == 1
-
-
 def test_copies_within_and_across_sources_are_counted():
     a = table([([1, 2, 3], [True] * 3)] * 4 + [([4, 5], [True] * 2)], "a")
     b = table([([4, 5], [True] * 2), ([6, 7], [True] * 2)], "b")
@@ -163,19 +147,6 @@ def test_copies_within_and_across_sources_are_counted():
         "1 documents are in several of data.sources; the model learns them from each source.",
     ]
     assert training([natural(20, 10, 0, "a"), natural(20, 10, 1, "b")]).notes() == []
-
-
-def test_weights_that_repeat_one_source_and_cut_another_are_reported():
-    small, large = natural(20, 30, 0, "small"), natural(800, 30, 1, "large")
-    [note] = training([small, large], weights=[1.0, 1.0]).notes()
-    assert note.startswith("By the weights of data.sources, one epoch sees small ")
-    times, share = float(note.split("small ")[1].split(" times")[0]), note.split("and ")[1].split("%")[0]
-    summary = training([small, large], weights=[1.0, 1.0]).summary()["sources"]
-    assert times == pytest.approx(summary[0]["repeats"], rel=0.01)
-    assert times > 10
-    assert int(share) == round(100 * summary[1]["repeats"])
-    even = [float(one.supervised.sum()) for one in (small, large)]
-    assert training([small, large], weights=even).notes() == []
 
 
 def test_shares_of_their_own_hold_out_each_source_and_a_row_of_two_sources_is_on_one_side(prepare, tmp_path):
@@ -247,11 +218,3 @@ def test_a_prompt_that_other_sources_hold_out_is_an_error(prepare, tmp_path):
     two = write(tmp_path / "two.jsonl", [pair(prompt, 2) for prompt in range(10)])
     with pytest.raises(DataError, match=r"two\.jsonl.*|one\.jsonl:\d+ has the prompt of \S+two\.jsonl"):
         prepare(sources=[one, two])
-
-
-def test_rows_of_one_prompt_cannot_be_divided(prepare, tmp_path):
-    one = write(tmp_path / "one.jsonl", [pair(7, answer) for answer in range(9)])
-    with pytest.raises(DataError, match=r"holds out (none of 9 documents|all 9 pairs)"):
-        prepare(sources=[one], eval_fraction=0.01)
-    with pytest.raises(DataError, match=r"holds out all 9 pairs, .* there are 1 prompts\. Name held-out data"):
-        prepare(sources=[one], eval_fraction=0.999)

@@ -66,11 +66,6 @@ def test_equal_documents_take_slots_in_permutation_order():
     assert pack(lengths, 20)[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_fuller_row_is_filled_first():
-    docs, offsets = pack(np.array([70, 50, 30, 25]), 100)
-    assert sorted(docs[a:b].tolist() for a, b in pairwise(offsets)) == [[0, 2], [1, 3]]
-
-
 @pytest.mark.parametrize(("sigma", "capacity"), [(0.5, 4096), (1.0, 4096), (1.5, 4096), (1.0, 16384), (1.0, 2048)])
 def test_log_normal_lengths_fill_rows(sigma, capacity):
     draw = np.random.default_rng(0).lognormal(np.log(500) - sigma**2 / 2, sigma, 20_000)

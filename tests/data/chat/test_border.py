@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from fxtune.data.chat import border
-from fxtune.data.chat.encode import APART_REMARK, CROSSED_REMARK, Document, Encoder
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.remarks import APART_REMARK, CROSSED_REMARK
 from fxtune.data.formats.registry import FORMATS
 
 STYLES = ["bytelevel", "bytelevel_trimmed", "metaspace", "metaspace_prefixed"]

@@ -10,8 +10,8 @@ import pytest
 from support import families
 from support.rows import write_jsonl
 
-from fxtune.data.chat.coverage import CONTENT_REMARK, REASONING_REMARK
 from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.remarks import CONTENT_REMARK, REASONING_REMARK
 from fxtune.data.config import DataConfig, OnBadRow, SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.read.sources import open_source
@@ -92,16 +92,6 @@ def test_books_of_the_long_context_recipes_are_read() -> None:
     assert isinstance(encode("chatml", row, "text"), Document)
 
 
-def test_history_of_alpaca_becomes_turns() -> None:
-    row = {"instruction": "and three?", "output": "six.", "history": [["what is two and two?", "four."]]}
-    found = encode("chatml", row, "alpaca")
-    assert isinstance(found, Document)
-    text = families.tokenizer("chatml").decode([t for t, s in zip(found.ids, found.supervised, strict=True) if s])
-    assert text == "four.<|im_end|>six.<|im_end|>"
-    reason = encode("chatml", {**row, "history": ["four."]}, "alpaca")
-    assert reason == "history is not a list of [question, answer] pairs"
-
-
 def test_what_a_template_leaves_out_by_design_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     early = {"messages": [USER, {**ANSWER, "reasoning_content": "I add"}, USER, ANSWER]}
     early["messages"][1]["train"] = False  # a learned one would be a document of its own (test_reasoning.py)
@@ -120,18 +110,6 @@ def test_what_a_template_leaves_out_by_design_is_counted(tmp_path: Path, capsys:
         remarks = tokenize(SourceConfig(path=str(path)), data, families.tokenizer("qwen3")).remarks
         assert remarks[REASONING_REMARK] == 2
         assert f"{REASONING_REMARK} (2 of 3 documents)." in capsys.readouterr().out
-
-
-def test_errors_name_file_line_and_field(tmp_path: Path) -> None:
-    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], "facts": "two is even"}]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    data = DataConfig(cache_dir=str(tmp_path), workers=1)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: column 'facts' is not read.*`unused: \[facts\]`"):
-        tokenize(SourceConfig(path=str(path)), data, families.tokenizer("chatml"), progress=False)
-    table = tokenize(
-        SourceConfig(path=str(path), unused=["facts"]), data, families.tokenizer("chatml"), progress=False
-    )
-    assert len(table) == 2
 
 
 CHOSEN = [USER, ANSWER]

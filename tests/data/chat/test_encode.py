@@ -83,14 +83,6 @@ def test_a_word_across_the_border_is_learned_as_the_model_writes_it() -> None:
     assert document.supervised == [False] * len(prompt) + [True] * (len(completion) + 1)
 
 
-def test_prompt_and_completion_as_messages_use_the_chat_template() -> None:
-    tokenizer = families.tokenizer("chatml")
-    row = {"prompt": CHAT["messages"] + [{"role": "user", "content": "again"}], "completion": [CHAT["messages"][1]]}
-    document = encoded(Encoder(tokenizer, FORMATS["prompt_completion"]), row)
-    assert learned(document, tokenizer) == "four<|im_end|>"
-    assert tokenizer.decode(document.ids).count("four") == 2
-
-
 def test_messages_as_a_json_string_are_the_same_document() -> None:
     """CSV and many Parquet files hold the list as text. Fields of its turns are checked in it, too."""
     encoder = Encoder(families.tokenizer("qwen3"), FORMATS["messages"])
@@ -378,10 +370,10 @@ def test_group_has_the_documents_of_its_rows_in_order_with_their_labels() -> Non
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"documents": [{"text": "two"}, {"body": "two"}]}, "documents[1] has no format"),
+        ({"documents": [{"text": "two"}, {"body": "two"}]}, "documents[1]: no format"),
         ({"documents": [{"text": "two"}, {"text": " "}]}, "documents[1]: text is empty"),
         ({"documents": [{"text": "two", "note": "lost"}]}, "documents[0]: column 'note' is not read"),
-        ({"documents": [{"documents": [{"text": "two"}]}]}, "documents[0] has no format"),
+        ({"documents": [{"documents": [{"text": "two"}]}]}, "documents[0]: no format"),
         ({"documents": [{"text": "two"}], "title": "lost"}, "column 'title' is not read"),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-import time
-from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -13,12 +11,9 @@ import pytest
 from PIL import Image
 from support.processors import FAMILIES, processor, tokenizer
 
-from fxtune.data.chat import encode
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS, row_format
 from fxtune.data.images.processor import ImageProcessor
-from fxtune.data.images.reference import find_image
-from fxtune.system.resource_limits import limit_resources
 
 SIZES = {"a.png": (56, 56), "b.png": (90, 60)}
 """Width and height of the images in the folder."""
@@ -371,19 +366,3 @@ def test_a_picture_of_a_camera_is_counted_upright(tmp_path, folder):
         encoded(images, {"messages": [{"role": "user", "content": [part({"bytes": out.getvalue()})]}, ANSWER]}, None)
     ]
     assert document.images[0].image.size == (112, 28)
-
-
-def test_decoding_many_images_is_not_taken_for_a_template_without_end(images, folder, monkeypatch):
-    """The limit on the processor time of a template is one for a batch of rows."""
-
-    def slow(*arguments):
-        until = time.process_time() + 0.3
-        while time.process_time() < until:
-            pass
-        return find_image(*arguments)
-
-    monkeypatch.setattr(encode, "limit_resources", partial(limit_resources, seconds=0.5))
-    monkeypatch.setattr(encode, "find_image", slow)
-    row = {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": ["a.png"]}
-    found = encoder(images, row).encode([row] * 3, [folder] * 3)
-    assert all(isinstance(document, Document) for document in found)

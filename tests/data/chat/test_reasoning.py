@@ -11,7 +11,8 @@ import pytest
 from support import families
 from support.rows import write_jsonl
 
-from fxtune.data.chat.encode import EMPTY_REASONING_REMARK, PROMPT_REMARK, REWRITTEN_REMARKS, Document, Encoder
+from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.remarks import EMPTY_REASONING_REMARK, PROMPT_REMARK, REWRITTEN_REMARKS
 from fxtune.data.config import DataConfig, OnRewritten, SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.data.formats.row_format import LearnConfig

@@ -108,7 +108,7 @@ def test_calls_in_several_rounds(family: str) -> None:
     assert found[-1] == ANSWER_TEXT[family]
 
 
-@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "mistral_v3"])
 def test_sharegpt_calls_and_observations(family: str) -> None:
     turns = [
         {"from": "human", "value": "what is two and two?"},
@@ -173,17 +173,16 @@ def test_reasoning_before_a_call() -> None:
     assert found == "<|channel|>analysis<|message|>I must add.<|end|><|start|>assistant" + CALL_TEXT["harmony"]
 
 
-@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
 @pytest.mark.parametrize(
-    ("learn", "switch", "expected"),
+    ("family", "learn", "switch", "expected"),
     [
-        (LearnConfig(), {}, [True, True]),
-        (LearnConfig(), {"train": False}, [False, True]),
-        (LearnConfig(), {"weight": 0}, [False, True]),
-        (LearnConfig(tool_calls=False), {}, [False, True]),
-        (LearnConfig(tool_calls=False), {"train": True}, [True, True]),
-        (LearnConfig(last_turn_only=True), {}, [False, True]),
-        (LearnConfig(roles=[]), {"weight": 1}, [True, False]),
+        ("qwen3", LearnConfig(), {"train": False}, [False, True]),
+        ("llama31", LearnConfig(), {"weight": 0}, [False, True]),
+        ("mistral_v3", LearnConfig(tool_calls=False), {}, [False, True]),
+        ("hermes", LearnConfig(tool_calls=False), {"train": True}, [True, True]),
+        ("deepseek", LearnConfig(last_turn_only=True), {}, [False, True]),
+        ("harmony", LearnConfig(roles=[]), {"weight": 1}, [True, False]),
+        ("glm", LearnConfig(tool_calls=False), {}, [False, True]),
     ],
 )
 def test_what_is_learned_can_be_chosen(family: str, learn: LearnConfig, switch: dict, expected: list[bool]) -> None:

@@ -60,10 +60,7 @@ IMAGES: dict[str, Any] = {
         },
         *SEEN,
     ),
-    "vqa with a list of one answer": ({"image": "a.png", "question": "What is it?", "answer": ["red"]}, *SEEN),
     "prompt and response": ({"image": "a.png", "prompt": "What is it?", "response": "red"}, *SEEN),
-    "prompt and completion": ({"images": ["a.png"], "prompt": "What is it?", "completion": "red"}, *SEEN),
-    "instruction and output": ({"image": "a.png", "instruction": "What is it?", "output": "red"}, *SEEN),
     "a mark in the question": (
         {"image": "a.png", "question": "What <image> is it?", "answer": "red"},
         "What <|image|> is it?",
@@ -76,14 +73,6 @@ IMAGES: dict[str, Any] = {
         "A red field.<|im_end|>",
     ),
     "imagefolder questions": ({"file_name": "a.png", "question": "What is it?", "answer": "red"}, *SEEN),
-    "imagefolder beside an image": (
-        {"file_name": "b.png", "image": "a.png", "question": "What is it?", "answer": "red"},
-        *SEEN,
-    ),
-    "imagefolder beside no image": (
-        {"file_name": "a.png", "question": "What is it?", "answer": "red", "image": None},
-        *SEEN,
-    ),
     "rlaif-v": (
         {
             "question": "What is it?",
@@ -156,17 +145,9 @@ IMAGES: dict[str, Any] = {
         },
         *SEEN,
     ),
-    "wrapped base64": (
-        {"image": f"data:image/png;base64,{WRAPPED}", "question": "What is it?", "answer": "red"},
-        *SEEN,
-    ),
     "wrapped base64 alone": ({"image": WRAPPED, "question": "What is it?", "answer": "red"}, *SEEN),
 }
 TEXTS: dict[str, Any] = {
-    **{
-        f"kto {label!r}": ({"prompt": "Add.", "completion": "4", "label": label}, "Add.", "4<|im_end|>")
-        for label in (0, "true", "false")
-    },
     "gemini": (
         {
             "systemInstruction": {"parts": [{"text": "Be short."}]},
@@ -317,19 +298,6 @@ TEXTS: dict[str, Any] = {
         "Add 2 and 2.",
         SUM[1],
         "<think>\n\n</think>\n\n5<|im_end|>",
-    ),
-    "masks": (
-        {"messages": [USER, {**MODEL, "weight": 0}, USER, {**MODEL, "weight": 1}]},
-        "It is 4.<|im_end|>",
-        SUM[1],
-    ),
-    "a begun answer": (
-        {
-            "prompt": [USER, {"role": "assistant", "content": "It"}],
-            "completion": [{"role": "assistant", "content": " is 4."}],
-        },
-        "Add",
-        " is 4.<|im_end|>",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""JSON arrays: every row with its line, and files that are broken, too large for the window or no array."""
+"""JSON arrays: every row with its number, and files that are broken, too large for the window or no array."""
 
 import json
 
@@ -15,22 +15,22 @@ def test_json_file_with_one_row_gives_one_row(tmp_path):
     assert values(tmp_path / "one.json") == CHATS[:1]
 
 
-def test_broken_json_array_error_names_the_line(tmp_path):
+def test_broken_json_array_error_names_the_row(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('[\n {"text": "a"},\n "b",\n {"text": "\\ud800"},\n {"text" "c"}\n]')
     rows = open_source(SourceConfig(path=str(path))).rows()
-    with pytest.raises(DataError, match=r"a\.json:5: not JSON \(Expecting ':' delimiter\)"):
+    with pytest.raises(DataError, match=r"a\.json: not JSON after row 3 \(Expecting ':' delimiter\)"):
         list(rows)
     path.write_text('[\n {"text": "a"},\n "b",\n {"text": "\\ud800"},\n {"text": "c"}\n]')
-    assert [(row.where[-2:], row.error is None) for row in open_source(SourceConfig(path=str(path))).rows()] == [
-        (":2", True),
-        (":3", False),
-        (":4", False),
-        (":5", True),
+    assert [(row.where[-6:], row.error is None) for row in open_source(SourceConfig(path=str(path))).rows()] == [
+        (" row 1", True),
+        (" row 2", False),
+        (" row 3", False),
+        (" row 4", True),
     ]
     for more in ("[]", "x", " " * 70_000 + '{"text": "b"}'):
         path.write_text('[{"text": "a"}]\n' + more)
-        with pytest.raises(DataError, match=r"a\.json:2: not JSON \(.* after the end"):
+        with pytest.raises(DataError, match=r"a\.json: not JSON after row 1 \(.* after the end"):
             values(path)
     path.write_text('[{"text": "a"}')
     with pytest.raises(DataError, match="ends too early"):

@@ -76,7 +76,7 @@ def test_row_with_a_key_twice_is_a_bad_row(tmp_path, name):
     path.write_text("\n".join(rows) if name.endswith("l") else "[" + ",\n".join(rows) + "]")
     found = list(open_source(SourceConfig(path=str(path))).rows())
     assert [row.value and row.value["text"] for row in found] == ["a", None, None, "c"]
-    assert [row.where.rpartition(":")[2] for row in found] == ["1", "2", "3", "4"]
+    assert [row.where[-1] for row in found] == ["1", "2", "3", "4"]
     assert "'text' twice" in found[1].error
     assert "'x' twice" in found[2].error
 

@@ -68,7 +68,7 @@ def test_answers_behind_a_cut_name_the_key_that_cuts(table_of, tmp_path):
         turn["train"] = False
     table = table_of(write_jsonl(tmp_path / "a.jsonl", rows))
     data = DataConfig(sources=[SourceConfig(path="a.jsonl")], sequence_length=100, on_long=OnLong.truncate)
-    with pytest.raises(DataError, match=r"4 documents are cut before their answers.*data\.on_long=split") as caught:
+    with pytest.raises(DataError, match=r"4 cut at .*data\.on_long=split") as caught:
         plan_training([table], data, micro_batch_size=1, global_batch_size=2)
     assert " 0 " not in str(caught.value)
 

@@ -99,20 +99,3 @@ def test_groups_of_one_document_without_labels_are_stored_as_text(table_of, tmp_
     assert groups.groups.tolist() == list(range(10))
     assert groups.labels is None
     assert groups.by_group is groups
-
-
-def test_workers_write_the_same_groups_as_one_process(table_of, tmp_path, many_shards):
-    rows = [
-        {
-            "documents": [{"text": f"text {number} {part}"} for part in range(number % 3 + 1)],
-            "labels": [number] * (number % 3 + 1),
-        }
-        for number in range(150)
-    ]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    first = table_of(path, workers=1)
-    content = {path.name: path.read_bytes() for path in first.folder.iterdir()}
-    first.folder.rename(tmp_path / "moved")
-    second = table_of(path, workers=2)
-    assert {path.name: path.read_bytes() for path in second.folder.iterdir()} == content
-    assert second.groups.tolist() == np.cumsum([0, *(number % 3 + 1 for number in range(150))]).tolist()

@@ -108,18 +108,6 @@ def test_source_without_targets_is_an_error(table_of, tmp_path):
     assert token_folders(tmp_path) == []
 
 
-def test_pretokenized_rows_keep_ids_and_masks(table_of, tmp_path):
-    table = table_of(
-        write_jsonl(
-            tmp_path / "a.jsonl",
-            [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9], "assistant_masks": [0, 1]}],
-        )
-    )
-    assert table.ids.tolist() == [5, 6, 7, 8, 9]
-    assert table.supervised.tolist() == [False, True, True, False, True]
-    assert table.offsets.tolist() == [0, 3, 5]
-
-
 def test_tokenize_prints_one_line_a_source(table_of, tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", [numbered_chat(i) for i in range(9)] + ["x"])
     for how in ("tokenized in", "from the cache"):

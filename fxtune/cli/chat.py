@@ -76,8 +76,8 @@ class Chat:
         """Image files for the next prompt."""
         self.said: list[dict[str, Any]] = []
         """Each prompt with what each speaker answered, for --json."""
-        if conversation.encoder is None:
-            say("The model has no chat template, so it continues your text.")
+        if conversation.continues_text:
+            say(conversation.continues_text)
 
     def start_anew(self) -> None:
         self.pending_images.clear()

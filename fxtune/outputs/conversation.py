@@ -115,20 +115,26 @@ class Conversation:
         self,
         speakers: list[Speaker],
         tokenizer: Any,
-        config: dict[str, Any],
+        output: RunOutput,
         images: ImageProcessor | None = None,
         *,
         max_new_tokens: int = 512,
         temperature: float = 0.0,
     ) -> None:
-        """`config`: the run's, see RunOutput.config. `images`: of a model that reads images."""
+        """`images`: of a model that reads images."""
         self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        data = config.get("data") or {}
+        data = output.config.get("data") or {}
         template, self.system = data.get("chat_template"), data.get("system")
         self.encoder: Encoder | None = None
         """Writes prompts by the chat template; None: the model continues plain text."""
-        if template or tokenizer.chat_template:
+        self.continues_text = ""
+        """Why the model continues plain text."""
+        if output.prompts_are_texts:
+            self.continues_text = "The run has learned from plain texts, so the model continues your text."
+        elif not (template or tokenizer.chat_template):
+            self.continues_text = "The model has no chat template, so it continues your text."
+        else:
             variables = data.get("chat_template_kwargs")
             self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables, images=images)
         self.start_anew()
@@ -138,7 +144,7 @@ class Conversation:
         """A conversation with the speakers that `show` names: tuned, base or both. `options`: as of Conversation.
         Raises ConfigError for an output that has no base to show, or that writes no answers."""
         speakers, tokenizer, images = load_speakers(output, show, trust_remote_code)
-        return Conversation(speakers, tokenizer, output.config, images, **options)
+        return Conversation(speakers, tokenizer, output, images, **options)
 
     def start_anew(self) -> None:
         for speaker in self.speakers:
@@ -149,7 +155,7 @@ class Conversation:
         if self.images is None:
             raise RowError("The model reads no images, or its folder has no preprocessor_config.json.")
         if self.encoder is None:
-            raise RowError("The model has no chat template, so an image has no place in its prompt.")
+            raise RowError("The prompt is a plain text, in which an image has no place.")
         find_image(file, ANYWHERE)
 
     def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> dict[str, str]:

@@ -274,3 +274,18 @@ def test_bad_options_are_refused_with_the_usage(cwd, monkeypatch, capsys):
     assert "usage: fxtune chat RUN" in capsys.readouterr().err
     assert ask(monkeypatch, "mine", "--show", "all") == 2
     assert "--show invalid choice: 'all'" in capsys.readouterr().err
+
+
+def test_a_model_that_has_learned_plain_texts_continues_the_prompt_as_typed(cwd, monkeypatch, capsys):
+    rows = [{"prompt": f"{number}, ", "completion": str(number + 1)} for number in range(32)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data.sources=[{path: rows.jsonl}]", "data.eval_sources=[]", "data.questions.path=null"]
+    assert main(["+recipe=quickstart", *words, "train.max_steps=1", "run.dir=runs/texts"]) == 0
+    seen = []
+    conversation = Conversation.open(find_output("texts"), "tuned", max_new_tokens=2)
+    monkeypatch.setattr(conversation, "tokenizer", tokenizer := load_tokenizer(TINY))
+    monkeypatch.setattr(conversation.speakers[0].model, "generate", lambda ids, **_: (seen.append(ids), ids)[1])
+    conversation.answer(conversation.speakers[0], "7, ", lambda _: None)
+    assert tokenizer.decode(seen[0][0], skip_special_tokens=True) == "7, "
+    assert ask(monkeypatch, "texts") == 0
+    assert "has learned from plain texts" in capsys.readouterr().out

@@ -27,11 +27,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fxtune.checkpoint.run_folder import EVIDENCE, REPORT
-from fxtune.cli.options import require_writable, write_json
-from fxtune.cli.run_output import find_output, run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config
+from fxtune.distributed.files import require_writable, write_json
 from fxtune.errors import ConfigError, RankError, StorageError
+from fxtune.outputs.run_output import find_output, run_folder
 from fxtune.reports.run_files import RunFiles
 from fxtune.system.atomic_files import read_json
 from fxtune.techniques.base import Evidence
@@ -65,11 +65,11 @@ def preview(
 ) -> None:
     """Print the first samples as the model will see them, and what a step needs. `html`, `json`: files to write the
     page and the samples to. Raises as train(), and StorageError for a file that cannot be written."""
-    from fxtune.cli import preview as command
+    from fxtune.diagnostics import preview as page
 
     if json is not None:
         require_writable(json)
-    found = command.run(_config(recipe, overrides), html=html)
+    found = page.preview(_config(recipe, overrides), html=html)
     if json is not None:
         write_json(json, found)
 
@@ -77,9 +77,9 @@ def preview(
 def verify(recipe: str | Path | Config, overrides: Sequence[str] = (), *, loss: bool = False) -> None:
     """Build the model, take a step, and print what each option of the recipe did. `loss`: also compare loss and
     gradients with plain transformers. Raises CheckError if something did not act, else as train()."""
-    from fxtune.cli import verify as command
+    from fxtune.diagnostics import verification
 
-    command.run(_config(recipe, overrides), loss=loss)
+    verification.verify(_config(recipe, overrides), loss=loss).require_acted()
 
 
 def plan(
@@ -108,7 +108,7 @@ class Run:
         """Raises ConfigError if there is no such run."""
         self.folder = run_folder(str(run))
         _ = self._files
-        self._speakers: dict[str, Any] = {}
+        self._conversations: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {'finished' if self.finished else 'not finished'})"
@@ -181,18 +181,18 @@ class Run:
         """The answer to `prompt`, which the run's chat template writes as in training. `images`: files that a model
         which reads images sees before the prompt. `show`: `tuned`, or `base` for the model before training. The model
         stays in memory for the next call. Raises as `fxtune chat`."""
-        from fxtune.cli.chat import Chat, load_speakers
+        from fxtune.outputs.conversation import Conversation
 
         if show not in ("tuned", "base"):
             raise ConfigError(f"show={show}: give `tuned` or `base`.")
         output = find_output(str(self.folder))
-        if show not in self._speakers:
-            self._speakers[show] = load_speakers(output, show, trust_remote_code=False)
-        speakers, tokenizer, processor = self._speakers[show]
+        if show not in self._conversations:
+            self._conversations[show] = Conversation.open(output, show)
+        talk = self._conversations[show]
+        talk.max_new_tokens, talk.temperature = max_new_tokens, temperature
+        talk.start_anew()
         pieces: list[str] = []
-        Chat(speakers, tokenizer, output.config, max_new_tokens, temperature, processor).answer(
-            speakers[0], prompt, pieces.append, [str(file) for file in images]
-        )
+        talk.answer(talk.speakers[0], prompt, pieces.append, [str(file) for file in images])
         return "".join(pieces).strip()
 
 

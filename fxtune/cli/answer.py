@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fxtune.cli.options import as_json, require_writable, write_json
 from fxtune.config import discovery
+from fxtune.distributed.files import as_json, require_writable, write_json
 from fxtune.distributed.ranks import ProcessRank, process_rank
 from fxtune.errors import ConfigError, UserError, first_line
 from fxtune.system.redact import redact_text

@@ -24,59 +24,21 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.live import Live
 from rich.table import Column, Table
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.merge import open_adapter, stored_dtype
-from fxtune.cli.run_output import OutputKind, RunOutput, find_output
-from fxtune.config import compose
-from fxtune.data.chat.encode import EncodedGroup, Encoder
-from fxtune.data.config import DataConfig, ImageTokensConfig
-from fxtune.data.formats.registry import FORMATS
 from fxtune.data.formats.values import RowError
-from fxtune.data.images.processor import ImageProcessor
-from fxtune.data.images.reference import ImageReference, find_image
-from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, DataError, Stopped
-from fxtune.models import load as models
-from fxtune.models.end_tokens import end_tokens
-from fxtune.models.kinds.known import kind_of
-from fxtune.models.load import ModelConfig
-from fxtune.models.structure import image_arguments
-from fxtune.settle.images import image_processor
+from fxtune.errors import Stopped
+from fxtune.outputs.conversation import Conversation
+from fxtune.outputs.run_output import find_output
 from fxtune.system import progress
 from fxtune.system.console import console, plain, say
-from fxtune.training.answers import question_of
-from fxtune.training.checkpoint_model import exported_model, run_folder
-from fxtune.upstream.transformers import set_attention
 
-Write = Callable[[str], None]
 COMMAND = "/image"
-ANYWHERE = Path(os.sep)
-"""The root folder: a user of the chat may show any file."""
-
-
-@dataclass
-class Speaker:
-    """A model, and the conversation as that model has seen it."""
-
-    label: str
-    model: Any
-    adapter_off: bool = False
-    """Whether the speaker is the base: the model with its adapters off."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def speaking(self) -> Iterator[Any]:
-        with torch.inference_mode(), self.model.disable_adapter() if self.adapter_off else contextlib.nullcontext():
-            yield self.model
 
 
 def run(
@@ -91,8 +53,8 @@ def run(
     base to show."""
     output = find_output(run)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        speakers, tokenizer, images = load_speakers(output, show, trust_remote_code)
-    chat = Chat(speakers, tokenizer, output.config, max_new_tokens, temperature, images)
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        chat = Chat(Conversation.open(output, show, trust_remote_code, **options))
     try:
         if sys.stdin.isatty():
             chat.talk()
@@ -105,99 +67,27 @@ def run(
         raise
 
 
-def load_speakers(
-    output: RunOutput, show: str, trust_remote_code: bool
-) -> tuple[list[Speaker], Any, ImageProcessor | None]:
-    """The speakers that `show` names (tuned, base or both), the tokenizer of the run, and the image processor if the
-    model reads images."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = str(output.folder)
-    if output.kind is OutputKind.checkpoint:
-        prepared, tokenizer, _ = exported_model(output.folder, trust_remote_code)
-        tuned = prepared.module
-        source, hf_config = compose.of_run(run_folder(output.folder), trust_remote_code).model, tuned.config
-    elif output.kind is OutputKind.adapter:
-        adapter = open_adapter(folder, "loaded", trust_remote_code)
-        tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
-        named = (output.config.get("model") or {}).get("tokenizer")  # the run read the image processor from there, too
-        source, hf_config = replace(adapter.model, tokenizer=named), adapter.hf_config
-    else:
-        source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
-        hf_config = models.load_config(source)
-        tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
-    bounds = (output.config.get("data") or {}).get("image_tokens") or {}
-    data = DataConfig(image_tokens=ImageTokensConfig(**bounds))
-    images = image_processor(source, data, tokenizer, hf_config)
-    if tuned is not None and not kind_of(tuned.config).writes:
-        raise ConfigError(
-            f"{output.folder} scores documents and writes no answers. docs/reward_models.md shows its use."
-        )
-    if hasattr(tuned, "peft_config"):
-        model = tuned.to(device).eval()
-        speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
-        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer, images
-    speakers = []
-    if show != "tuned":
-        base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
-        speakers.append(Speaker("base", _whole(base, device)))
-    if show != "base":
-        speakers.append(Speaker("tuned", tuned.to(device).eval()))
-    return speakers, tokenizer, images
-
-
-def _whole(source: ModelConfig, device: torch.device) -> Any:
-    """A model without adapters, in its stored dtype."""
-    hf_config = models.load_config(source)
-    source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
-    set_attention(hf_config, "eager")  # the kernels that it names may not be installed
-    return models.build(source, hf_config, World(device), seed=0).module.eval()
-
-
-def _base_of(output: RunOutput) -> str:
-    model = output.config.get("model") or {}
-    if not model.get("path") or model.get("init") == "random":
-        raise ConfigError(f"{output.folder} names no base model to show beside it. Leave --show out.")
-    return str(model["path"])
-
-
 class Chat:
-    """A conversation with each speaker."""
+    """A conversation in the terminal."""
 
-    def __init__(
-        self,
-        speakers: list[Speaker],
-        tokenizer: Any,
-        config: dict[str, Any],
-        max_new_tokens: int,
-        temperature: float,
-        images: ImageProcessor | None = None,
-    ) -> None:
-        self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
-        self.shown: list[str] = []
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation, self.speakers = conversation, conversation.speakers
+        self.pending_images: list[str] = []
         """Image files for the next prompt."""
         self.said: list[dict[str, Any]] = []
         """Each prompt with what each speaker answered, for --json."""
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        data = config.get("data") or {}
-        template, self.system = data.get("chat_template"), data.get("system")
-        self.encoder: Encoder | None = None
-        if template or tokenizer.chat_template:
-            variables = data.get("chat_template_kwargs")
-            self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables, images=images)
-        else:
-            say("The model has no chat template, so it continues your text.")
-        self.start_anew()
+        if conversation.continues_text:
+            say(conversation.continues_text)
 
     def start_anew(self) -> None:
-        self.shown.clear()
-        for speaker in self.speakers:
-            speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.pending_images.clear()
+        self.conversation.start_anew()
 
     def talk(self) -> None:
         """Read prompts from the terminal until Ctrl-D."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  lets input() edit the line
-        images = "/image FILE shows an image, " if self.images is not None else ""
+        images = "/image FILE shows an image, " if self.conversation.images is not None else ""
         say(f"{images}/new starts another conversation, Ctrl-D ends.")
         with contextlib.suppress(EOFError):
             while True:
@@ -214,23 +104,15 @@ class Chat:
         try:
             files, prompt = _files_and_prompt(line)
             for file in files:
-                self._require_readable(file)
+                self.conversation.require_readable(file)
         except RowError as reason:
             say(plain(f"({reason})"))
             self._record(line, error=str(reason))
             return False
-        self.shown += files
+        self.pending_images += files
         if prompt:
             self.reply(prompt)
         return bool(prompt)
-
-    def _require_readable(self, file: str) -> None:
-        """Raise RowError if the model cannot see this image."""
-        if self.images is None:
-            raise RowError("The model reads no images, or its folder has no preprocessor_config.json.")
-        if self.encoder is None:
-            raise RowError("The model has no chat template, so an image has no place in its prompt.")
-        find_image(file, ANYWHERE)
 
     def _record(self, prompt: str, **answers: Any) -> None:
         self.said.append({"prompt": prompt, **answers})
@@ -238,14 +120,14 @@ class Chat:
 
     def reply(self, prompt: str) -> None:
         """Print what each speaker answers, as it writes."""
-        shown, self.shown = self.shown, []
+        shown, self.pending_images = self.pending_images, []
         answers: dict[str, Any] = {}
         if len(self.speakers) > 1 and console().is_terminal:
             answers = self._reply_side_by_side(prompt, shown)
         else:
             for speaker in self.speakers:
                 _print_piece(f"{speaker.label}: " * (len(self.speakers) > 1))
-                answers[speaker.label] = self.answer(speaker, prompt, _print_piece, shown)
+                answers[speaker.label] = self.conversation.answer(speaker, prompt, _print_piece, shown)
                 _print_piece("\n")
         self._record(prompt, **answers)
 
@@ -264,66 +146,8 @@ class Chat:
                     texts[index] += piece
                     live.update(page(), refresh=True)
 
-                answers[speaker.label] = self.answer(speaker, prompt, write, shown)
+                answers[speaker.label] = self.conversation.answer(speaker, prompt, write, shown)
         return answers
-
-    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> dict[str, str]:
-        """Write the answer of `speaker` to `prompt`, in pieces, and return {"answer": text}, or {"error": why there is
-        none}. The conversation gets the prompt and the answer. `shown`: image files."""
-        shown = [os.path.abspath(file) for file in shown]
-        parts = [{"type": "image", "image": file} for file in shown]
-        content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
-        speaker.messages.append({"role": "user", "content": content})
-        try:
-            for file in shown:
-                self._require_readable(file)
-            ids, ends, references = self._prompt(speaker.messages)
-            tensors = self.images.read(references) if self.images is not None and references else {}
-        except (DataError, RowError) as error:  # the conversation goes on without this prompt
-            speaker.messages.pop()
-            write(f"({error})")
-            return {"error": str(error)}
-        room = speaker.model.config.get_text_config().max_position_embeddings - len(ids)
-        if room <= 0:
-            speaker.messages.pop()
-            write("(The conversation is longer than the model can read: /new starts another one.)")
-            return {"error": "The conversation is longer than the model can read."}
-        with speaker.speaking() as model:
-            known = end_tokens(model.generation_config)
-            given = torch.tensor([ids], device=model.device)
-            arguments = image_arguments(model, tensors, given.device)
-            if arguments:
-                arguments |= kind_of(model.config).token_types(model.config, given)
-            streamer = _streamer(self.tokenizer, write)
-            written = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                streamer=streamer,
-                max_new_tokens=min(self.max_new_tokens, room),
-                eos_token_id=sorted({*ends, *known, self.tokenizer.eos_token_id} - {None}) or None,
-                pad_token_id=self.tokenizer.pad_token_id or 0,
-                do_sample=self.temperature > 0,
-                temperature=self.temperature or None,
-                top_k=None,
-                top_p=None,
-                **arguments,
-            )
-        text = self.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
-        speaker.messages.append({"role": "assistant", "content": text.strip() or "..."})
-        return {"answer": text.strip()}
-
-    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], set[int], Sequence[ImageReference]]:
-        """(token ids up to the answer, as in training; tokens that end the answer in training; images of the
-        prompt)"""
-        if self.encoder is None:
-            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"], set(), ()
-        row = {"messages": [*messages, {"role": "assistant", "content": "x"}]}
-        (document,) = self.encoder.encode([row], [ANYWHERE])
-        assert not isinstance(document, EncodedGroup)
-        question = document if isinstance(document, str) else question_of(row, document, self.tokenizer)
-        if isinstance(question, str):
-            raise DataError(f"The prompt cannot be written by the chat template: {question}")
-        return question.prompt, set() if question.end is None else {question.end}, question.images
 
 
 def _files_and_prompt(line: str) -> tuple[list[str], str]:
@@ -348,14 +172,3 @@ def _files_and_prompt(line: str) -> tuple[list[str], str]:
 def _print_piece(piece: str) -> None:
     console().print(plain(piece), end="", soft_wrap=True)
     console().file.flush()
-
-
-def _streamer(tokenizer: Any, write: Write) -> Any:
-    from transformers import TextStreamer
-
-    class Pieces(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if text:
-                write(text)
-
-    return Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)

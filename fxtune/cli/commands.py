@@ -173,7 +173,7 @@ COMMANDS = {
     "merge": Command(
         "fxtune.cli.merge",
         "merge an adapter into its base model: merge RUN [FOLDER]",
-        positional="merge",
+        positional="of_output",
         options={"--unmerged": _flag("of a checkpoint: write its adapter alone"), **_TRUST},
     ),
     "chat": Command(

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.run_output import run_folder
+from fxtune.outputs.run_output import run_folder
 from fxtune.reports.run_difference import Difference, Parting, compare_runs
 from fxtune.system.console import say, table
 

@@ -13,149 +13,36 @@ held-out data of a recipe; the first GPU answers the questions.
 
 from __future__ import annotations
 
-import math
-from contextlib import closing
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.run_output import OutputKind, find_output, is_checkpoint
-from fxtune.config import compose
 from fxtune.config.root import Config
-from fxtune.data.batches.build import prepare_evaluation
-from fxtune.data.batches.plan import Plan
-from fxtune.distributed.parallel import ParallelConfig
-from fxtune.errors import ConfigError, HardwareError, NumbersError
-from fxtune.models import load as models
-from fxtune.settle.images import image_processor
-from fxtune.system import console
-from fxtune.system.oom import RowsPerPass, out_of_memory_message
-from fxtune.techniques.lora.trained_tokens import ids_of_adapter
-from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.answers import Question, answer, load_questions, scores
-from fxtune.training.builder import RunBuilder
-from fxtune.training.checkpoint_model import load_checkpoint
-from fxtune.training.oom_advice import MemoryPhase
+from fxtune.outputs.evaluation import Evaluation, evaluate, evaluate_output
+from fxtune.system.console import answers_table, say, table
 
 
-def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """run() with the config of a run, changed by `keys`, and the run's exported weights or a checkpoint's.
-
-    Raises ConfigError for an adapter or a model that lies in no run, or that misses a reference to compare with.
-    """
-    found = find_output(output)
-    if found.run is None:
-        raise ConfigError(
-            f"{found.folder} lies in no run, whose config would say what to evaluate on. Give a recipe: fxtune eval "
-            f"+recipe=NAME model.{'path' if found.kind is OutputKind.model else 'adapter'}={found.folder}"
-        )
-    # The run may have divided its weights over more ranks than there are here.
-    config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
-    compares = config.objective.needs.reference and config.data.holds_out
-    if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):
-        return run(config, found.folder)
-    if compares:
-        raise ConfigError(
-            f"{found.folder}: objective={config.objective.name} compares the model with what its run started from, "
-            f"which this folder does not hold. Evaluate a checkpoint: fxtune eval {found.run.name}/step-N."
-        )
-    return run(replace(config, model=models.starting_from(config.model, found.folder)))
+def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, float]:
+    """Print and return the figures of a run's output. Raises as evaluate_output(); NumbersError for a loss that is not
+    finite."""
+    return _show(evaluate_output(output, *keys, trust_remote_code=trust_remote_code))
 
 
-def run(config: Config, trained: Path | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Print and return the figures by metric name. `trained`: a checkpoint or an adapter of a run of this config.
-    Its weights replace the weights from which the run started; these stay the reference.
-
-    Raises ConfigError if the config names nothing to evaluate on, NumbersError if the loss is not finite, otherwise as
-    a run does.
-    """
-    config.model.trust_remote_code |= trust_remote_code
-    notes, data = config.data.unasked(), replace(config.data, questions=config.data.applicable_questions())
-    config = replace(config, data=data)
-    data.validate()
-    if not (data.holds_out or data.questions.path):
-        raise ConfigError(
-            "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
-            + "".join(f" {note}" for note in notes)
-        )
-    techniques = config.techniques if trained else _trained_techniques(config)
-    builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
-    world = builder.world
-    tokenizer = world.main_first(
-        partial(models.load_tokenizer, config.model, builder.settled.hf_config), "waiting for the tokenizer"
-    )
-    rows, accept = config.train.micro_batch_size, config.objective.accept
-    images = image_processor(config.model, data, tokenizer, builder.settled.hf_config, builder.facts.dtype)
-    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, accept=accept, images=images)
-    plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
-    questions = []
-    if data.questions.path and world.main:
-        questions = load_questions(data, tokenizer, images)
-    if plan is not None:
-        builder.compare_on([plan], from_base=trained is None and techniques.lora.enabled)
-    if trained is not None and not is_checkpoint(trained):
-        builder.special_tokens = ids_of_adapter(str(trained))  # as techniques.lora.train_tokens=auto chose them
-    language_model, _ = builder.proven_model()
-    if trained is not None and is_checkpoint(trained):
-        load_checkpoint(trained, language_model.model)
-    elif trained is not None:
-        builder.techniques.lora.start_from(language_model.prepared, str(trained))
-
-    def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
-        return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
-
-    sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
-    figures: dict[str, Any] = {}
-    if plan is not None:
-        with closing(builder.held_out(plan, language_model, config.objective)) as held_out:
-            multiple = plan.stream.rows_of_group
-            means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure, multiple)
-        figures.update({f"eval/{name}": value for name, value in means.items()})
-    limits = data.questions.batch_size, data.questions.max_new_tokens, sizes
-    answers = answer(language_model.prepared, tokenizer, questions, *limits, images=images)
-    if questions:
-        found = scores(answers, questions, data.questions.metrics)
-        figures.update({f"questions/{name}": value for name, value in found.items()})
-    name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
-    _show(config, name, [*builder.settled.notes, *notes], figures, plan, questions, answers)
-    if not math.isfinite(figures.get("eval/loss", 0.0)):
-        raise NumbersError(
-            f"The loss of {name} is {figures['eval/loss']}: its weights are finite, but what it computes in "
-            f"{builder.facts.dtype} is not. Use another copy of it or an earlier checkpoint, or model.dtype=float32."
-        )
-    return figures
+def run(config: Config, trust_remote_code: bool = False) -> dict[str, float]:
+    """Print and return the figures of a recipe's model by metric name. Raises as evaluate(); NumbersError for a loss
+    that is not finite."""
+    return _show(evaluate(config, trust_remote_code=trust_remote_code))
 
 
-def _trained_techniques(config: Config) -> Pipeline:
-    """The techniques without an untrained adapter, which adds nothing. Over a quantized base it stays, because a
-    quantized base needs adapters."""
-    techniques = config.techniques
-    if config.model.adapter or techniques.quantize.enabled:
-        return techniques
-    return replace(techniques, lora=replace(techniques.lora, enabled=False))
-
-
-def _show(
-    config: Config,
-    name: str,
-    notes: list[str],
-    figures: dict[str, Any],
-    plan: Plan | None,
-    questions: list[Question],
-    answers: list[str],
-) -> None:
-    shown = list(zip(questions, answers, strict=True))
-    answered = [{"question": asked.label, "right": asked.answer, "answer": answer} for asked, answer in shown]
-    ANSWER.put({"model": name, "figures": figures, "answers": answered, "notes": notes})
-    rows = [[name, f"{value:.4f}"] for name, value in figures.items()]
-    if plan is not None:
-        rows.insert(0, ["supervised tokens", f"{plan.summary()['supervised_tokens']:,}"])
-    if questions:
-        rows.append(["questions", str(len(questions))])
-    if shown := shown[: config.data.questions.show]:
-        console.say(console.answers_table([(asked.label, asked.answer, None, answer) for asked, answer in shown]))
-    for note in notes:
-        console.say(note)
-    console.say(console.table(f"Evaluation of {name}", ["figure", "value"], rows))
+def _show(found: Evaluation) -> dict[str, float]:
+    answered = [{"question": asked.label, "right": asked.answer, "answer": answer} for asked, answer in found.answers]
+    ANSWER.put({"model": found.model, "figures": found.figures, "answers": answered, "notes": found.notes})
+    rows = [[name, f"{value:.4f}"] for name, value in found.figures.items()]
+    if found.supervised_tokens is not None:
+        rows.insert(0, ["supervised tokens", f"{found.supervised_tokens:,}"])
+    if found.answers:
+        rows.append(["questions", str(len(found.answers))])
+    if shown := found.answers[: found.shown_answers]:
+        say(answers_table([(asked.label, asked.answer, None, answer) for asked, answer in shown]))
+    for note in found.notes:
+        say(note)
+    say(table(f"Evaluation of {found.model}", ["figure", "value"], rows))
+    found.require_finite()
+    return found.figures

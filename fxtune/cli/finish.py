@@ -19,13 +19,13 @@ from filelock import FileLock, Timeout
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.run_folder import CHECKPOINTS, RESULT, require_own_files
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.run_output import run_folder
 from fxtune.config import compose
 from fxtune.config.root import Config, Resume
 from fxtune.distributed import choice
 from fxtune.distributed.launch import launch
 from fxtune.distributed.ranks import LAUNCHER, process_rank
 from fxtune.errors import ConfigError, Ended, StorageError
+from fxtune.outputs.run_output import run_folder
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.console import say
 from fxtune.training.run_end import FINISH

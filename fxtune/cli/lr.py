@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.options import require_writable, write_text
 from fxtune.config.root import Config
+from fxtune.distributed.files import require_writable, write_text
 from fxtune.errors import ConfigError
 from fxtune.reports.plots import Series
 from fxtune.reports.plots import plot as svg

@@ -1,16 +1,10 @@
-"""Types for argparse, and writing the files that options such as `--json` name."""
+"""Types of the options of commands, for argparse."""
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from fxtune.distributed.ranks import process_rank
-from fxtune.errors import StorageError
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -35,40 +29,3 @@ def positive_number(what: str) -> Callable[[str], float]:
         return value
 
     return parse
-
-
-def as_json(value: Any) -> str:
-    """`value` as the text of a JSON file, with null for numbers that are not finite."""
-    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
-    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write `value` as JSON, on rank 0 only. Raises StorageError."""
-    write_text(file, as_json(value))
-
-
-def write_text(file: Path, text: str, option: str = "--json") -> None:
-    """Write `file`, the value of `option`, on rank 0 only. Raises StorageError."""
-    if process_rank().rank:
-        return
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _not_writable(file, error, option) from error
-
-
-def require_writable(file: Path, option: str = "--json") -> None:
-    """Raise StorageError if `file`, the value of `option`, cannot be written. Called before minutes of work; keeps the
-    file's content."""
-    existed = file.exists()
-    try:
-        file.open("a").close()
-        if not existed:
-            file.unlink(missing_ok=True)  # another rank may have removed it
-    except OSError as error:
-        raise _not_writable(file, error, option) from error
-
-
-def _not_writable(file: Path, error: OSError, option: str = "--json") -> StorageError:
-    return StorageError(f"{option} {file} cannot be written: {error}. Give a file in a folder that exists.")

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.merge import merge
-from fxtune.cli.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
 from fxtune.errors import ConfigError, HubError, StorageError, first_line
 from fxtune.models.proof import PROOF, require_unchanged
+from fxtune.outputs.merge import merge
+from fxtune.outputs.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
 from fxtune.system.console import say
 from fxtune.system.hub import Origin
 from fxtune.system.redact import redact

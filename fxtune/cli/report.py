@@ -16,7 +16,7 @@ from typing import Optional
 
 from fxtune.checkpoint.run_folder import REPORT, holds_run
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.run_output import run_folder
+from fxtune.outputs.run_output import run_folder
 from fxtune.reports.page import write_report
 from fxtune.system.console import say
 

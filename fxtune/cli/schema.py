@@ -10,8 +10,8 @@ write the line and the file.
 from __future__ import annotations
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.options import as_json
 from fxtune.config.schema import recipe_schema
+from fxtune.distributed.files import as_json
 
 
 def run() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from filelock import Timeout
 
-from fxtune.cli.run_output import run_folder
 from fxtune.errors import StorageError
+from fxtune.outputs.run_output import run_folder
 from fxtune.system.console import say
 from fxtune.tracking import tracker
 

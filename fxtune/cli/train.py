@@ -12,8 +12,8 @@ from typing import Any
 
 from fxtune.checkpoint.run_folder import RESULT
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.run_output import find_output
 from fxtune.config.root import Config
+from fxtune.outputs.run_output import find_output
 from fxtune.training import trainer
 from fxtune.training.run_log import next_commands
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from fxtune.cli.answer import ANSWER
-from fxtune.cli.run_output import run_folder
+from fxtune.outputs.run_output import run_folder
 from fxtune.reports.bottlenecks import find_bottlenecks, sentences
 from fxtune.reports.run_files import RunFiles, as_written
 from fxtune.reports.time_shares import time_shares

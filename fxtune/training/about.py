@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,50 @@ from fxtune import __version__
 from fxtune.checkpoint.run_folder import TEMPLATE_TIME
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, SourceConfig
+from fxtune.data.formats.row_format import LearnConfig, PlainText, Preference
+from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.system.redact import redact_arguments
 
 ENDS = "end_tokens"
 """The key of the tokens with which answers of the data end."""
+TEXTS = "prompts_are_texts"
+"""The key of whether all prompts of the data are texts that no chat template writes."""
 BINS = 12
 """Ranges of lengths in the histogram of documents."""
 
 
-def describe_run(data: PreparedData, ends: list[int], template_time: str | None) -> dict[str, Any]:
+def describe_run(
+    data: PreparedData, ends: list[int], template_time: str | None, texts: bool = False
+) -> dict[str, Any]:
     """The file's values. Lengths are tokens. `ends`: learned_ends() of the data. `template_time`: see
-    DataConfig."""
+    DataConfig. `texts`: prompts_are_texts() of the data."""
     return {
         "command": _command(),
         "fxtune": __version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),
         ENDS: ends,
+        TEXTS: texts,
         TEMPLATE_TIME: template_time,
         "training": _describe(data.training),
         "held_out": data.evaluation and _describe(data.evaluation),
     }
+
+
+def prompts_are_texts(tables: Sequence[TokenTable], data: DataConfig) -> bool:
+    """Whether the first row of each source has a prompt, and it is a text that no chat template writes."""
+
+    def is_text(source: SourceConfig, table: TokenTable) -> bool:
+        if table.format.needs_template or table.format.name in ("text", "tokens"):
+            return False
+        row = next(usable_rows(source, table, data)).value
+        content = table.format.read(row or {}, LearnConfig(), source.unused)
+        first = content.answers[0] if isinstance(content, Preference) else content
+        return isinstance(first, PlainText)
+
+    return all(is_text(source, table) for source, table in zip(data.sources, tables, strict=True))
 
 
 def _describe(plan: Plan) -> dict[str, Any]:

@@ -63,7 +63,7 @@ from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.worker import GOES_ON
-from fxtune.training.about import describe_run
+from fxtune.training.about import describe_run, prompts_are_texts
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
@@ -194,7 +194,8 @@ class Trainer:
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:
-            folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time))
+            texts = prompts_are_texts(self.data.tables, builder.config.data)
+            folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, texts))
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.language_model = self._proven_model(resume_check)

@@ -49,12 +49,13 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import small, write
 
-from fxtune.cli import merge, verify
+from fxtune.cli import verify
 from fxtune.config.compose import load
 from fxtune.errors import UserError
 from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import beside_text, skeleton
+from fxtune.outputs import merge
 from fxtune.techniques.estimate.memory import trained_parameters
 from fxtune.techniques.liger.technique import FAMILIES
 from fxtune.tracking import display

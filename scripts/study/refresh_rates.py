@@ -5,7 +5,7 @@
     python scripts/study/refresh_rates.py --json /tmp/rates.json --smoke                       # a short test
 
 For each seed a run learns the quickstart's task from rows of its own, and holds 30 % of them out. Then, by the functions
-that the command calls (fxtune/training/refresh.py) and with its defaults:
+that the command calls (fxtune/outputs/refresh_data.py) and with its defaults:
 
     undrifted   batches of other rows of the same generator: each that counts as drift is a false alarm
     drifted     batches of other rows that differ in one way (DRIFTS): each that counts as drift is seen
@@ -167,7 +167,7 @@ def train_parent(seed: Seed) -> dict[str, Any]:
 def refresh_data(seed: Seed, file: Path) -> Any:
     """What `fxtune refresh PARENT data.sources=[FILE]` compares."""
     from fxtune.config import compose
-    from fxtune.training.refresh import RefreshData
+    from fxtune.outputs.refresh_data import RefreshData
 
     before = compose.of_run(seed.parent, False)
     words = [f"data.sources=[{{path: {file}}}]", f"data.cache_dir={file.with_suffix('')}-cache"]
@@ -188,8 +188,8 @@ def try_drift(seed: Seed, group: str, index: int) -> dict[str, Any]:
 def try_gate(seed: Seed, index: int) -> dict[str, Any]:
     """Make an adapter that is worse, and ask the gate."""
     from fxtune.config import compose
+    from fxtune.outputs.document_losses import measure
     from fxtune.training import trainer
-    from fxtune.training.document_losses import measure
 
     kind, how = KINDS[index % len(KINDS)], WORSE_KINDS[index % 2]
     file = seed.write(f"worse-{index}", drifted(seed.batch(WORSE, index), kind))

@@ -22,6 +22,8 @@ from fxtune.data.config import DataConfig, ImageTokensConfig, QuestionsConfig
 from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
+from fxtune.outputs.conversation import Conversation
+from fxtune.outputs.run_output import find_output
 from fxtune.settle.images import image_processor
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import answer, load_questions
@@ -98,8 +100,8 @@ def test_base_and_tuned_model_answer_beside_each_other(runs, expected, monkeypat
 def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(chat, "console", lambda: screen)
-    speakers, tokenizer, _ = chat.load_speakers(chat.find_output("mine"), "both", False)
-    talk = chat.Chat(speakers, tokenizer, {}, 8, 0.0)
+    conversation = Conversation.open(find_output("mine"), "both", max_new_tokens=8)
+    talk, speakers = chat.Chat(conversation), conversation.speakers
     typed = iter([PROMPTS[0], PROMPTS[1], "/new", PROMPTS[1]])
 
     def read(_: str) -> str:
@@ -120,10 +122,11 @@ def test_a_terminal_has_two_columns_and_a_conversation(runs, expected, monkeypat
 
 def test_answers_appear_as_they_are_written(runs, monkeypatch):
     pieces: list[str] = []
-    speakers, tokenizer, _ = chat.load_speakers(chat.find_output("mine"), "tuned", False)
-    chat.Chat(speakers, tokenizer, {}, 40, 0.0).answer(speakers[0], PROMPTS[0], pieces.append)
+    conversation = Conversation.open(find_output("mine"), "tuned", max_new_tokens=40)
+    (speaker,) = conversation.speakers
+    conversation.answer(speaker, PROMPTS[0], pieces.append)
     assert len(pieces) > 1
-    assert "".join(pieces).strip() == speakers[0].messages[-1]["content"]
+    assert "".join(pieces).strip() == speaker.messages[-1]["content"]
 
 
 def test_temperature_draws_tokens(runs, monkeypatch, capsys):
@@ -206,8 +209,8 @@ def test_images_before_a_prompt_are_shown_to_the_model(vision, monkeypatch, caps
 
 def test_an_image_stays_in_the_conversation(vision, monkeypatch):
     monkeypatch.chdir(vision)
-    speakers, tokenizer, images = chat.load_speakers(chat.find_output("mine"), "tuned", False)
-    talk = chat.Chat(speakers, tokenizer, {}, 8, 0.0, images)
+    conversation = Conversation.open(find_output("mine"), "tuned", max_new_tokens=8)
+    talk, speakers = chat.Chat(conversation), conversation.speakers
     pieces: list[str] = []
     for prompt in ("/image one.png Where?", "Why?"):
         assert talk.take(prompt)
@@ -215,7 +218,7 @@ def test_an_image_stays_in_the_conversation(vision, monkeypatch):
     assert [message["role"] for message in speakers[0].messages] == ["user", "assistant"] * 2
     speakers[0].messages[0]["content"] = "Where?"
     del speakers[0].messages[2:]
-    talk.answer(speakers[0], "Why?", pieces.append)
+    conversation.answer(speakers[0], "Why?", pieces.append)
     assert speakers[0].messages[-1]["content"] != with_image
 
 
@@ -271,3 +274,18 @@ def test_bad_options_are_refused_with_the_usage(cwd, monkeypatch, capsys):
     assert "usage: fxtune chat RUN" in capsys.readouterr().err
     assert ask(monkeypatch, "mine", "--show", "all") == 2
     assert "--show invalid choice: 'all'" in capsys.readouterr().err
+
+
+def test_a_model_that_has_learned_plain_texts_continues_the_prompt_as_typed(cwd, monkeypatch, capsys):
+    rows = [{"prompt": f"{number}, ", "completion": str(number + 1)} for number in range(32)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data.sources=[{path: rows.jsonl}]", "data.eval_sources=[]", "data.questions.path=null"]
+    assert main(["+recipe=quickstart", *words, "train.max_steps=1", "run.dir=runs/texts"]) == 0
+    seen = []
+    conversation = Conversation.open(find_output("texts"), "tuned", max_new_tokens=2)
+    monkeypatch.setattr(conversation, "tokenizer", tokenizer := load_tokenizer(TINY))
+    monkeypatch.setattr(conversation.speakers[0].model, "generate", lambda ids, **_: (seen.append(ids), ids)[1])
+    conversation.answer(conversation.speakers[0], "7, ", lambda _: None)
+    assert tokenizer.decode(seen[0][0], skip_special_tokens=True) == "7, "
+    assert ask(monkeypatch, "texts") == 0
+    assert "has learned from plain texts" in capsys.readouterr().out

@@ -12,11 +12,12 @@ import torch
 from support.architectures import ADAPTERS, logits, lora, on_disk, prepared_model, random_model, trained
 from support.cases import slow_but
 
-from fxtune.cli.merge import merge, run
+from fxtune.cli.merge import run
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.outputs.merge import merge
 from fxtune.techniques.rope import Rope
 
 

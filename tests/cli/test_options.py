@@ -8,7 +8,8 @@ import pytest
 from support.recipes import QUICK
 
 from fxtune.cli.main import main
-from fxtune.cli.options import positive_number, require_writable, whole_number, write_json
+from fxtune.cli.options import positive_number, whole_number
+from fxtune.distributed.files import require_writable, write_json
 from fxtune.errors import StorageError
 
 

@@ -15,10 +15,10 @@ from support.processors import processor, write_model, write_picture_rows
 
 from fxtune.cli import preview
 from fxtune.cli.main import main
-from fxtune.cli.preview import TokenTexts
 from fxtune.data.batches.build import prepare_data
 from fxtune.data.config import MixConfig, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.diagnostics.preview import TokenTexts
 from fxtune.errors import StorageError
 from fxtune.models.load import ModelConfig, load_tokenizer
 

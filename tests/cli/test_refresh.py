@@ -14,9 +14,9 @@ import pytest
 from support.runs import history
 
 from fxtune.checkpoint import lineage as lineages
-from fxtune.cli import refresh
 from fxtune.cli.main import main
-from fxtune.training import document_losses, trainer
+from fxtune.outputs import document_losses, refresh
+from fxtune.training import trainer
 
 LIKE = ["red", "lamp", "table", "from", "Oslo", "order", "seven", "small", "chair", "please", "blue", "four"]
 UNLIKE = ["σώμα", "πῦρ", "γῆ", "φῶς"]

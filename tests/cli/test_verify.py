@@ -13,8 +13,8 @@ from support.processors import write_model, write_picture_rows
 from support.rows import write_jsonl
 from support.tuning import QUICKSTART, TINY
 
-from fxtune.cli import verify
 from fxtune.cli.main import main
+from fxtune.diagnostics import verification
 from fxtune.objectives import language_model
 from fxtune.techniques import pipeline
 from fxtune.techniques.checkpointing.technique import Checkpointing
@@ -74,7 +74,7 @@ def test_the_share_of_supervised_tokens_is_that_of_the_rows(cwd):
     plan = data.training
     batches = [plan.batch(step, micro) for step in range(4) for micro in range(plan.micro_batches(step))]
     tokens, supervised = sum(batch.tokens for batch in batches), sum(batch.supervised for batch in batches)
-    first, second = verify.observe_data(data)
+    first, second = verification.observe_data(data)
     assert f"{supervised:,} of {tokens:,} tokens" in first.observed
     assert first.acted
     assert f"{1 - tokens / sum(batch.input_ids.numel() for batch in batches):.1%} padding" in second.observed
@@ -100,7 +100,7 @@ def test_chats_with_no_or_all_tokens_supervised_are_not_as_asked(monkeypatch, wr
         return replace(batch, targets=targets)
 
     monkeypatch.setattr(plans, "build_batch", empty_or_full)
-    assert not next(iter(verify.observe_data(data))).acted
+    assert not next(iter(verification.observe_data(data))).acted
 
 
 def test_a_technique_that_does_nothing_is_named_and_the_exit_code_is_1(cwd, monkeypatch, capsys):

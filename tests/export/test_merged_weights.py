@@ -10,11 +10,11 @@ import pytest
 from support.architectures import lora, on_disk, prepared_model, tiny_model, trained, word_tokenizer
 from transformers import CONFIG_MAPPING
 
-from fxtune.cli import merge as merging
 from fxtune.errors import StorageError
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit
 from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.outputs import merge as merging
 
 
 def adapter(folder, model=None, **options):

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from support.architectures import lora, on_disk, prepared_model, trained
 from support.harness import command, small_disk
 
-from fxtune.cli import merge as merging
 from fxtune.cli.main import main
-from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.outputs import merge as merging
+from fxtune.outputs.merge import merge
 
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"

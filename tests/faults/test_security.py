@@ -29,7 +29,6 @@ import torch
 from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.cli import main as program
 from fxtune.cli import sync
-from fxtune.cli.merge import merge
 from fxtune.config.root import Config, TrainConfig
 from fxtune.data.chat.encode import Encoder
 from fxtune.data.config import DataConfig, SourceConfig
@@ -41,6 +40,7 @@ from fxtune.errors import ConfigError, DataError, StorageError, UserError
 from fxtune.export.save import save_model
 from fxtune.models import load as models
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
+from fxtune.outputs.merge import merge
 from fxtune.system.hub import locate
 from fxtune.system.resource_limits import limit_resources
 from fxtune.tracking.tracker import DisplayKind, Tracker, TrackingConfig, WandbMode, run_id
@@ -482,7 +482,7 @@ ODD_ADAPTERS = {
 @pytest.mark.parametrize("what", ODD_ADAPTERS)
 def test_malicious_adapter_config_neither_runs_code_nor_hangs(what, adapter, monkeypatch):
     values, message = ODD_ADAPTERS[what]
-    monkeypatch.setattr("fxtune.cli.merge.limit_resources", lambda: limit_resources(seconds=0.5))
+    monkeypatch.setattr("fxtune.outputs.adapter.limit_resources", lambda: limit_resources(seconds=0.5))
     (adapter / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     monkeypatch.syspath_prepend(adapter.parent)
     change(adapter / "adapter_config.json", **values)

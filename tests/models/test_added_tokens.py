@@ -13,10 +13,10 @@ from support.architectures import built, logits, lora, on_disk, prepared_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fxtune.cli import verify
-from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.models import load as models
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, starting_from
+from fxtune.outputs.merge import merge
 from fxtune.techniques.pipeline import make_probe
 from fxtune.training import trainer
 

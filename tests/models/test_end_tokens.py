@@ -11,12 +11,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fxtune.cli.main import main
-from fxtune.cli.merge import merge
 from fxtune.errors import StorageError
 from fxtune.models import load as models
 from fxtune.models.end_tokens import read_end_tokens
 from fxtune.models.load import Init, ModelConfig
 from fxtune.models.proof import changed_since
+from fxtune.outputs.merge import merge
 from fxtune.training import trainer
 
 ASSETS = Path(models.__file__).parents[1] / "assets"

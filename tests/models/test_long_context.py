@@ -15,11 +15,11 @@ from support.architectures import CPU, SIZES, facts_of, lora, on_disk, prepared_
 from support.runs import history
 
 from fxtune.cli import evaluate
-from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
 from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
+from fxtune.outputs.merge import merge
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 from fxtune.training import trainer

@@ -32,12 +32,13 @@ ALLOWED = {
     "migration": "errors config",
     "settle": "errors system plugins distributed data models facts techniques objectives optim config",
     "training": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle",
+    "outputs": "errors upstream system distributed data models export checkpoint facts techniques objectives config settle training",
     "drafts": "errors system data models config settle training",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts techniques objectives optim config settle training",
-    "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts techniques objectives tracking config training tuning",
-    "cli": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle training "
+    "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts techniques objectives tracking config settle training tuning",
+    "cli": "errors upstream system plugins distributed data models export checkpoint facts techniques objectives optim tracking reports config settle training outputs "
     "tuning diagnostics drafts migration",
-    "api": "errors system distributed data models checkpoint facts techniques reports config settle training tuning diagnostics cli",
+    "api": "errors system distributed data models checkpoint facts techniques reports config settle training outputs tuning diagnostics",
     "__main__": "cli",
 }
 """Package -> the packages it may import, lowest first.

@@ -182,7 +182,7 @@ def load_plainly(words: list[str]) -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    from fxtune.training.checkpoint_model import exported_model
+    from fxtune.outputs.checkpoint_model import exported_model
 
     export, merged, checkpoint, result = words
     expected, tokenizer, _ = exported_model(Path(checkpoint))

@@ -60,7 +60,7 @@ PAIRS = (("question", "answer"), ("prompt", "response"))
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
     "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
-    "text": ("content", "body", "document", "raw_content", "code", "article"),
+    "text": ("content", "body", "document", "raw_content", "code", "article", "caption"),
 }
 
 

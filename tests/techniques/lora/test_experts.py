@@ -29,7 +29,6 @@ from support.mixtures import mixture, uneven
 from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError, StorageError
 from fxtune.export.save import save_model
 from fxtune.facts.options import Policy
@@ -37,6 +36,7 @@ from fxtune.kernels.matmul import CUTE
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
+from fxtune.outputs.merge import merge
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.lora import technique
 from fxtune.techniques.lora.experts import compute_experts, grouped, make_space, observe_computed, observe_experts

@@ -27,7 +27,6 @@ from support.cases import slow_but
 from support.lora_models import loss_and_gradients, prepared_pair, require_close
 from torch import nn
 
-from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Switch
@@ -35,6 +34,7 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.structure import backbone, projectors, skeleton, towers
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.outputs.merge import merge
 from fxtune.techniques.lora import targets
 from fxtune.techniques.pipeline import make_probe
 

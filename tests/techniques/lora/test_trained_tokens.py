@@ -17,7 +17,6 @@ from support.killing import Aim, Reference, disturb
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fxtune.cli import verify
-from fxtune.cli.merge import merge
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, WeightFormat
@@ -25,6 +24,7 @@ from fxtune.models import load as models
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
+from fxtune.outputs.merge import merge
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.tracking.throughput import training_cost
 from fxtune.training import trainer

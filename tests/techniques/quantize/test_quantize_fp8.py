@@ -13,7 +13,6 @@ import torch
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
 from support.cases import slow_but
 
-from fxtune.cli.merge import merge
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, WeightFormat
 from fxtune.kernels.fp8 import dequantize_weight
@@ -21,6 +20,7 @@ from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.outputs.merge import merge
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe

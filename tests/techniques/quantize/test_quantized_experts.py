@@ -17,7 +17,6 @@ from support.cases import slow_but
 from support.mixtures import mixture, uneven
 from support.mxfp4 import in_mxfp4
 
-from fxtune.cli.merge import merge
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import StorageError
 from fxtune.export.save import save_model
@@ -25,6 +24,7 @@ from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
+from fxtune.outputs.merge import merge
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.estimate.step_time import layer_time

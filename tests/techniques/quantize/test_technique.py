@@ -11,10 +11,10 @@ from support.architectures import built, facts_of, logits, lora, prepared_model,
 from support.quantized import WIDE, kinds, qlora
 from support.runs import losses
 
-from fxtune.cli.merge import merge
 from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, ComputeDtype
 from fxtune.models.load import ModelConfig, load_tokenizer
+from fxtune.outputs.merge import merge
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.quantized_modules import dequantized, is_quantized
 from fxtune.training import trainer

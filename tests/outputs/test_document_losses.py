@@ -18,8 +18,8 @@ from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.dpo import DPO
 from fxtune.objectives.kto import KTO
 from fxtune.objectives.orpo import ORPO
+from fxtune.outputs.document_losses import MeasuredDocuments, _require_weights_fit, document_losses
 from fxtune.training.builder import RunBuilder
-from fxtune.training.document_losses import MeasuredDocuments, _require_weights_fit, document_losses
 from fxtune.training.evaluation import evaluate, evaluation_sums
 
 

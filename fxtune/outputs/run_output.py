@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint import folder as stored
-from fxtune.checkpoint.run_folder import CHECKPOINTS, RUNS, holds_run, read_config
+from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, RUNS, holds_run, read_config
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, did_you_mean
+from fxtune.system.atomic_files import read_json
+from fxtune.training.about import TEXTS
 
 ADAPTER_FILE = "adapter_config.json"
 STEP = re.compile(r"step-(\d+)")
@@ -45,6 +47,14 @@ class RunOutput:
     def config(self) -> dict[str, Any]:
         """The run's config as plain data; empty without a run. Raises StorageError if it cannot be read."""
         return (read_config(self.run) if self.run else None) or {}
+
+    @property
+    def prompts_are_texts(self) -> bool:
+        """Whether the run has learned from prompts that no chat template wrote."""
+        try:
+            return self.run is not None and bool(read_json(self.run / ABOUT).get(TEXTS))
+        except ValueError:  # an early version of fxtune wrote no such file
+            return False
 
 
 def find_output(name: str) -> RunOutput:

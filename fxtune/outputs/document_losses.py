@@ -1,4 +1,4 @@
-"""Measures the loss of each document under a run's weights, for the statistical tests of training/refresh.py.
+"""Measures the loss of each document under a run's weights, for the statistical tests of refresh_data.py.
 
 An objective over groups has one loss for a group: what is called a document here is a group then. Where its loss
 compares the model with a reference, all models are compared with one reference, so that their losses have one scale.

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from fxtune.training.significance import higher_mean, least_pairs, lower_mean
+from fxtune.outputs.significance import higher_mean, least_pairs, lower_mean
 
 
 def test_p_values_are_those_of_all_permutations_and_all_signs():

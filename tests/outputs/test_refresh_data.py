@@ -12,9 +12,9 @@ from fxtune.config.needs import unread
 from fxtune.config.root import RefreshConfig
 from fxtune.data.config import SourceConfig
 from fxtune.objectives.dpo import DPO
+from fxtune.outputs.document_losses import DocumentLosses
+from fxtune.outputs.refresh_data import RefreshData, find_drift, judge
 from fxtune.training.builder import RunBuilder
-from fxtune.training.document_losses import DocumentLosses
-from fxtune.training.refresh import RefreshData, find_drift, judge
 
 
 def losses(means: np.ndarray) -> DocumentLosses:

@@ -41,11 +41,11 @@ from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import ConfigError, DataError, StorageError, not_written
 from fxtune.models import load as models
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.outputs.document_losses import DocumentLosses, MeasuredDocuments, measure, store_common_reference
+from fxtune.outputs.significance import higher_mean, least_pairs, lower_mean
 from fxtune.settle.images import image_processor
 from fxtune.system.atomic_files import read_json, replacing
-from fxtune.training.document_losses import DocumentLosses, MeasuredDocuments, measure, store_common_reference
 from fxtune.training.resume_check import describe_tables
-from fxtune.training.significance import higher_mean, least_pairs, lower_mean
 
 PATIENCE = 3
 """train.stop.patience of a refresh whose run had none."""

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from support.runs import history
 
 from fxtune.cli.main import main
-from fxtune.cli.run_output import OutputKind, find_output, run_folder
 from fxtune.errors import ConfigError
+from fxtune.outputs.run_output import OutputKind, find_output, run_folder
 from fxtune.training import trainer
 
 

@@ -15,11 +15,11 @@ from support.runs import history, train_once
 
 from fxtune.cli import evaluate
 from fxtune.cli.main import main
-from fxtune.cli.merge import merge
 from fxtune.config.root import Config, Export
 from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig
+from fxtune.outputs.merge import merge
 from fxtune.training import evaluation, trainer
 
 ADAPTER = "adapter/adapter_model.safetensors"

@@ -1,0 +1,1 @@
+"""What a run has left on disk, used: found by its name, merged, asked, evaluated, refreshed."""

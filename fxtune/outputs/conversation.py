@@ -1,0 +1,228 @@
+"""A conversation with what a run has trained, written as in training: by the run's chat template, or as plain text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxtune.config import compose
+from fxtune.data.chat.encode import EncodedGroup, Encoder
+from fxtune.data.config import DataConfig, ImageTokensConfig
+from fxtune.data.formats.registry import FORMATS
+from fxtune.data.formats.values import RowError
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.images.reference import ImageReference, find_image
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, DataError
+from fxtune.models import load as models
+from fxtune.models.end_tokens import end_tokens
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.load import ModelConfig
+from fxtune.models.structure import image_arguments
+from fxtune.outputs.adapter import open_adapter, stored_dtype
+from fxtune.outputs.checkpoint_model import exported_model, run_folder
+from fxtune.outputs.run_output import OutputKind, RunOutput
+from fxtune.settle.images import image_processor
+from fxtune.training.answers import question_of
+from fxtune.upstream.transformers import set_attention
+
+Write = Callable[[str], None]
+ANYWHERE = Path(os.sep)
+"""The root folder: a person who asks may show any file."""
+
+
+@dataclass
+class Speaker:
+    """A model, and the conversation as that model has seen it."""
+
+    label: str
+    model: Any
+    adapter_off: bool = False
+    """Whether the speaker is the base: the model with its adapters off."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[Any]:
+        with torch.inference_mode(), self.model.disable_adapter() if self.adapter_off else contextlib.nullcontext():
+            yield self.model
+
+
+def load_speakers(
+    output: RunOutput, show: str, trust_remote_code: bool
+) -> tuple[list[Speaker], Any, ImageProcessor | None]:
+    """The speakers that `show` names (tuned, base or both), the tokenizer of the run, and the image processor if the
+    model reads images."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = str(output.folder)
+    if output.kind is OutputKind.checkpoint:
+        prepared, tokenizer, _ = exported_model(output.folder, trust_remote_code)
+        tuned = prepared.module
+        source, hf_config = compose.of_run(run_folder(output.folder), trust_remote_code).model, tuned.config
+    elif output.kind is OutputKind.adapter:
+        adapter = open_adapter(folder, "loaded", trust_remote_code)
+        tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
+        named = (output.config.get("model") or {}).get("tokenizer")  # the run read the image processor from there, too
+        source, hf_config = replace(adapter.model, tokenizer=named), adapter.hf_config
+    else:
+        source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
+        hf_config = models.load_config(source)
+        tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
+    bounds = (output.config.get("data") or {}).get("image_tokens") or {}
+    data = DataConfig(image_tokens=ImageTokensConfig(**bounds))
+    images = image_processor(source, data, tokenizer, hf_config)
+    if tuned is not None and not kind_of(tuned.config).writes:
+        raise ConfigError(
+            f"{output.folder} scores documents and writes no answers. docs/reward_models.md shows its use."
+        )
+    if hasattr(tuned, "peft_config"):
+        model = tuned.to(device).eval()
+        speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
+        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer, images
+    speakers = []
+    if show != "tuned":
+        base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
+        speakers.append(Speaker("base", _whole(base, device)))
+    if show != "base":
+        speakers.append(Speaker("tuned", tuned.to(device).eval()))
+    return speakers, tokenizer, images
+
+
+def _whole(source: ModelConfig, device: torch.device) -> Any:
+    """A model without adapters, in its stored dtype."""
+    hf_config = models.load_config(source)
+    source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
+    set_attention(hf_config, "eager")  # the kernels that it names may not be installed
+    return models.build(source, hf_config, World(device), seed=0).module.eval()
+
+
+def _base_of(output: RunOutput) -> str:
+    model = output.config.get("model") or {}
+    if not model.get("path") or model.get("init") == "random":
+        raise ConfigError(f"{output.folder} names no base model to show beside it. Leave --show out.")
+    return str(model["path"])
+
+
+class Conversation:
+    """A conversation with each speaker."""
+
+    def __init__(
+        self,
+        speakers: list[Speaker],
+        tokenizer: Any,
+        output: RunOutput,
+        images: ImageProcessor | None = None,
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+    ) -> None:
+        """`images`: of a model that reads images."""
+        self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        data = output.config.get("data") or {}
+        template, self.system = data.get("chat_template"), data.get("system")
+        self.encoder: Encoder | None = None
+        """Writes prompts by the chat template; None: the model continues plain text."""
+        self.continues_text = ""
+        """Why the model continues plain text."""
+        if output.prompts_are_texts:
+            self.continues_text = "The run has learned from plain texts, so the model continues your text."
+        elif not (template or tokenizer.chat_template):
+            self.continues_text = "The model has no chat template, so it continues your text."
+        else:
+            variables = data.get("chat_template_kwargs")
+            self.encoder = Encoder(tokenizer, FORMATS["messages"], template, variables=variables, images=images)
+        self.start_anew()
+
+    @staticmethod
+    def open(output: RunOutput, show: str, trust_remote_code: bool = False, **options: Any) -> Conversation:
+        """A conversation with the speakers that `show` names: tuned, base or both. `options`: as of Conversation.
+        Raises ConfigError for an output that has no base to show, or that writes no answers."""
+        speakers, tokenizer, images = load_speakers(output, show, trust_remote_code)
+        return Conversation(speakers, tokenizer, output, images, **options)
+
+    def start_anew(self) -> None:
+        for speaker in self.speakers:
+            speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def require_readable(self, file: str) -> None:
+        """Raise RowError if the model cannot see this image."""
+        if self.images is None:
+            raise RowError("The model reads no images, or its folder has no preprocessor_config.json.")
+        if self.encoder is None:
+            raise RowError("The prompt is a plain text, in which an image has no place.")
+        find_image(file, ANYWHERE)
+
+    def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> dict[str, str]:
+        """Write the answer of `speaker` to `prompt`, in pieces, and return {"answer": text}, or {"error": why there is
+        none}. The conversation gets the prompt and the answer. `shown`: image files."""
+        shown = [os.path.abspath(file) for file in shown]
+        parts = [{"type": "image", "image": file} for file in shown]
+        content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
+        speaker.messages.append({"role": "user", "content": content})
+        try:
+            for file in shown:
+                self.require_readable(file)
+            ids, ends, references = self._prompt(speaker.messages)
+            tensors = self.images.read(references) if self.images is not None and references else {}
+        except (DataError, RowError) as error:  # the conversation goes on without this prompt
+            speaker.messages.pop()
+            write(f"({error})")
+            return {"error": str(error)}
+        room = speaker.model.config.get_text_config().max_position_embeddings - len(ids)
+        if room <= 0:
+            speaker.messages.pop()
+            write("(The conversation is longer than the model can read: /new starts another one.)")
+            return {"error": "The conversation is longer than the model can read."}
+        with speaker.speaking() as model:
+            known = end_tokens(model.generation_config)
+            given = torch.tensor([ids], device=model.device)
+            arguments = image_arguments(model, tensors, given.device)
+            if arguments:
+                arguments |= kind_of(model.config).token_types(model.config, given)
+            streamer = _streamer(self.tokenizer, write)
+            written = model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                streamer=streamer,
+                max_new_tokens=min(self.max_new_tokens, room),
+                eos_token_id=sorted({*ends, *known, self.tokenizer.eos_token_id} - {None}) or None,
+                pad_token_id=self.tokenizer.pad_token_id or 0,
+                do_sample=self.temperature > 0,
+                temperature=self.temperature or None,
+                top_k=None,
+                top_p=None,
+                **arguments,
+            )
+        text = self.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+        speaker.messages.append({"role": "assistant", "content": text.strip() or "..."})
+        return {"answer": text.strip()}
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], set[int], Sequence[ImageReference]]:
+        """(token ids up to the answer, as in training; tokens that end the answer in training; images of the
+        prompt)"""
+        if self.encoder is None:
+            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"], set(), ()
+        row = {"messages": [*messages, {"role": "assistant", "content": "x"}]}
+        (document,) = self.encoder.encode([row], [ANYWHERE])
+        assert not isinstance(document, EncodedGroup)
+        question = document if isinstance(document, str) else question_of(row, document, self.tokenizer)
+        if isinstance(question, str):
+            raise DataError(f"The prompt cannot be written by the chat template: {question}")
+        return question.prompt, set() if question.end is None else {question.end}, question.images
+
+
+def _streamer(tokenizer: Any, write: Write) -> Any:
+    from transformers import TextStreamer
+
+    class Pieces(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if text:
+                write(text)
+
+    return Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)

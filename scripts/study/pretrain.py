@@ -1,8 +1,7 @@
-"""Shared functions of extend.py and equal_loss.py, which pre-train a small base: text, tokenizer, training for a given
-time.
+"""The small base of equal_loss.py: text, tokenizer, and training from random weights for a given time.
 
-gather.py collects the text, which stays on this machine. fxtune trains from random weights: with bfloat16 matmuls over
-float32 weights and compiled layers on a GPU, in float32 on a CPU.
+gather.py collects the text, which stays on this machine. fxtune trains with bfloat16 matmuls over float32 weights and
+compiled layers on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations

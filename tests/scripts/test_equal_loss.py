@@ -262,12 +262,3 @@ def test_seed_beyond_the_bound_in_either_loss_is_an_error(
     assert "| fxtune, everything on, base in fp8 | refused: no |" in out
     assert "before tuning: 2.1000" in out
     assert ("NOT equal" in out) != equal
-
-
-def test_small_base_is_refused_before_training(scripts, texts, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["equal_loss.py", "--smoke", "--out", str(tmp_path), "--roots", str(texts)])
-    args = scripts.equal_loss.arguments()
-    args.smoke, args.seed = False, 0
-    answer = scripts.equal_loss.make_base(args)
-    assert "at least 100,000,000 are needed" in answer["error"]
-    assert not (tmp_path / "base").exists()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import slow_but
 from support.lora_linears import ACTS, Mlp, Siblings, adapted, group, halves, inputs, mlp, weights
 from support.quantized import KINDS
 from torch import nn
@@ -397,7 +398,7 @@ class Calls(TorchDispatchMode):
         return sum(operator.startswith("fxtune.") and operator.endswith(name) for operator in self.names)
 
 
-@pytest.mark.parametrize(("size", "by_peft"), [(1e-4, 0.3), (1e-3, 0.98)])
+@pytest.mark.parametrize(("size", "by_peft"), slow_but([(1e-4, 0.3), (1e-3, 0.98)], (1e-4, 0.3)))
 def test_updates_too_small_for_a_bfloat16_sum_act(size, by_peft, monkeypatch):
     """The first updates of an adapter are smaller than half of the last bit of a bfloat16 result, so adding them to a
     rounded result loses them. The fused operators over dense weights add first and round once, also with the residual

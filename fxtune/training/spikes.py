@@ -7,7 +7,7 @@ heart has losses near 0.004, and a loss of 0.03 is no accident there. Up to half
 not move median and spread. Every loss enters the window, also the loss of a spike: if the loss has moved to a new
 level for good, skipping ends by itself after half a window.
 
-Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them (scripts/bench/bench_guards.py).
+Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,14 @@ WARM_UP = 2
 LENGTHS = {4096: 4, 16384: 1, 65536: 1}
 """Tokens per row -> rows per micro-batch. Other lengths have one row."""
 
-_LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0)
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
+    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
+    heads_of = dict(num_attention_heads=heads, num_key_value_heads=key_heads)
+    vocabulary = dict(vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0)
+    return {"model_type": "llama", **vocabulary, **sizes, **heads_of, **more}
+
+
 _QWEN3_MOE = dict(
     model_type="qwen3_moe",
     vocab_size=151936,
@@ -57,32 +64,10 @@ _QWEN3_MOE = dict(
     tie_word_embeddings=False,
 )
 SHAPES: dict[str, dict[str, Any]] = {
-    "8b": dict(
-        _LLAMA,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    "70b": dict(
-        _LLAMA,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    ),
-    "1b": dict(
-        _LLAMA,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=True,
-    ),
+    "8b": _llama(4096, 14336, 32, 32, 8),
+    "70b": _llama(8192, 28672, 80, 64, 8),
+    "1b": _llama(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
+    "tiny": _llama(64, 128, 2, 4, 2, vocab_size=1024),
     "moe": dict(_QWEN3_MOE, num_hidden_layers=12),  # a quarter of Qwen3-30B-A3B
     "30b_a3b": dict(_QWEN3_MOE, num_hidden_layers=48),
     "gpt_oss": dict(  # gpt-oss-20b; the other keys, YaRN among them, are those of the type
@@ -99,33 +84,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=4,
         sliding_window=128,
     ),
-    "tiny": dict(
-        _LLAMA,
-        vocab_size=1024,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
 }
+FULL = ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "flash4": ("techniques.attention.backend=flash4",),
     "liger": ("techniques.liger.enabled=true", "techniques.liger.kernels=[rms_norm,rope,swiglu]"),
     "fused_loss": ("techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"),
     "compile": ("techniques.compile.enabled=true",),
-    "full": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full"),
-    "selective": ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=selective"),
-    "offload": (
-        "techniques.checkpointing.enabled=true",
-        "techniques.checkpointing.policy=full",
-        "techniques.checkpointing.offload=inputs",
-    ),
-    "tiled_mlp": (
-        "techniques.checkpointing.enabled=true",
-        "techniques.checkpointing.policy=full",
-        "techniques.checkpointing.mlp_tiles=8",
-    ),
+    "full": FULL,
+    "selective": (FULL[0], "techniques.checkpointing.policy=selective"),
+    "offload": (*FULL, "techniques.checkpointing.offload=inputs"),
+    "tiled_mlp": (*FULL, "techniques.checkpointing.mlp_tiles=8"),
     "nf4": ("techniques.quantize.enabled=true",),
 }
 """The command-line keys of each technique."""
@@ -275,13 +244,7 @@ def measure(
         f"train.global_batch_size={rows}",
         *settings(length, case),
     ]
-    row: dict[str, Any] = {
-        "shape": shape,
-        "length": length,
-        "rows": rows,
-        "case": case,
-        "command": settings(length, case),
-    }
+    row: dict[str, Any] = dict(shape=shape, length=length, rows=rows, case=case, command=settings(length, case))
     began = time.monotonic()
     try:
         found = measure_in_process(words, args.steps - WARM_UP, WARM_UP, seconds)
@@ -298,21 +261,9 @@ def documents(args: argparse.Namespace, folder: Path) -> Path:
         return args.data.resolve()
     file = folder / "documents.jsonl"
     if not file.exists():
-        subprocess.run(
-            [
-                sys.executable,
-                str(ROOT / "scripts" / "make" / "gather.py"),
-                str(file),
-                "--max-mb",
-                "8",
-                "--join",
-                "package",
-                "--length",
-                "40000",
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        options = ["--max-mb", "8", "--join", "package", "--length", "40000"]
+        command = [sys.executable, ROOT / "scripts" / "make" / "gather.py", file, *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return file
 
 

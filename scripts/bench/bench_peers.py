@@ -392,19 +392,8 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     if args.profile:
         show_kernels(found["kernels"])
     kept = (
-        "tokens_per_second",
-        "step_seconds",
-        "step_seconds_p5",
-        "step_seconds_p95",
-        "memory_gib",
-        "mfu",
-        "loss",
-        "device",
-        "joules_per_token",
-        "second_step_seconds",
-        "startup_seconds",
-        "slowest_behind",
-        "decided",
+        *("tokens_per_second", "step_seconds", "step_seconds_p5", "step_seconds_p95", "memory_gib", "mfu", "loss"),
+        *("device", "joules_per_token", "second_step_seconds", "startup_seconds", "slowest_behind", "decided"),
         "data_wait",
     )
     return {

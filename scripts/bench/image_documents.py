@@ -25,13 +25,23 @@ TOKENS = {
 """Option of the config -> the token whose id it is."""
 IDS = {name: 1024 + number for number, name in enumerate(TOKENS)}
 """The built-in tokenizer has 1,024 tokens."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl_7b": dict(
+
+
+def _qwen2_5_vl(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    shared = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0)
+    patches = dict(patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112)
+    return dict(
         model_type="qwen2_5_vl",
         **IDS,
         tie_word_embeddings=False,
-        text_config=dict(
-            model_type="qwen2_5_vl_text",
+        text_config=dict(model_type="qwen2_5_vl_text", **shared, **text),
+        vision_config=dict(model_type="qwen2_5_vl", out_hidden_size=text["hidden_size"], **patches, **vision),
+    )
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_7b": _qwen2_5_vl(
+        dict(
             vocab_size=152064,
             hidden_size=3584,
             intermediate_size=18944,
@@ -40,33 +50,13 @@ SHAPES: dict[str, dict[str, Any]] = {
             num_key_value_heads=4,
             max_position_embeddings=128000,
             rms_norm_eps=1e-6,
-            tie_word_embeddings=False,
             use_sliding_window=False,
-            bos_token_id=None,
-            eos_token_id=2,
-            pad_token_id=0,
             rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
         ),
-        vision_config=dict(
-            model_type="qwen2_5_vl",
-            depth=32,
-            hidden_size=1280,
-            intermediate_size=3420,
-            num_heads=16,
-            out_hidden_size=3584,
-            patch_size=14,
-            spatial_merge_size=2,
-            temporal_patch_size=2,
-            window_size=112,
-            fullatt_block_indexes=[7, 15, 23, 31],
-        ),
+        dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31]),
     ),
-    "qwen2_5_vl_tiny": dict(
-        model_type="qwen2_5_vl",
-        **IDS,
-        tie_word_embeddings=False,
-        text_config=dict(
-            model_type="qwen2_5_vl_text",
+    "qwen2_5_vl_tiny": _qwen2_5_vl(
+        dict(
             vocab_size=1040,
             hidden_size=64,
             intermediate_size=128,
@@ -74,25 +64,9 @@ SHAPES: dict[str, dict[str, Any]] = {
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=2048,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=2,
-            pad_token_id=0,
             rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
         ),
-        vision_config=dict(
-            model_type="qwen2_5_vl",
-            depth=2,
-            hidden_size=32,
-            intermediate_size=48,
-            num_heads=2,
-            out_hidden_size=64,
-            patch_size=14,
-            spatial_merge_size=2,
-            temporal_patch_size=2,
-            window_size=112,
-            fullatt_block_indexes=[1],
-        ),
+        dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, fullatt_block_indexes=[1]),
     ),
 }
 TEMPLATE = """\

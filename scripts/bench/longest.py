@@ -7,10 +7,9 @@
 
 A row is one document of that length. The model has the shape of Llama 3 8B and random weights (memory does not depend
 on their values) and trains LoRA r=16. All settings save memory: a layer keeps only its input, the inputs are offloaded
-to host memory as far as they fit, and MLPs run in tiles of TILE tokens. Each length runs in its own process, takes
-real training steps, and is written to the JSON file when it has finished. A length that the file holds with the same
-settings, measured or out of memory, does not run again unless --again is given. A length that failed for another
-reason, or that the time limit stopped, runs again.
+to host memory as far as they fit, and MLPs run in tiles of TILE tokens. Each length is a run of `fxtune bench`, and is
+written to the JSON file when it has finished. A length that the file holds with the same settings, measured or out of
+memory, does not run again. A length that failed for another reason, or that the time limit stopped, runs again.
 
 The script fits a straight line to the measured lengths, bytes = constant + bytes per token x tokens, after it
 subtracts the inputs of layers that did not fit into host memory. The line gives the longest row that fits, and whether
@@ -29,7 +28,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
@@ -37,19 +36,26 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 import baselines  # noqa: E402
 from baselines import Measurement  # noqa: E402
 
-if TYPE_CHECKING:
-    from fxtune.facts.run import Facts
-    from fxtune.techniques.estimate.recomputation import RecomputePlan
+from fxtune.config.compose import load  # noqa: E402
+from fxtune.diagnostics.benchmark import measure_in_process  # noqa: E402
+from fxtune.facts.run import Facts  # noqa: E402
+from fxtune.models.load import load_config  # noqa: E402
+from fxtune.system.facts import PACKAGES  # noqa: E402
+from fxtune.system.host import memory  # noqa: E402
+from fxtune.system.units import GIB  # noqa: E402
+from fxtune.techniques.checkpointing.technique import HOST_SHARE  # noqa: E402
+from fxtune.techniques.estimate.memory import forecast  # noqa: E402
+from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes  # noqa: E402
+from fxtune.techniques.estimate.step_time import limit_senders  # noqa: E402
 
-GIB = 1 << 30
 TILE = 8192
 """Tokens per MLP tile."""
 LENGTHS = (65536, 131072, 262144, 409600)
 STEP, FARTHEST = 1024, 1 << 24
 SPARE = 0.03
 """Share of GPU memory that the longest row leaves free."""
-OUT_OF_MEMORY = "out of memory"
-"""Start of a row's error if the length did not fit (fxtune.tuning.trial.Outcome.memory)."""
+OUT_OF_MEMORY = "does not fit"
+"""The error of measure_in_process() if the length ran out of memory."""
 
 
 @dataclass
@@ -71,12 +77,8 @@ class Row:
     error: str = ""
     peak_gib: float | None = None
     reserved_gib: float | None = None
-    pinned_gib: float | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
-    loss: float | None = None
-    seconds: float = 0.0
-    """Duration of the process."""
 
     @property
     def key(self) -> tuple[int, bool, str]:
@@ -84,13 +86,9 @@ class Row:
         return self.length, self.fast, " ".join(self.words)
 
     @property
-    def too_long(self) -> bool:
-        return self.error.startswith(OUT_OF_MEMORY)
-
-    @property
     def final(self) -> bool:
         """Whether the length was measured or ran out of memory, so it need not run again."""
-        return not self.error or self.too_long
+        return self.error in ("", OUT_OF_MEMORY)
 
 
 @dataclass
@@ -113,9 +111,6 @@ class Line:
 
 def main() -> None:
     args = arguments()
-    if args.child:
-        take_steps(args.child, args.words, args.steps)
-        return
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rows, hardware, began = read_rows(args.json), hardware_facts(args), time.monotonic()
     print(HEAD, flush=True)
@@ -123,7 +118,7 @@ def main() -> None:
     for length in args.lengths:
         row, facts = forecast_row(length, args, hardware)
         left = args.minutes * 60 - (time.monotonic() - began)
-        if row.key in rows and rows[row.key].final and not args.again:
+        if row.key in rows and rows[row.key].final:
             row = rows[row.key]
         elif not args.dry_run and left <= 0:
             late.append(f"{length:,}")
@@ -133,13 +128,10 @@ def main() -> None:
         rows[row.key] = row
         print(table_row(row), flush=True)
         if args.json and not args.dry_run:
-            every = sorted(rows.values(), key=lambda one: one.key)
-            args.json.write_text(
-                json.dumps({"rows": [asdict(one) for one in every], **conclusion(every, facts, args.words)}, indent=1)
-            )
+            args.json.write_text(json.dumps([asdict(rows[key]) for key in sorted(rows)], indent=1))
     if late:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(late)}")
-    print(f"\n{summary(conclusion(list(rows.values()), facts, args.words))}")
+    print(f"\n{summary(list(rows.values()), facts, args.words)}")
     if not args.dry_run:
         baselines.save(args.baseline, [measurement(row) for row in sorted(rows.values(), key=lambda row: row.key)])
 
@@ -159,7 +151,7 @@ def measurement(row: Row) -> Measurement:
         memory_gib=rounded(row.peak_gib, 2),
         reserved_gib=rounded(row.reserved_gib, 2),
         forecast_gib=rounded(row.forecast_gib, 2),
-        host_gib=rounded(row.pinned_gib, 2),
+        host_gib=rounded(row.host_gib, 2),
         error=row.error,
     )
 
@@ -174,14 +166,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fast", action="store_true", help="the fastest settings that fit, not those with the least memory"
     )
-    parser.add_argument(
-        "--steps", type=int, default=1, help="steps per length; the last is timed, without compilation"
-    )
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time, also within a length")
     parser.add_argument("--json", type=Path, help="add the rows to this file; lengths that it holds do not run again")
-    parser.add_argument("--again", action="store_true", help="also run the lengths that the file holds")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape for a CPU")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     baselines.add_option(parser)
     return parser.parse_intermixed_args()
 
@@ -190,7 +177,7 @@ def read_rows(file: Path | None) -> dict[tuple[int, bool, str], Row]:
     """The rows of the JSON file, by their keys."""
     if file is None or not file.exists():
         return {}
-    rows = [Row(**row) for row in json.loads(file.read_text())["rows"]]
+    rows = [Row(**row) for row in json.loads(file.read_text())]
     return {row.key: row for row in rows}
 
 
@@ -223,8 +210,6 @@ def settings(length: int, args: argparse.Namespace) -> list[str]:
 
 def hardware_facts(args: argparse.Namespace) -> dict[str, Any]:
     """The Facts about GPU and host. They come from nvidia-smi, so that this process allocates no GPU memory."""
-    from fxtune.system.host import memory
-
     name, free, capability = "NVIDIA H200", args.card, (9, 0)
     if free is None and not args.smoke:
         try:
@@ -250,18 +235,12 @@ def hardware_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 def facts_of(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Facts, RecomputePlan]:
     """The facts of one length with each `auto` decided, and the recompute plan."""
-    from fxtune.config.compose import load
-    from fxtune.facts.run import Facts
-    from fxtune.models import load as models
-    from fxtune.system.facts import PACKAGES
-    from fxtune.techniques.estimate.recomputation import RecomputePlan
-
     config = load(settings(length, args))
     facts = Facts(
         **hardware,
         packages={**dict.fromkeys(PACKAGES, "1"), "flash-attn-4": "4.0.0b36"},
         packing=config.data.packs,
-        model=models.load_config(config.model).to_dict(),
+        model=load_config(config.model).to_dict(),
         dtype=config.model.dtype.value,
         sequence_length=length,
         rows=(length,),
@@ -274,8 +253,6 @@ def facts_of(length: int, args: argparse.Namespace, hardware: dict[str, Any]) ->
 
 def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Row, Facts]:
     """The forecast of one length, with as many layer inputs in host memory as fit."""
-    from fxtune.techniques.estimate.memory import forecast
-
     facts, plan = facts_of(length, args, hardware)
     layers = facts.text["num_hidden_layers"]
     need, senders = forecast(facts, plan), sum(plan.sending(layers))
@@ -284,35 +261,24 @@ def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]
 
 
 def measure(row: Row, args: argparse.Namespace, limit: float) -> None:
-    """Run one length in its own process and fill in the row's results."""
-    from fxtune.tuning import trial
-
+    """Run one length with `fxtune bench`, and fill in the row's results."""
     with tempfile.TemporaryDirectory(prefix="fxtune-longest-") as scratch:
-        documents, found = Path(scratch) / "documents.jsonl", Path(scratch) / "found.json"
-        write_documents(documents, row.length, args.steps + 1)
-        words = settings(row.length, args)
-        command = [
-            sys.executable,
-            __file__,
-            "--child",
-            str(found),
-            "--steps",
-            str(args.steps),
-            *words,
+        documents = Path(scratch) / "documents.jsonl"
+        write_documents(documents, row.length, 3)
+        words = [
+            *settings(row.length, args),
             f"data.sources=[{{path: '{documents}'}}]",
             f"data.cache_dir={scratch}/cache",
             "data.on_long=truncate",
-            f"run.dir={scratch}/run",
         ]
-        code, text, row.seconds = trial.run_process(command, limit)
-        if found.exists():
-            for name, value in json.loads(found.read_text()).items():
-                setattr(row, name, value)
-        if code is None:
-            row.error = f"not finished after {limit:.0f} s"
-        elif code:
-            answer = trial.failure(code, text, row.seconds)
-            row.error = f"{answer.outcome.value}: {answer.reason}"[:300]
+        try:
+            found = measure_in_process(words, 1, 1, limit)
+        except TimeoutError:
+            found = {"error": f"not finished after {limit:.0f} s"}
+    row.error = found.get("error", "")
+    if not row.error:
+        row.peak_gib, row.reserved_gib = found["memory_gib"], found["memory_reserved_gib"]
+        row.step_seconds, row.tokens_per_second = found["step_seconds"], found["tokens_per_second"]
 
 
 def write_documents(file: Path, length: int, count: int) -> None:
@@ -322,45 +288,6 @@ def write_documents(file: Path, length: int, count: int) -> None:
     with file.open("w") as out:
         for _ in range(count):
             out.write(json.dumps({"text": " ".join(draw.choices(words, k=length))}) + "\n")
-
-
-def take_steps(file: Path, words: list[str], count: int) -> None:
-    """The process of one length: take `count` training steps and write their memory and time to `file`."""
-    import torch
-
-    from fxtune.checkpoint.run_folder import claim
-    from fxtune.config.compose import load
-    from fxtune.tracking.display import Display
-    from fxtune.training.builder import steps_only
-    from fxtune.training.trainer import Trainer
-
-    config = steps_only(load(words), count)
-    plain = json.loads(json.dumps(asdict(config)))
-    trainer = Trainer(config, claim("longest", config.run.dir, "never", plain), Display(), plain)
-    cuda = trainer.world.device.type == "cuda"
-    print("\n".join(trainer.builder.settled.notes), flush=True)
-    with trainer.tracker:
-        began = time.perf_counter()
-        for _, _, metrics in trainer.steps():
-            value, now = metrics["loss"].item(), time.perf_counter()  # waits for the step
-            seconds, began = now - began, now
-    compiled = trainer.techniques.compile
-    if count == 1 and compiled.enabled:
-        seconds -= compiled.report().seconds
-    offload = getattr(trainer.model, "offload", None)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    file.write_text(
-        json.dumps(
-            dict(
-                peak_gib=peak / GIB,
-                reserved_gib=torch.cuda.max_memory_reserved() / GIB if cuda else 0.0,
-                pinned_gib=offload.pinned / GIB if offload else 0.0,
-                step_seconds=seconds,
-                loss=value,
-                tokens_per_second=trainer.plan.tokens(count - 1) / seconds,
-            )
-        )
-    )
 
 
 def fit_line(rows: list[Row], facts: Facts) -> Line:
@@ -385,9 +312,6 @@ def fit_line(rows: list[Row], facts: Facts) -> Line:
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     """(tokens, layers besides the last that keep their input on the device, limit) of the longest row that fits."""
-    from fxtune.techniques.checkpointing.technique import HOST_SHARE
-    from fxtune.techniques.estimate.recomputation import pinned_bytes
-
     layers, hidden = facts.text["num_hidden_layers"], 2 * facts.text["hidden_size"]
     room, host = (1 - SPARE) * facts.free_memory, HOST_SHARE * facts.host_memory
     sends = facts.techniques.checkpointing.offload != "none"
@@ -403,47 +327,27 @@ def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     return tokens, stay, why
 
 
-def conclusion(rows: list[Row], facts: Facts, words: list[str]) -> dict[str, Any]:
-    """The result of the rows with these settings, for the JSON file and the summary. A line needs two lengths."""
+def summary(rows: list[Row], facts: Facts, words: list[str]) -> str:
+    """The last lines, for the rows with these settings: the longest measured length, the fitted line, the longest row
+    that fits and its limit. A line needs two lengths."""
     rows = [row for row in rows if row.words == words]
-    done = [row.length for row in rows if row.peak_gib is not None]
+    done = max((row.length for row in rows if row.peak_gib is not None), default=0)
+    first = f"Rows of up to {done:,} tokens were measured." if done else "No length was measured."
     rows = [row for row in rows if not row.fast]
-    line, measured = (
-        fit_line(rows, facts),
-        {"longest_measured_tokens": max(done, default=0), "card": facts.device_name},
-    )
+    line = fit_line(rows, facts)
     if not line.bytes_per_token:
-        return {**measured, "bytes_a_token": 0.0}
+        return f"{first} The longest row that fits needs two lengths or more (without --fast)."
     tokens, staying, why = longest(line, facts)
-    if (beyond := min((row.length for row in rows if row.too_long), default=FARTHEST)) <= tokens:
+    if (beyond := min((row.length for row in rows if row.error == OUT_OF_MEMORY), default=FARTHEST)) <= tokens:
         why = f"that {beyond:,} tokens ran out of memory, although the line gives {tokens:,} tokens for {why}"
         tokens, staying = max(
             ((row.length, row.staying) for row in rows if row.peak_gib and row.length < beyond), default=(0, 0)
         )
-    return {
-        **measured,
-        "bytes_a_token": line.bytes_per_token,
-        "constant_gib": line.constant / GIB,
-        "of": "measured" if line.measured else "forecast",
-        "lengths": line.points,
-        "beside": line.max_deviation,
-        "longest_tokens": tokens,
-        "inputs_that_stay": staying,
-        "ended_by": why,
-    }
-
-
-def summary(found: dict[str, Any]) -> str:
-    """The last lines: the longest measured length, the fitted line, the longest row that fits and its limit."""
-    measured = found["longest_measured_tokens"]
-    first = f"Rows of up to {measured:,} tokens were measured." if measured else "No length was measured."
-    if not found["bytes_a_token"]:
-        return f"{first} The longest row that fits needs two lengths or more (without --fast)."
     return (
-        f"{first} Memory is {found['constant_gib']:.1f} GiB plus {found['bytes_a_token'] / 1024:.1f} KiB per token, fitted to "
-        f"{found['lengths']} lengths ({found['of']}) with a deviation of at most {found['beside']:.1%}. The longest row is "
-        f"{found['longest_tokens']:,} tokens, with the inputs of {found['inputs_that_stay']} layers besides the last one in "
-        f"GPU memory. The limit is {found['ended_by']}."
+        f"{first} Memory is {line.constant / GIB:.1f} GiB plus {line.bytes_per_token / 1024:.1f} KiB per token, fitted to "
+        f"{line.points} lengths ({'measured' if line.measured else 'forecast'}) with a deviation of at most "
+        f"{line.max_deviation:.1%}. The longest row is {tokens:,} tokens, with the inputs of {staying} layers besides the "
+        f"last one in GPU memory. The limit is {why}."
     )
 
 
@@ -453,14 +357,14 @@ def table_row(row: Row) -> str:
     if row.error:
         return f"{start} {row.error} | | | | |"
     if row.peak_gib is None:
-        return f"{start} | | {row.host_gib:.1f} (forecast) | | |"
+        return f"{start} | | {row.host_gib:.1f} | | |"
     return (
-        f"{start} {row.peak_gib:.1f} | {row.reserved_gib:.1f} | {row.pinned_gib:.1f} | {row.step_seconds:,.0f} | "
+        f"{start} {row.peak_gib:.1f} | {row.reserved_gib or 0:.1f} | {row.host_gib:.1f} | {row.step_seconds:,.0f} | "
         f"{row.tokens_per_second:,.0f} |"
     )
 
 
-HEAD = """| tokens per row | inputs on the host | forecast GiB | peak GiB | reserved GiB | host GiB | s/step | tokens/s |
+HEAD = """| tokens per row | inputs on the host | forecast GiB | peak GiB | reserved GiB | host GiB, forecast | s/step | tokens/s |
 |---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 if __name__ == "__main__":

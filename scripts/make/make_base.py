@@ -72,18 +72,9 @@ def write_corpus(file: Path) -> None:
             out.write(json.dumps({"text": text}) + "\n")
 
 
-def train_tokenizer(
-    texts: Iterable[str],
-    folder: Path,
-    vocabulary: int = VOCABULARY,
-    placeholders: Sequence[str] = (),
-    template: str = TEMPLATE,
-) -> None:
-    """Byte-level BPE with the chat template, saved in `folder`. `placeholders`: special tokens beside SPECIAL."""
+def byte_level_bpe(texts: Iterable[str], vocabulary: int, special: Sequence[str]) -> Any:
+    """A byte-level BPE tokenizer with single digits."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from fxtune.export.tokenizer import rename_for_4
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -97,13 +88,28 @@ def train_tokenizer(
         texts,
         trainers.BpeTrainer(
             vocab_size=vocabulary,
-            special_tokens=[*SPECIAL, *placeholders],
+            special_tokens=[*special],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
+    return bpe
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    folder: Path,
+    vocabulary: int = VOCABULARY,
+    placeholders: Sequence[str] = (),
+    template: str = TEMPLATE,
+) -> None:
+    """Byte-level BPE with the chat template, saved in `folder`. `placeholders`: special tokens beside SPECIAL."""
+    from transformers import PreTrainedTokenizerFast
+
+    from fxtune.export.tokenizer import rename_for_4
+
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=byte_level_bpe(texts, vocabulary, [*SPECIAL, *placeholders]),
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[TURN_START, *placeholders],

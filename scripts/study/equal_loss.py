@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import multiprocessing
 import shutil
@@ -45,8 +44,8 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,14 +55,10 @@ import plain_tune
 from gather import SUFFIXES, documents, find, standard_roots
 from pretrain import base_config, micro_batch, random_llama, split, texts, train_for, train_tokenizer
 
-MIN_PARAMETERS = 100_000_000
-"""Smallest number of parameters of the base. A tied embedding counts once."""
 TUNING_SUFFIXES = (".h", ".hpp", ".hh", ".cuh", ".cu", ".c", ".cc", ".cpp", ".inl")
 """Suffixes of the files to tune on."""
 GENERATED = "generated"
 """A generated file has this word near its top. Such files are skipped, since thousands of them are almost equal."""
-PREPARATION_SECONDS = 60.0
-"""Approximate time for text, tokenizer and compilation before pre-training."""
 EVALUATIONS = 8
 """Evaluations of the held-out text per run."""
 SMOKE = dict(
@@ -92,21 +87,8 @@ GPT_OSS = dict(MOE, mixture="gpt_oss", head=64, pretrain_minutes=1.2, variants=[
 FULL = dict(r=0, lr=2e-4, steps=120, pretrain_minutes=0.4, megabytes=60.0, variants=["plain", "fxtune", "float8"])
 """The defaults with --full."""
 BASE_OPTIONS = (
-    "hidden",
-    "layers",
-    "head",
-    "experts",
-    "mixture",
-    "vocabulary",
-    "context",
-    "megabytes",
-    "tune_megabytes",
-    "held_out",
-    "evaluated",
-    "pretrain_minutes",
-    "pretrain_steps",
-    "pretrain_rows",
-    "pretrain_lr",
+    *("hidden", "layers", "head", "experts", "mixture", "vocabulary", "context", "megabytes", "tune_megabytes"),
+    *("held_out", "evaluated", "pretrain_minutes", "pretrain_steps", "pretrain_rows", "pretrain_lr"),
 )
 RUN_OPTIONS = (*BASE_OPTIONS, "rows", "steps", "lr", "r")
 """Options that must be equal for two runs to be comparable."""
@@ -151,74 +133,6 @@ CPU_TECHNIQUES = (
 CPU_MOE_TECHNIQUES = "techniques=[lora,selective]"
 
 
-class TimeOver(Exception):
-    """A worker reached the time limit and was stopped."""
-
-
-class Failed(Exception):
-    """A worker's process died. It has printed the reason."""
-
-
-class Worker:
-    """A process that runs functions, one at a time.
-
-    A process that died or was stopped is replaced at the next call.
-    """
-
-    def __init__(self, *modules: str) -> None:
-        """`modules` are imported at the start. This takes seconds, and two workers import in parallel."""
-        self.modules = modules
-        self.process: Any = None
-        self.start()
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, self.modules))
-        self.process.start()
-        theirs.close()
-
-    def call(self, seconds: float, function: Callable[..., Any], *given: Any) -> Any:
-        """The result of `function(*given)`. Raises TimeOver after `seconds`, and Failed if the process died."""
-        if self.process is None:
-            self.start()
-        try:
-            self.pipe.send((function, given))
-            if not self.pipe.poll(max(seconds, 0.0)):
-                self.close(patience=0.0)
-                raise TimeOver
-            return self.pipe.recv()
-        except (EOFError, ConnectionError) as problem:
-            self.process.join(5.0)
-            status = self.process.exitcode
-            self.close()
-            raise Failed(f"failed: its process ended with {status}, see above") from problem
-
-    def close(self, patience: float = 5.0) -> None:
-        """End the process.
-
-        An idle process ends when the pipe closes; a busy one is killed after `patience` seconds.
-        """
-        if self.process is not None:
-            self.pipe.close()
-            self.process.join(patience)
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-
-def serve(pipe: Any, modules: Sequence[str]) -> None:
-    """Run the functions that arrive through the pipe. An exception in a function ends the process with a traceback."""
-    for name in modules:
-        importlib.import_module(name)
-    while True:
-        try:
-            function, given = pipe.recv()
-        except EOFError:  # the parent closed the pipe
-            return
-        pipe.send(function(*given))
-
-
 # --- functions of the fxtune worker
 
 
@@ -252,10 +166,6 @@ def make_base(args: argparse.Namespace) -> dict[str, Any]:
     built = skeleton(load_config(config.model).to_dict())
     assert built is not None, "transformers has the Llama architecture"
     count = sum(parameter.numel() for parameter in built.parameters())
-    if count < MIN_PARAMETERS and not args.smoke:
-        return {
-            "error": f"The base has {count:,} parameters, but at least {MIN_PARAMETERS:,} are needed: raise --hidden or --layers."
-        }
     config.data.sources = [SourceConfig(path=str(data / "base.jsonl"))]
     config.data.eval_sources = [SourceConfig(path=str(data / "base-held.jsonl"))]
     config.data.sequence_length, config.train.epochs = args.context, 100
@@ -422,14 +332,9 @@ def main() -> None:
     record = open_record(args)
     left_out: list[str] = []
     if args.minutes > 0:
-        with ExitStack() as stack:
-            ours, plain = Worker("fxtune.training.trainer", "peft"), Worker("transformers", "peft")
-            stack.callback(ours.close)
-            stack.callback(plain.close)
-            try:
-                left_out = measure(args, record, ours, plain)
-            except Failed as problem:
-                raise SystemExit(f"The base or the rows: {problem}") from problem
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn) as ours, ProcessPoolExecutor(1, spawn) as plain:
+            left_out = measure(args, record, ours, plain)
     print("\n".join(["", *table(record)]))
     if left_out:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
@@ -445,8 +350,6 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"sizes": sizes, "base": None, "runs": {}}
     if args.json.exists():
         record = json.loads(args.json.read_text())
-        record["sizes"].setdefault("experts", 0)
-        record["sizes"].setdefault("mixture", "qwen3_moe")
         if args.minutes > 0 and record["sizes"] != sizes:
             different = [
                 f"{name}={record['sizes'].get(name)}" for name in sizes if record["sizes"].get(name) != sizes[name]
@@ -455,8 +358,6 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     file = args.out / "base.json"
     if args.minutes > 0 and file.exists():
         base = json.loads(file.read_text())
-        base["sizes"].setdefault("experts", 0)
-        base["sizes"].setdefault("mixture", "qwen3_moe")
         if base["sizes"] != {name: sizes[name] for name in BASE_OPTIONS}:
             raise SystemExit(f"{args.out} holds a base with other options: name another folder in --out.")
         if record["base"] and record["base"]["id"] != base["id"]:
@@ -472,12 +373,11 @@ def open_record(args: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def measure(args: argparse.Namespace, record: dict[str, Any], ours: Worker, plain: Worker) -> list[str]:
-    """Run what the record does not hold yet, until the time limit. Returns the names of the runs that are left."""
+def measure(
+    args: argparse.Namespace, record: dict[str, Any], ours: ProcessPoolExecutor, plain: ProcessPoolExecutor
+) -> list[str]:
+    """Run what the record does not hold yet. Returns the names of the runs that the time limit leaves out."""
     ends = time.monotonic() + 60 * args.minutes
-
-    def left() -> float:
-        return ends - time.monotonic()
 
     def keep() -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -488,52 +388,39 @@ def measure(args: argparse.Namespace, record: dict[str, Any], ours: Worker, plai
         for seed in args.seeds
         for variant in args.variants
         if seed not in finished_runs(record).get(variant, {})
-    ]  # a refused or failed run is tried again
-    names = [f"{variant} {seed}" for variant, seed in missing]
-    try:
-        gpu = ours.call(left(), gpu_name)
-        if record["base"] is None:
-            if left() < 60 * args.pretrain_minutes + (0 if args.smoke else PREPARATION_SECONDS):
-                return ["base", *names]
-            base = ours.call(left(), make_base, args)
-            if "error" in base:
-                raise SystemExit(base["error"])
-            record["base"] = base
-            (args.out / "base.json").write_text(json.dumps(base, indent=1))
-            keep()
-        print(base_summary(record["base"]), flush=True)
-        jobs: dict[int, plain_tune.Job] = {}
-        for variant, seed in missing:
-            took = [run["seconds"] for run in finished_runs(record).get(variant, {}).values()]
-            if left() <= max(took, default=0.0):  # the time limit would interrupt it
-                return names
-            if seed not in jobs:
-                jobs[seed] = prepare_seed(args, seed, bool(gpu), left, ours, plain)
-            run = run_variant(args, variant, jobs[seed], seed, bool(gpu), left, ours, plain)
-            record["runs"][f"{variant} {seed}"] = run
-            names.remove(f"{variant} {seed}")
-            keep()
-            print(
-                f"{variant} {seed}: {run.get('error') or f'''held-out loss {run['held_out'][-1][1]:.4f}'''}, "
-                f"{run['seconds']:.0f} s",
-                flush=True,
-            )
-    except TimeOver:
-        return names if record["base"] else ["base", *names]
-    return names
+    ]  # a refused run is tried again
+    gpu = bool(ours.submit(gpu_name).result())
+    if record["base"] is None:
+        base = ours.submit(make_base, args).result()
+        record["base"] = base
+        (args.out / "base.json").write_text(json.dumps(base, indent=1))
+        keep()
+    print(base_summary(record["base"]), flush=True)
+    jobs: dict[int, plain_tune.Job] = {}
+    for index, (variant, seed) in enumerate(missing):
+        took = [run["seconds"] for run in finished_runs(record).get(variant, {}).values()]
+        if ends - time.monotonic() <= max(took, default=0.0):
+            return [f"{variant} {seed}" for variant, seed in missing[index:]]
+        if seed not in jobs:
+            jobs[seed] = prepare_seed(args, seed, gpu, ours, plain)
+        run = record["runs"][f"{variant} {seed}"] = run_variant(args, variant, jobs[seed], seed, gpu, ours, plain)
+        keep()
+        result = run.get("error") or f"held-out loss {run['held_out'][-1][1]:.4f}"
+        print(f"{variant} {seed}: {result}, {run['seconds']:.0f} s", flush=True)
+    return []
 
 
 def prepare_seed(
-    args: argparse.Namespace, seed: int, gpu: bool, left: Callable[[], float], ours: Worker, plain: Worker
+    args: argparse.Namespace, seed: int, gpu: bool, ours: ProcessPoolExecutor, plain: ProcessPoolExecutor
 ) -> plain_tune.Job:
     """Write a seed's rows and initial adapter. Both depend only on the seed, so a later call writes the same ones."""
     base, start, rows = (args.out / name for name in ("base/model", f"start-{seed}", f"rows-{seed}.npz"))
     if args.r:
-        plain.call(left(), plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r)
+        plain.submit(plain_tune.make_start, str(base), str(start), seed, args.r, 2.0 * args.r).result()
     techniques = [f"techniques={'lora' if args.r else 'full'}"]
     if args.mixture == "gpt_oss" and gpu:  # without these techniques its rows would not be packed
         techniques = [*ALL_TECHNIQUES]
-    fields = ours.call(left(), write_rows, words(args, "plain", seed, techniques, gpu), rows)
+    fields = ours.submit(write_rows, words(args, "plain", seed, techniques, gpu), rows).result()
     return plain_tune.Job(str(base), str(start) if args.r else None, str(rows), **fields)
 
 
@@ -543,9 +430,8 @@ def run_variant(
     job: plain_tune.Job,
     seed: int,
     gpu: bool,
-    left: Callable[[], float],
-    ours: Worker,
-    plain: Worker,
+    ours: ProcessPoolExecutor,
+    plain: ProcessPoolExecutor,
 ) -> dict[str, Any]:
     """Run one variant. Plain transformers also evaluates fxtune's adapters."""
     began = time.monotonic()
@@ -555,17 +441,14 @@ def run_variant(
     else:
         techniques.append("techniques.lora.enabled=false")
     techniques += VARIANTS[variant].keys
-    try:
-        if variant in PLAIN:
-            run = plain.call(left(), plain_tune.tune, replace(job, float32=variant == "plain32"))
-        else:
-            run = ours.call(left(), tune, words(args, variant, seed, techniques, gpu))
-            if "error" not in run:
-                made = args.out / f"{variant}-{seed}" / ("adapter" if args.r else "model")
-                judged = (job.base, str(made)) if args.r else (str(made), None)
-                run["judged"] = plain.call(left(), plain_tune.judge, *judged, job.rows)
-    except Failed as problem:
-        run = {"error": str(problem)}
+    if variant in PLAIN:
+        run = plain.submit(plain_tune.tune, replace(job, float32=variant == "plain32")).result()
+    else:
+        run = ours.submit(tune, words(args, variant, seed, techniques, gpu)).result()
+        if "error" not in run:
+            made = args.out / f"{variant}-{seed}" / ("adapter" if args.r else "model")
+            judged = (job.base, str(made)) if args.r else (str(made), None)
+            run["judged"] = plain.submit(plain_tune.judge, *judged, job.rows).result()
     return {**run, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -705,7 +588,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the text, the base and the runs")
     parser.add_argument(
-        "--minutes", type=float, default=60.0, help="stop after this time and list what did not run (%(default)s)"
+        "--minutes", type=float, default=60.0, help="start no run after this time; 0: only the table (%(default)s)"
     )
     parser.add_argument("--json", type=Path, help="file of the results (default: equal_loss.json in --out)")
     parser.add_argument("--plot", type=Path, help="an .svg file of the held-out losses")

@@ -16,6 +16,7 @@ code is 1 if it is above 1e-5 in the last run of a case.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -28,12 +29,27 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import trl_trainers
-from trl_trainers import Row
-
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "fxtune" / "assets" / "tiny"
+PAIRS_FILE = ROOT / "fxtune" / "assets" / "data" / "preferences_train.jsonl"
+TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dpo": ("trl", "DPO", {"loss_type": ["sigmoid"], "beta": 0.1}),
+    "ipo": ("trl", "DPO", {"loss_type": ["ipo"], "beta": 0.1}),
+    "kto": ("trl", "KTO", {"beta": 0.1}),
+    "orpo": ("trl.experimental.orpo", "ORPO", {"beta": 0.1}),
+    "simpo": (
+        "trl.experimental.cpo",
+        "CPO",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
+    ),
+    "reward": ("trl", "Reward", {"center_rewards_coefficient": 0.01}),
+}
+"""fxtune's objective -> TRL's module, the name of its trainer, and the options with fxtune's default values."""
 PAIRS, RATE, BOUND = 8, 1e-4, 1e-5
 """Pairs of a step (answers for KTO), the learning rate, and the largest difference of a loss."""
 START = "objective.reference=start"
+
+Row = dict[str, Any]
 
 
 class Correction(str, Enum):
@@ -89,7 +105,7 @@ def draw_adapter(objective: str, folder: Path) -> None:
     torch.manual_seed(0)
     task = "SEQ_CLS" if objective == "reward" else "CAUSAL_LM"
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
-    model = get_peft_model(trl_trainers.base(objective), lora)
+    model = get_peft_model(base_model(objective), lora)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -97,9 +113,27 @@ def draw_adapter(objective: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def base_model(objective: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if objective == "reward":
+        return AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+
+
 def rows_of(objective: str) -> list[Row]:
-    rows = trl_trainers.pairs("train")
-    return trl_trainers.judged_alone(rows) if objective == "kto" else rows
+    """The pairs, with answers as turns of a chat. For KTO all chosen answers as good ones, then all rejected as bad."""
+    sides = ("chosen", "rejected")
+    pairs = [json.loads(line) for line in PAIRS_FILE.read_text().splitlines()]
+    pairs = [{**pair, **{side: [{"role": "assistant", "content": pair[side]}] for side in sides}} for pair in pairs]
+    if objective != "kto":
+        return pairs
+    return [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for side in sides
+        for pair in pairs
+    ]
 
 
 def run_fxtune(case: Case, steps: int, adapter: Path, folder: Path) -> tuple[list[float], list[int]]:
@@ -108,7 +142,7 @@ def run_fxtune(case: Case, steps: int, adapter: Path, folder: Path) -> tuple[lis
     from fxtune.training.builder import RunBuilder
 
     data = folder / "rows.jsonl"
-    trl_trainers.write_rows(data, rows_of(case.objective))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows_of(case.objective)))
     words = [
         "+recipe=dpo_quickstart",
         f"objective={case.objective}",
@@ -154,10 +188,13 @@ def run_trl(request: dict[str, Any]) -> list[float]:
     from datasets import Dataset
     from peft import PeftModel
     from torch.utils.data import SequentialSampler
+    from transformers import AutoTokenizer
 
     case, corrections = CASES[request["case"]], [Correction[name] for name in request["corrections"]]
-    kind, rows = trl_trainers.trainer_class(case.objective), rows_of(case.objective)
-    tokenizer = trl_trainers.tokenizer()
+    module, prefix, options = TRAINERS[case.objective]
+    of_trl, rows = importlib.import_module(module), rows_of(case.objective)
+    kind = getattr(of_trl, f"{prefix}Trainer")
+    tokenizer = AutoTokenizer.from_pretrained(TINY, padding_side="left")
     if {Correction.end_of_turn, Correction.second_end} & {*corrections}:
         tokenizer.chat_template = without_last_newline(tokenizer.chat_template)
     if Correction.label_smoothing in corrections:
@@ -184,10 +221,16 @@ def run_trl(request: dict[str, Any]) -> list[float]:
             return means, *others
 
     trainer = Corrected(
-        model=PeftModel.from_pretrained(trl_trainers.base(case.objective), request["adapter"], is_trainable=True),
-        args=trl_trainers.settings(
-            case.objective,
-            request["folder"],
+        model=PeftModel.from_pretrained(base_model(case.objective), request["adapter"], is_trainable=True),
+        args=getattr(of_trl, f"{prefix}Config")(
+            output_dir=request["folder"],
+            weight_decay=0.0,
+            max_length=512,
+            report_to=[],
+            save_strategy="no",
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
             per_device_train_batch_size=pairs,
             gradient_accumulation_steps=PAIRS // pairs,
             max_steps=request["steps"],
@@ -195,7 +238,7 @@ def run_trl(request: dict[str, Any]) -> list[float]:
             lr_scheduler_type="constant",
             max_grad_norm=1.0,
             logging_steps=1,
-            **case.options,
+            **{**options, **case.options},
         ),
         train_dataset=Dataset.from_list([rows[row] for row in request["order"]]),
         processing_class=tokenizer,
@@ -211,6 +254,16 @@ def run_trl(request: dict[str, Any]) -> list[float]:
     trainer.compute_loss = noting  # its log rounds to four digits
     trainer.train()
     return [statistics.mean(losses[first : first + PAIRS // pairs]) for first in range(0, len(losses), PAIRS // pairs)]
+
+
+def ask_trl(python: Path, request: dict[str, Any]) -> list[float]:
+    """run_trl() in the venv of `python`, which has no fxtune."""
+    with tempfile.TemporaryDirectory(prefix="trl-") as folder:
+        file = Path(folder, "request.json")
+        file.write_text(json.dumps(request))
+        command = [python, __file__, "--inside", file]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""}, stdout=subprocess.DEVNULL)
+        return list(json.loads(file.read_text()))
 
 
 def without_last_newline(template: str) -> str:
@@ -249,7 +302,7 @@ def main() -> None:
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        trl_trainers.reply(args.inside, run_trl)
+        args.inside.write_text(json.dumps(run_trl(json.loads(args.inside.read_text()))))
         return
     if args.trl is None:
         parser.error("--trl: give a Python with trl and peft")
@@ -266,7 +319,7 @@ def main() -> None:
             for corrections in dict.fromkeys([(), case.corrections]):
                 names = [correction.name for correction in corrections]
                 asked = {**request, "corrections": names, "folder": str(folder / "trl")}
-                theirs = trl_trainers.ask(args.trl, __file__, asked)
+                theirs = ask_trl(args.trl, asked)
                 differences.append(max(abs(mine - other) for mine, other in zip(losses, theirs, strict=True)))
         worst = max(worst, differences[-1])
         figures = [f"{loss:.6f}" for loss in (losses[0], losses[-1])] + [f"{most:.1e}" for most in differences]

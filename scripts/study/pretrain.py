@@ -1,8 +1,7 @@
-"""Shared functions of extend.py and equal_loss.py, which pre-train a small base: text, tokenizer, training for a given
-time.
+"""The small base of equal_loss.py: text, tokenizer, and training from random weights for a given time.
 
-gather.py collects the text, which stays on this machine. fxtune trains from random weights: with bfloat16 matmuls over
-float32 weights and compiled layers on a GPU, in float32 on a CPU.
+gather.py collects the text, which stays on this machine. fxtune trains with bfloat16 matmuls over float32 weights and
+compiled layers on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "make"))
 from gather import Document, is_held_out
-from make_base import WORDS
+from make_base import byte_level_bpe
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_BYTES = 20_000_000
@@ -52,27 +51,10 @@ def line(document: Document) -> str:
 
 
 def train_tokenizer(found: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train a byte-level BPE tokenizer with single digits on the first TOKENIZER_BYTES."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Train a tokenizer on the first TOKENIZER_BYTES."""
     from transformers import PreTrainedTokenizerFast
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        _first(found, TOKENIZER_BYTES),
-        trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    bpe = byte_level_bpe(_first(found, TOKENIZER_BYTES), vocabulary, [END_OF_TEXT])
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT).save_pretrained(folder)
 
 

@@ -157,7 +157,7 @@ def test_empty_documents_change_nothing(lengths):
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dense", slow_but([False, True], True))
 def test_operators_pass_opcheck(dense):
     *qkv, cu_seqlens = inputs((4, 5, 0))
     qkv = [x.detach().unflatten(0, (3, 3)).requires_grad_() for x in qkv] if dense else qkv
@@ -261,6 +261,7 @@ for folder, given in json.loads(sys.argv[1]).items():
 """
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_cached_in_a_private_folder(tmp_path):
     """A stand-in for the package reads the environment at its import, as the real one does. So each case has its own
     process, forked from one that has imported torch.

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from support.cases import slow_but
-from support.runs import SUPPORT, interpreted
 
 from fxtune.kernels import fp8_experts as operators
 from fxtune.kernels.fp8_experts import dequantize_experts, fp8_experts, quantize_experts
@@ -160,9 +159,3 @@ def test_the_operators_are_described_to_the_compiler(transpose):
     given = hidden, weights, routing.order, routing.back, routing.ends, first, last, *adapters
     options = *SILU, "torch", "", True, False
     torch.library.opcheck(torch.ops.fxtune.fp8_experts.default, (*given, None, None, *options))
-
-
-@pytest.mark.vital
-def test_the_triton_kernels_against_the_references():
-    pytest.importorskip("triton")
-    assert interpreted(SUPPORT / "interpreted_fp8_experts.py") == ["4", "compared"]

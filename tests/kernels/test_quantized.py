@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.quantized import kinds
-from support.runs import SUPPORT, interpreted
 
 from fxtune.kernels.quantized import E2M1, MX_BLOCK, MXFP4, int8_weight, pack_mxfp4, unpack
 from fxtune.techniques.quantized_modules import dequantized, packed, quantized
@@ -73,8 +72,3 @@ def test_mxfp4_of_zeros_and_of_the_smallest_and_largest_exponents():
     codes, scales = pack_mxfp4(weight)
     assert torch.equal(unpacked(codes, scales), weight)
     assert int(scales.max()) < 255, "which means NaN"
-
-
-@pytest.mark.vital
-def test_the_triton_kernel_of_mxfp4_against_its_reference():
-    assert interpreted(SUPPORT / "interpreted_mxfp4.py") == ["compared"]

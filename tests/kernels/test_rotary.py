@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import FAMILIES, SIZES, built, lora, random_model
 from support.cases import slow_but
-from support.runs import SUPPORT, interpreted
 from torch.nn import functional as F
 
 from fxtune.facts.options import Policy, Switch
@@ -342,8 +341,3 @@ def test_generation_with_a_cache():
             model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
         )
     assert torch.equal(*found)
-
-
-@pytest.mark.vital
-def test_triton_kernel_equals_the_plain_reference():
-    assert interpreted(SUPPORT / "interpreted_rotary.py") == ["9", "compared"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import CPU, lora
-from support.published import PUBLISHED, USUAL
+from support.model_table import small_models
+from support.published import PUBLISHED
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
@@ -18,9 +19,21 @@ from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 
-HERE = {name: values for name, values in PUBLISHED.items() if values["model_type"] in CONFIG_MAPPING}
-"""The types that this version of transformers has."""
-TYPES = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
+OTHERS = [
+    *("mistral", "ministral", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "gemma2", "gemma3_text", "gemma4_unified_text", "phi3", "phimoe"),
+    *("olmo2", "olmo3", "olmoe", "granite", "granitemoe", "granitemoehybrid", "cohere", "cohere2"),
+    *("cohere2_moe", "deepseek_v2", "glm4", "glm4_moe", "glm4_moe_lite", "ernie4_5", "ernie4_5_moe", "exaone4"),
+    *("exaone_moe", "gpt_oss", "mixtral", "minimax_m2", "nemotron", "smollm3", "starcoder2", "falcon_h1"),
+    *("lfm2", "lfm2_moe", "hunyuan_v1_dense", "seed_oss", "apertus", "dots1", "kimi_linear", "jamba", "bamba"),
+    *("phi4_multimodal", "afmoe", "laguna", "lfm3", "olmo_hybrid", "solar_open", "hy_v3", "arcee"),
+    *("minimax_m3_vl_text", "deepseek_v4"),
+]
+"""Types whose default config is shrunk."""
+TYPES = [
+    *(name for name, values in PUBLISHED.items() if values["model_type"] in CONFIG_MAPPING),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS if kind in CONFIG_MAPPING),
+]
 BLOCKS = {"M": "mamba", "E": "moe", "*": "attention"}
 FIVE = [*["sliding_attention"] * 4, "full_attention"]
 REAL = {
@@ -81,10 +94,14 @@ def config_of(values):
     return AutoConfig.for_model(**values)
 
 
+def small(name):
+    return PUBLISHED[name] if name in PUBLISHED else small_models.small(name)
+
+
 def facts_of(name, pipeline=None):
     return Facts.of(
         CPU.facts(),
-        model=config_of(PUBLISHED[name]).to_dict(),
+        model=config_of(small(name)).to_dict(),
         packing=True,
         sequence_length=64,
         rows=(64,),
@@ -94,8 +111,9 @@ def facts_of(name, pipeline=None):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_parameters_are_those_of_plain_transformers(name):
+    config = config_of(small(name))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(PUBLISHED[name]), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     total = sum(weight.numel() for weight in model.parameters())
     facts = facts_of(name)
     shape = Shape.of(facts.model)
@@ -110,7 +128,7 @@ def test_parameters_are_those_of_plain_transformers(name):
 def test_adapters_are_those_of_the_built_model(name):
     if name in ("laguna", "inkling2_text"):
         pytest.skip("peft cannot load adapters of all their linears again, so they are refused")
-    model = ModelConfig(path=None, init=Init.random, architecture=PUBLISHED[name])
+    model = ModelConfig(path=None, init=Init.random, architecture=small(name))
     pipeline = lora(r=4, target_modules=["all-linear"])
     built = pipeline.build(model, load_config(model), CPU, 0).module
     made = sum(weight.numel() for weight in built.parameters() if weight.requires_grad)

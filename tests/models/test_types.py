@@ -20,6 +20,11 @@ DIFFERENT = {
     "nemotron_h": "layers of one part: Mamba, experts, attention, MLP",
     "phimoe": "routers that draw",
 }
+ALIKE = [
+    *("bloom", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "mamba2"),
+    *("mixtral", "olmo2", "opt", "phi3", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
+]
+"""Other types, with full attention or without, as slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,7 @@ def chats(tmp_path_factory):
     return model_table.write_chats(tmp_path_factory.mktemp("chats"))
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize("kind", [*DIFFERENT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALIKE)])
 def test_each_check_passes(chats, tmp_path, kind):
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("this transformers is older than the type")

@@ -63,13 +63,8 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     assert config.train.global_batch_size == ranks * config.train.micro_batch_size, "one micro-batch a card and step"
     assert config.run.gpus == str(gpus)
     lora = config.techniques.lora
-    assert case.full or (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules) == (
-        True,
-        16,
-        32.0,
-        0.0,
-        ["all-linear"],
-    )
+    given = lora.enabled, lora.r, lora.alpha, lora.dropout, lora.target_modules
+    assert case.full or given == (True, 16, 32.0, 0.0, ["all-linear"])
     peers = peer_tools.adapters({"tool": "trl", "shape": bench_peers.SHAPES[case.shape]})
     assert (peers["r"], peers["lora_alpha"]) == (16, 32)
     mixture = "num_experts" in bench_peers.SHAPES[case.shape]
@@ -142,24 +137,10 @@ def test_chats_are_neither_split_nor_dropped(fxtune_words, cwd):
     assert summary["supervised_tokens"] == summary["tokens"] - summary["segments"]
 
 
-@pytest.mark.slow
 def test_missing_peer_is_reported_and_finished_case_does_not_run_again(cwd, monkeypatch, capsys):
     def run(*words: str) -> str:
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            [
-                "bench_peers.py",
-                "--smoke",
-                "--cases",
-                "smoke",
-                "--scratch",
-                str(cwd / "scratch"),
-                "--json",
-                "p.json",
-                *words,
-            ],
-        )
+        common = ["--smoke", "--cases", "smoke", "--scratch", str(cwd / "scratch"), "--json", "p.json"]
+        monkeypatch.setattr(sys, "argv", ["bench_peers.py", *common, *words])
         bench_peers.main()
         return capsys.readouterr().out
 
@@ -175,17 +156,6 @@ def test_missing_peer_is_reported_and_finished_case_does_not_run_again(cwd, monk
         "--tools", "fxtune", "--minutes", "0", "--again"
     )
     assert json.loads(Path("p.json").read_text()) == rows
-
-
-def test_reason_not_to_run_names_missing_package_or_gpu(monkeypatch):
-    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
-    assert bench_peers.reason_not_to_run("trl", smoke=True) == "not run, trl is not installed here (pip install trl)"
-    assert bench_peers.reason_not_to_run("fxtune", smoke=True) is None
-    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU" in str(bench_peers.reason_not_to_run("fxtune", smoke=False))
-    assert "needs a GPU" in str(bench_peers.reason_not_to_run("unsloth", smoke=True))
-    assert bench_peers.reason_not_to_run("trl", smoke=True) is None
 
 
 def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
@@ -211,13 +181,9 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert found["tried"] == ["checkpointing=none, liger=on: does not fit"]
     assert found["tokens_per_second"] == 7.0
     assert 90 <= found["second_step_seconds"] < 1e6, "from the start of the process that fitted"
-    assert [
-        (request["checkpointing"], request["length"], request["rows"], request["steps"], request["warm_up"])
-        for request in requests
-    ] == [
-        ("none", 64, 4, 8, 3),
-        ("full", 64, 4, 8, 3),
-    ]
+    names = "checkpointing", "length", "rows", "steps", "warm_up"
+    asked = [tuple(request[name] for name in names) for request in requests]
+    assert asked == [("none", 64, 4, 8, 3), ("full", 64, 4, 8, 3)]
 
     results = iter([(1, "Traceback\nImportError: no wheel")] * 2)
     found = bench_peers.run_peer("small", "trl", args, 60.0)
@@ -278,38 +244,10 @@ def test_documents_with_images_have_the_requested_tokens_in_fxtune(name, fxtune_
     assert 0.1 < summary["supervised_share"] < 0.3
 
 
-def test_peer_that_is_not_compared_in_a_case_is_reported(cwd, monkeypatch):
-    monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
-    args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=2)
-    assert bench_peers.run_peer("8b_full_2x8192", "unsloth", args, 60.0) == {"error": "not compared here"}
-
-
-def test_full_fine_tuning_is_sharded_on_several_cards_only():
-    case = bench_peers.CASES["8b_full_2x8192"]
-    alone, sharded = (bench_peers.settings_to_try(case, "trl", gpus) for gpus in (1, 2))
-    assert alone == ((("checkpointing=none", "liger=on"), ("checkpointing=full", "liger=on")),)
-    assert sharded == ((("fsdp=recompute", "liger=on"),),)
-
-
-def test_peers_see_the_first_cards_only(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert bench_peers.first_cards(2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
-    assert bench_peers.first_cards(1) == {"CUDA_VISIBLE_DEVICES": "3"}
-
-
 def test_ratios_compare_the_same_work_and_the_best_peer():
     def row(case, tool, speed):
-        return {
-            "case": case,
-            "tool": tool,
-            "how": "so",
-            "tokens_per_second": speed,
-            "step_seconds": 1.0,
-            "memory_gib": None,
-            "first_loss": 12.0,
-            "loss": 11.9,
-        }
+        figures = dict(how="so", step_seconds=1.0, memory_gib=None, first_loss=12.0, loss=11.9)
+        return dict(case=case, tool=tool, tokens_per_second=speed, **figures)
 
     rows = {
         "8b_4x4096 fxtune": {**row("8b_4x4096", "fxtune", 300.0), "second_step_seconds": 41.2},
@@ -339,15 +277,6 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
     assert lines[-1][3] == "does not fit"
 
 
-def test_peer_runs_once_for_cases_that_share_it():
-    cases = ["8b_4x4096_fp8", "8b_4x4096"]
-    assert list(bench_peers.cases_to_run(cases, ["fxtune", "trl"])) == [
-        ("8b_4x4096_fp8", "fxtune"),
-        ("8b_4x4096", "trl"),
-        ("8b_4x4096", "fxtune"),
-    ]
-
-
 def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     now = iter(range(100))
@@ -375,14 +304,8 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     assert clock.waited == 1.0
 
 
-_SMALL = dict(
-    num_hidden_layers=2,
-    hidden_size=64,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=1024,
+_SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=1024) | dict(
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,29 +75,26 @@ def options(out: Path, record: Path, texts: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workers(scripts):
-    """The script's two worker processes. The calls in this process share them, as their imports take seconds."""
-    kind, made = scripts.equal_loss.Worker, {}
-
-    def worker(*modules: str) -> SimpleNamespace:
-        one = made[modules] = made.get(modules) or kind(*modules)
-        return SimpleNamespace(call=one.call, close=lambda: None)
-
+def pools(scripts):
+    """The script's two processes. The calls in this process share them, as their imports take seconds."""
+    spawn = multiprocessing.get_context("spawn")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPTS)  # the new processes need the same modules
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        yield worker
-    for one in made.values():
-        one.close()
+        with ProcessPoolExecutor(1, spawn) as ours, ProcessPoolExecutor(1, spawn) as plain:
+            ours.submit(os.getpid).result()
+            plain.submit(os.getpid).result()
+            yield ours, plain
 
 
 @pytest.fixture
-def recorded(scripts, workers, texts, tmp_path, monkeypatch):
+def recorded(scripts, pools, texts, tmp_path, monkeypatch):
     """A function that runs the script with further options in this process, and returns its record."""
 
     def call(*more: str) -> dict:
         record = tmp_path / "record.json"
-        monkeypatch.setattr(scripts.equal_loss, "Worker", workers)
+        left = [nullcontext(pool) for pool in pools]
+        monkeypatch.setattr(scripts.equal_loss, "ProcessPoolExecutor", lambda *_: left.pop(0))
         monkeypatch.setattr(sys, "argv", ["equal_loss.py", *options(tmp_path, record, texts), *more])
         scripts.equal_loss.main()
         return json.loads(record.read_text())
@@ -103,7 +102,6 @@ def recorded(scripts, workers, texts, tmp_path, monkeypatch):
     return call
 
 
-@pytest.mark.slow
 def test_float32_losses_equal_at_every_step(smoke):
     assert smoke.done.returncode == 0, smoke.done.stderr[-3000:]
     plain, ours = (smoke.record["runs"][f"{name} 0"] for name in ("plain", "fxtune"))
@@ -124,7 +122,6 @@ def test_float32_losses_equal_at_every_step(smoke):
     assert f"| plain transformers + peft | {plain['held_out'][-1][1]:.4f} |" in smoke.done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mixture", "variants"), [("--moe", ["fxtune"]), ("--gpt-oss", ["fxtune", "mxfp4"])])
 def test_mixture_of_experts_has_equal_losses(recorded, capsys, mixture, variants):
     record = recorded(mixture, "--steps", "4")
@@ -137,7 +134,6 @@ def test_mixture_of_experts_has_equal_losses(recorded, capsys, mixture, variants
     assert capsys.readouterr().out.count("(bound 0.1%): equal") == 2 * len(variants)
 
 
-@pytest.mark.slow
 def test_full_fine_tuning_has_equal_losses(recorded, capsys):
     runs = recorded("--full", "--steps", "4", "--lr", "1e-3")["runs"]
     plain, ours = (runs[f"{name} 0"] for name in ("plain", "fxtune"))
@@ -150,7 +146,6 @@ def test_full_fine_tuning_has_equal_losses(recorded, capsys):
     assert "(bound 0.1%): equal" in said
 
 
-@pytest.mark.slow
 def test_rows_hold_tuning_text_and_no_held_out_documents(smoke):
     import numpy as np
     from transformers import AutoTokenizer
@@ -177,9 +172,7 @@ def test_rows_hold_tuning_text_and_no_held_out_documents(smoke):
         assert (targets[..., :-1][~inside] == IGNORE_INDEX).all(), "a document's last token has no target"
 
 
-@pytest.mark.slow
 def test_finished_runs_do_not_run_again_and_other_options_are_refused(smoke, scripts, tmp_path, monkeypatch, capsys):
-    """The script's output after a time limit. The worker's time limit itself has its own test below."""
     before = smoke.file.read_text()
     drawing = tmp_path / "plot.svg"
 
@@ -199,16 +192,6 @@ def test_finished_runs_do_not_run_again_and_other_options_are_refused(smoke, scr
         again(smoke.out, smoke.file, "--lr", "1e-4")
     with pytest.raises(SystemExit, match="is not in"):
         again(tmp_path, smoke.file)
-
-    def late(*_: object) -> None:
-        raise scripts.equal_loss.TimeOver
-
-    monkeypatch.setattr(scripts.equal_loss, "Worker", lambda *_: SimpleNamespace(call=late, close=lambda: None))
-    again(tmp_path, tmp_path / "new.json", "--minutes", "0.001")
-    assert (
-        "Not run, the time limit (0.001 minutes) was reached: base, plain 0, fxtune 0, fp8 0"
-        in capsys.readouterr().out
-    )
 
 
 def test_plain_mask_separates_documents(scripts, tmp_path):
@@ -279,26 +262,3 @@ def test_seed_beyond_the_bound_in_either_loss_is_an_error(
     assert "| fxtune, everything on, base in fp8 | refused: no |" in out
     assert "before tuning: 2.1000" in out
     assert ("NOT equal" in out) != equal
-
-
-def test_worker_that_dies_or_times_out_is_replaced(scripts, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))  # the new process needs the same modules
-    module = scripts.equal_loss
-    worker = module.Worker()
-    try:
-        with pytest.raises(module.TimeOver):
-            worker.call(0.2, time.sleep, 60)
-        with pytest.raises(module.Failed, match="ended with 7"):
-            worker.call(30, os._exit, 7)
-        assert worker.call(30, max, 3, 5) == 5
-    finally:
-        worker.close()
-
-
-def test_small_base_is_refused_before_training(scripts, texts, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["equal_loss.py", "--smoke", "--out", str(tmp_path), "--roots", str(texts)])
-    args = scripts.equal_loss.arguments()
-    args.smoke, args.seed = False, 0
-    answer = scripts.equal_loss.make_base(args)
-    assert "at least 100,000,000 are needed" in answer["error"]
-    assert not (tmp_path / "base").exists()

@@ -11,9 +11,9 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "study"
 def test_corrected_template_ends_with_the_answer_and_keeps_prompts(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     import equal_preferences
-    import trl_trainers
+    from transformers import AutoTokenizer
 
-    pair, tokenizer = trl_trainers.pairs("train")[0], trl_trainers.tokenizer()
+    pair, tokenizer = equal_preferences.rows_of("dpo")[0], AutoTokenizer.from_pretrained(equal_preferences.TINY)
     turns = [*pair["prompt"], *pair["chosen"]]
 
     def written() -> tuple[str, str]:

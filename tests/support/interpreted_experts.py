@@ -1,4 +1,4 @@
-"""Run by test_gated_experts.py with TRITON_INTERPRET=1: compares the Triton kernels of gated experts with their plain
+"""Compares the Triton kernels of gated experts with their plain
 references, in float16 (see interpreted_lora.py)."""
 
 from __future__ import annotations

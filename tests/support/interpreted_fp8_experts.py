@@ -1,4 +1,4 @@
-"""Run by test_fp8_experts.py with TRITON_INTERPRET=1: compares the Triton kernels of fp8 experts with their plain
+"""Compares the Triton kernels of fp8 experts with their plain
 references, in float16 (see interpreted_lora.py)."""
 
 from __future__ import annotations

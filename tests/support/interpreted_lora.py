@@ -1,4 +1,4 @@
-"""Run by test_fused_lora.py with TRITON_INTERPRET=1: compares the Triton kernels of fused LoRA with their plain
+"""Compares the Triton kernels of fused LoRA with their plain
 references.
 
 Products on tensor cores are compared in float16, because the interpreter multiplies bfloat16 values as integers.

@@ -1,4 +1,4 @@
-"""Run by test_quantized.py with TRITON_INTERPRET=1: compares the Triton kernel of MXFP4 with its plain reference."""
+"""Compares the Triton kernel of MXFP4 with its plain reference."""
 
 from __future__ import annotations
 

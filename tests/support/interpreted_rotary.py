@@ -1,4 +1,4 @@
-"""Run by test_rotary.py with TRITON_INTERPRET=1: compares the Triton kernel of RoPE with the plain reference."""
+"""Compares the Triton kernel of RoPE with the plain reference."""
 
 from __future__ import annotations
 

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-SUPPORT = Path(__file__).resolve().parent
 
 
 def history(folder: Path) -> list[dict]:
@@ -33,20 +26,3 @@ def train_once(shared: Path, train: Callable[[], Any], folder: Path = Path("run"
     else:
         train()
         shutil.copytree(folder, shared)
-
-
-def interpreted(script: Path) -> list[str]:
-    """Run a script of Triton kernels in Triton's interpreter. Returns the words that it prints.
-
-    The interpreter must be chosen before triton is imported, so the script runs in its own process.
-    """
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.split()

@@ -4,8 +4,7 @@ The algorithm is best-fit decreasing: it takes the documents from the longest to
 fullest row that has room. Only lengths matter, so this file works on their histogram (LPFHP in Krell et al. 2021,
 "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027): all documents of one length are placed
 together, and rows with the same room left are one entry with a count. Unlike the paper's, this placement is exactly
-best-fit decreasing. A million documents take a fraction of a second, and natural mixes of lengths fill 99 % and more
-of the rows (scripts/bench/bench_packing.py prints both).
+best-fit decreasing.
 
 There are two steps, because only the first depends on lengths alone: the *pattern* (which lengths share a row), and
 which document takes which slot, which the caller chooses anew in each epoch by a permutation.

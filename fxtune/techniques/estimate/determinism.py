@@ -27,7 +27,7 @@ SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
 }
 """By card, attention backend and head size: (tokens of a document, time that the deterministic backward pass adds, as
 a share of the ordinary one). The larger of the figures of an H100 and an H200 (torch 2.11, flash-attn-4 4.0.0b36) by
-`python scripts/bench/bench_determinism.py --kernels`.
+`python scripts/bench/bench_determinism.py`.
 The row of cuDNN is calculated: its kernel has no fixed order, so torch's FlashAttention-2 runs in its place, which is
 slower by the figures of attention/technique.py."""
 ONE_ORDER = ("eager", "flex")

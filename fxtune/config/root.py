@@ -265,6 +265,11 @@ class Config:
             )
         if run.gpus != "auto" and not re.fullmatch(r"[1-9]\d{0,4}", run.gpus):
             yield f"`run.gpus={run.gpus}` must be `auto` or a whole number from 1 on"
+        if data.questions.path is not None and not self.objective.needs.writes:
+            yield (
+                f"`data.questions.path`: objective={self.objective.name} trains a head that answers no questions. "
+                "Remove it"
+            )
         yield from self.parallel.refusals(self.techniques.lora.enabled)
         if train.global_batch_size % train.micro_batch_size:
             yield (

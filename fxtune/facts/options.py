@@ -7,11 +7,15 @@ files of the techniques (fxtune/techniques) say what the options do, and why.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Optional
 
 from omegaconf import BooleanNode
+
+from fxtune.facts.execution import Execution
+from fxtune.facts.recomputation import RecomputePlan
 
 AUTO = "auto"
 ALL_LINEAR = "all-linear"
@@ -27,6 +31,11 @@ class Switch(str, Enum):
 class Options:
     enabled: bool = False
     """Whether to use this technique. Its other options have no effect without it."""
+
+    def describe(self, facts: Any, execution: Execution) -> Execution:
+        """`execution`, as the techniques before this one make it, with what this one changes under `facts` (Facts).
+        Valid once `auto` is decided."""
+        return execution
 
 
 @dataclass
@@ -343,6 +352,25 @@ class CheckpointingOptions(AutoOptions):
     mlp_tiles: int = field(default=1, metadata={"min": 1, "max": 1024})
     """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: no tiles."""
 
+    @property
+    def plan(self) -> RecomputePlan:
+        """What layers keep with these options, whether or not they are enabled."""
+        levels = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}
+        level = levels.get(self.policy, "input")
+        if self.policy is Policy.selective and self.save == ["attention"]:
+            level = "attention"
+        elif self.policy is Policy.selective and self.recompute:
+            level = "narrow"
+        return RecomputePlan(
+            level,
+            self.every,
+            self.budget,
+            tuple(self.mix.items()),
+            self.offload_what.value if self.offload else "",
+            self.offload_layers,
+            self.mlp_tiles,
+        )
+
 
 class Scope(str, Enum):
     layers = "layers"
@@ -411,3 +439,10 @@ class Techniques:
     plugins: PluginOptions = field(default_factory=PluginOptions)
     checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
+
+    def enabled(self) -> Iterator[tuple[str, Any]]:
+        """The enabled techniques by name, in order of application."""
+        for entry in fields(self):
+            technique = getattr(self, entry.name)
+            if technique.enabled:
+                yield entry.name, technique

@@ -21,8 +21,8 @@ from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.plugins import OBJECTIVES
@@ -73,9 +73,14 @@ class Objective:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
         return {}
 
-    def refusals(self, degrees: Degrees) -> Iterator[str]:
-        """Yield each reason, with its key, why this objective cannot run on ranks of these degrees."""
-        yield from self.needs.refusals(self.name, degrees)
+    def refusals(self, facts: Facts) -> Iterator[str]:
+        """Yield each reason, with its key, why this objective cannot run under `facts`."""
+        yield from self.needs.refusals(self.name, facts.degrees)
+
+    def keeps_start(self, adapters: bool, epochs: float) -> bool:
+        """Whether a run of so many epochs keeps a copy of the adapters that it starts from. `adapters`: whether it
+        trains adapters."""
+        return False
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         """Yield each reason why nothing can be learned from the documents of a training plan: as accept(), which sees

@@ -38,8 +38,8 @@ import baselines  # noqa: E402
 from baselines import Measurement  # noqa: E402
 
 if TYPE_CHECKING:
+    from fxtune.facts.recomputation import RecomputePlan
     from fxtune.facts.run import Facts
-    from fxtune.techniques.estimate.recomputation import RecomputePlan
 
 GIB = 1 << 30
 TILE = 8192
@@ -258,7 +258,6 @@ def facts_of(
     from fxtune.facts.run import Facts
     from fxtune.models import load as models
     from fxtune.system.facts import PACKAGES
-    from fxtune.techniques.estimate.recomputation import RecomputePlan
 
     config = load(settings(length, args, senders))
     facts = Facts(
@@ -273,7 +272,7 @@ def facts_of(
         optimizer=config.optimizer.name.value,
     )
     techniques, _ = config.techniques.decided(facts)
-    return replace(facts, techniques=techniques), RecomputePlan.of(techniques.checkpointing)
+    return replace(facts, techniques=techniques), techniques.checkpointing.plan
 
 
 def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Row, Facts]:
@@ -396,8 +395,8 @@ def fit_line(rows: list[Row], facts: Facts) -> Line:
 
 def longest(line: Line, facts: Facts) -> tuple[int, int, str]:
     """(tokens, layers besides the last that keep their input on the device, limit) of the longest row that fits."""
+    from fxtune.facts.recomputation import pinned_bytes
     from fxtune.techniques.checkpointing.technique import HOST_SHARE
-    from fxtune.techniques.estimate.recomputation import pinned_bytes
 
     layers, hidden = facts.text["num_hidden_layers"], 2 * facts.text["hidden_size"]
     room, host = (1 - SPARE) * facts.free_memory, HOST_SHARE * facts.host_memory

@@ -32,6 +32,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
@@ -144,6 +145,10 @@ class Attention(AttentionOptions, Technique):
         chosen = backend_of(self.backend)
         self._running = chosen.running(facts) if chosen else None
         return note
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        backend = backend_of(self.backend)
+        return replace(execution, repeats_keys=facts.device != "cuda" or (backend is not None and not backend.fused))
 
     def reads_bounds(self, facts: Facts) -> bool:
         """Whether the backend that resolve() takes reads the bounds of documents (packed.py)."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fxtune.distributed.chunks import is_divided
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, beside_text, decoder_layers, outputs, without_dropout
@@ -24,7 +25,6 @@ from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.offload import leaves
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, fused_modules
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream

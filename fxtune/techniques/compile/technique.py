@@ -31,7 +31,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
@@ -122,6 +123,9 @@ class Compile(CompileOptions, Technique):
         self.cuda_graphs = Switch.off if why_not else Switch.on
         reason = why_not or f"{busy}, about as long as its launches"
         return f"cuda_graphs {self.cuda_graphs.value} ({reason})" if facts.device == "cuda" else None
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        return replace(execution, compiled=True, holds_gradients=self.keep_gradients)
 
     def _reasons_against_recording(self, facts: Facts) -> Iterator[str]:
         """Why a training pass cannot be recorded, and what to change."""

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import matmul_sizes
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
 from fxtune.models.structure import beside_text, for_images, projectors, skeleton, towers
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 BATCHES = 2
@@ -217,20 +217,20 @@ def tower_shape(facts: Facts) -> TowerShape | None:
 def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
     """The cost of images in a run, without the products of adapters; None if the model reads no images. `trains`:
     count the backward pass, too."""
-    numbers, lora = image_numbers(facts), facts.techniques.lora
+    numbers, adapters = image_numbers(facts), facts.execution.adapters
     if numbers is None or numbers.parts is None:
         return None
     in_tower = trains and has_gradients(facts)
-    cost = numbers.parts.cost(lambda _: in_tower and not lora.enabled, in_tower, 0)
-    if trains and lora.enabled and lora.projector and not in_tower:  # gradients of inputs
+    cost = numbers.parts.cost(lambda _: in_tower and adapters is None, in_tower, 0)
+    if trains and adapters and adapters.projector and not in_tower:  # gradients of inputs
         return replace(cost, per_feature=2 * cost.per_feature)
     return cost
 
 
 def has_gradients(facts: Facts) -> bool:
     """Whether gradients pass through the vision encoder."""
-    lora = facts.techniques.lora
-    return lora.vision if lora.enabled else facts.trains_images
+    adapters = facts.execution.adapters
+    return adapters.vision if adapters else facts.trains_images
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def image_memory(facts: Facts, plan: RecomputePlan, number: int, hidden: int) ->
     dtype = kind_of(numbers.config).pixel_dtype(numbers.config, getattr(torch, facts.dtype))
     held = pixels * dtype.itemsize * (BATCHES if facts.device == "cuda" else 1)
     held += features * hidden * number * shape.levels
-    compiled = facts.techniques.compile.enabled and facts.device == "cuda"
+    compiled = facts.execution.compiled and facts.device == "cuda"
     working = positions * _working_bytes(numbers, number, compiled)
     if has_gradients(facts):
         kept = _kept_bytes(numbers, number, compiled)

@@ -16,13 +16,14 @@ Two operations are fxtune's own and need neither a GPU nor the package: `rope` (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, LigerOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
@@ -142,6 +143,15 @@ class Liger(LigerOptions, Technique):
         if self.fused_linear_cross_entropy is not Switch.on and not self._enabled():
             return f"no kernel runs here: {', '.join(notes) or 'each kernel is off'}"
         return ", ".join(notes) or None
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        return replace(
+            execution,
+            fused_norms=self.rms_norm is Switch.on,
+            fused_gate=self.swiglu is Switch.on,
+            fused_loss=self.fused_linear_cross_entropy is Switch.on,
+            loss_rows=self.chunk_rows,
+        )
 
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
         """Whether to run this operation by its kernel, and why."""

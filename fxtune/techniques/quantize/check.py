@@ -40,6 +40,8 @@ def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
             f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
             "techniques.lora.enabled=true, or this to false."
         )
+    if facts.adds_tokens and (options.head or options.embeddings):
+        yield "head, embeddings: stored in fp8, and model.add_tokens trains rows of both. Set both to false."
     yield from (
         _fp8(options, facts) if fp8 else () if options.type is WeightFormat.mxfp4 else _library(options, facts)
     )

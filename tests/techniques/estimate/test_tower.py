@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.facts.options import CompileOptions, LoraOptions, Techniques
+from fxtune.facts.options import LoraOptions
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
-from fxtune.techniques.estimate.memory import adapter_numbers, forecast, trained_parameters
-from fxtune.techniques.estimate.recomputation import RecomputePlan
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.estimate.memory import forecast, trained_parameters
 from fxtune.techniques.estimate.tower import (
     BATCHES,
     ImageParts,
@@ -28,6 +29,8 @@ from fxtune.techniques.estimate.tower import (
     tower_cost,
 )
 from fxtune.techniques.lora.targets import select
+from fxtune.techniques.lora.technique import Lora
+from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking.throughput import training_cost
 
 SIZES = {"gemma4": (3, 3), "llava_onevision": (1, 2)}
@@ -152,8 +155,8 @@ def test_a_decoder_does_not_count_the_linears_of_its_tower_for_tokens():
 
 
 def facts_of(family, *, lora=None, compile=None, **more):
-    options = CompileOptions(**({"enabled": False} if compile is None else compile))
-    techniques = Techniques(lora=LoraOptions(**({"enabled": False} if lora is None else lora)), compile=options)
+    options = Compile(**({"enabled": False} if compile is None else compile))
+    techniques = Pipeline(lora=Lora(**({"enabled": False} if lora is None else lora)), compile=options)
     known = dict(sequence_length=64, rows=(64,), dtype="bfloat16", techniques=techniques)
     return Facts(device="cuda", **{"model": image_models.config(family).to_dict(), **known, **more})
 
@@ -180,12 +183,12 @@ def test_adapters_are_those_of_the_model(family, parts):
     alone = {id(module) for part in (*towers(model), *projectors(model)) for module in part.modules()}
     paths = [path for path in select(model, LoraOptions(**options)).modules if id(model.get_submodule(path)) in alone]
     if not paths:
-        assert adapter_numbers(facts_of(family, lora=options)).images == 0
+        assert facts_of(family, lora=options).execution.adapters.images == 0
         return
     adapted = get_peft_model(model, LoraConfig(r=3, target_modules=paths))
     made = sum(weight.numel() for name, weight in adapted.named_parameters() if is_adapter(name))
     facts = facts_of(family, lora=options)
-    assert adapter_numbers(facts).images == made
+    assert facts.execution.adapters.images == made
     plain = facts_of(family, lora={"enabled": True, "r": 3})
     assert trained_parameters(facts) - trained_parameters(plain) == made
     assert forecast(facts, RecomputePlan()).weights - forecast(plain, RecomputePlan()).weights == 4 * made
@@ -284,7 +287,7 @@ def test_memory_is_what_a_tower_allocates(family):
             sequence_length=features,
             image_features=features,
             trains_images=trains,
-            techniques=Techniques(lora=LoraOptions(enabled=False)),
+            techniques=Pipeline(),
         )
         return seen, image_memory(facts, RecomputePlan(), 2, 32)
 

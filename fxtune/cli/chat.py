@@ -47,7 +47,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, Stopped
 from fxtune.models import load as models
 from fxtune.models.end_tokens import end_tokens
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.load import ModelConfig
 from fxtune.models.structure import image_arguments
 from fxtune.settle.images import image_processor
@@ -293,7 +293,7 @@ class Chat:
             given = torch.tensor([ids], device=model.device)
             arguments = image_arguments(model, tensors, given.device)
             if arguments:
-                arguments |= kind_of(model.config).token_types(model.config, given)
+                arguments |= images_of(model.config).token_types(model.config, given)
             streamer = _streamer(self.tokenizer, write)
             written = model.generate(
                 given,

@@ -39,7 +39,7 @@ from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, StorageError, not_written
 from fxtune.models.load import ModelConfig, starting_from
-from fxtune.objectives.preferences import GroupObjective
+from fxtune.objectives.base import GroupObjective
 from fxtune.objectives.reference import Reference
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.atomic_files import replace_text

@@ -21,9 +21,10 @@ from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
 from fxtune.objectives.base import Objective, from_options
+from fxtune.objectives.registry import OBJECTIVES
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.schedule import ScheduleConfig, ScheduleName
-from fxtune.plugins import METRICS, OBJECTIVES, ROW_FORMATS, TECHNIQUES
+from fxtune.plugins import METRICS, ROW_FORMATS, TECHNIQUES
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking.tracker import TrackingConfig
 

@@ -20,7 +20,7 @@ class Facts(MachineFacts):
     model: dict[str, Any] = field(default_factory=dict)
     """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
     head: str = "lm"
-    """The head that the objective needs: `lm` or `score` (Needs.head)."""
+    """The head that the objective needs (Needs.head); only `lm` has logits of a vocabulary."""
     reads_groups: bool = False
     """Whether the objective compares documents or reads their labels (Needs.reads_groups)."""
     dtype: str = "float32"

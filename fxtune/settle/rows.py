@@ -23,14 +23,14 @@ def decide_rows(
 ) -> tuple[DataConfig, list[str], Facts]:
     """The data config with `data.packing` and `data.share_prompts` as true or false; a line for each that is false and
     was `auto`, with the reason; and the facts of one of `ranks` ranks, in which no technique is resolved."""
-    data, compile, kind = config.data, config.techniques.compile, kind_of(hf_config)
+    data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),
-        images_see_both_ways=kind.sees_both_ways(hf_config),
+        images_see_both_ways=images is not None and images.sees_both_ways(hf_config),
         head=config.objective.needs.head,
         reads_groups=config.objective.needs.reads_groups,
-        reads_images=kind.reads_images,
+        reads_images=images is not None,
         adds_tokens=bool(config.model.add_tokens),
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),

@@ -23,9 +23,9 @@ from fxtune.facts.options import AUTO, AutoOptions, Techniques, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import Init, ModelConfig
-from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of

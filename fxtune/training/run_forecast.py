@@ -22,8 +22,8 @@ from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.tower_shape import TowerShape, TowerWork
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
 from fxtune.models.load import load_config, load_tokenizer, with_shipped_config
 from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
@@ -112,7 +112,8 @@ class Lengths:
 
 def _tower_shape(config: Config) -> TowerShape | None:
     hf_config = load_config(config.model, config.objective.needs.head)
-    return kind_of(hf_config).tower_shape(hf_config)
+    images = kind_of(hf_config).images
+    return images.shape(hf_config) if images else None
 
 
 @dataclass(frozen=True)

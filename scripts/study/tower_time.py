@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from fxtune.distributed.world import World
-from fxtune.models.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import tower_layers, towers
 from fxtune.techniques.attention import tower

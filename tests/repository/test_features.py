@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fxtune.models.kinds.known import KINDS
+from fxtune.objectives.registry import OBJECTIVES
 from fxtune.optim.config import TRAITS, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import state_of
-from fxtune.plugins import OBJECTIVES
 from fxtune.techniques.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2] / "fxtune"

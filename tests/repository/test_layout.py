@@ -39,7 +39,10 @@ ELSEWHERE = {
         ],
         "cli/test_import_config.py, through the command",
     ),
+    "facts/execution.py": "plain data; estimate/test_memory.py",
     "objectives/base.py": "a protocol",
+    "objectives/registry.py": "test_plugins.py, with the other registries",
+    "techniques/lora/numbers.py": "estimate/test_memory.py, by models with adapters",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
     "system/packages.py": "a table; test_package_checks.py runs its tests",
@@ -47,7 +50,7 @@ ELSEWHERE = {
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }
 """Modules without a test file of their name, and what tests them or why nothing does."""
-TOGETHER = {"techniques/attention/backends": "registry.py"}
+TOGETHER = {"techniques/attention/backends": "registry.py", "models/kinds/image_decoder": "images.py"}
 """Folders whose modules have one table of tests, with the module that lists them."""
 
 

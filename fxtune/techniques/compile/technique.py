@@ -45,7 +45,7 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers, towers, without_dropout
 from fxtune.system.compiler_cache import use_cache_folder
@@ -284,16 +284,16 @@ class Compile(CompileOptions, Technique):
 
     def _observe_tower(self, model: Any, layers: int) -> Evidence:
         """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
-        kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
+        known, stats, asked = images_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
-            if not (example := kind.image_probe(model)):
+            if not (example := known.probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
         images = PROBE_IMAGES if example["pixel_values"].dim() == 2 else 2
         with without_dropout(model), torch.enable_grad():
-            kind.image_features(model, images)
+            known.features(model, images)
             graphs_before = stats["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                kind.image_features(model, images)
+                known.features(model, images)
         new_graphs = stats["unique_graphs"] - graphs_before
         entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"

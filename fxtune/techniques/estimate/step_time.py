@@ -18,7 +18,7 @@ from itertools import combinations_with_replacement
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Layer, Shape
-from fxtune.models.kinds.tower_shape import TowerWork
+from fxtune.models.kinds.image_decoder.tower_shape import TowerWork
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,

@@ -16,8 +16,8 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.facts.options import LoraOptions
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
-from fxtune.models.kinds.known import kind_of
-from fxtune.models.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import forecast, trained_parameters
@@ -45,7 +45,7 @@ def model_of(family):
     return model.requires_grad_(False)
 
 
-def images_of(family, model):
+def two_images(family, model):
     """(arguments of get_image_features, arguments of TowerShape.work) for two images; one for Pixtral, whose eager
     attention also computes pairs of two images, and masks them."""
     seeds = (0,) if family in ("pixtral", "mistral3") else (0, 1)
@@ -53,7 +53,7 @@ def images_of(family, model):
     tensors = [document.images for document in shown]
     features = np.array([int((document.ids == IMAGE_TOKEN).sum()) for document in shown])
     sizes = [images.get("image_sizes", torch.zeros(1, 2))[0].long().tolist() for images in tensors]
-    return kind_of(model.config).merge(model.config)(tensors), (features, *np.array(sizes).T)
+    return images_of(model.config).merge(model.config)(tensors), (features, *np.array(sizes).T)
 
 
 ANGLES = 1e-3
@@ -90,7 +90,7 @@ def require_gradients_behind_the_embedding(model):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
     model = model_of(family)
-    images, sizes = images_of(family, model)
+    images, sizes = two_images(family, model)
     cost = tower_cost(model)
     work = cost.shape.work(*sizes)
     assert cost.flops(work) == pytest.approx(counted(model, images, backward=False), rel=ANGLES)
@@ -101,7 +101,7 @@ def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 def test_flops_of_a_trained_tower(family, lora):
     model = model_of(family)
-    images, sizes = images_of(family, model)
+    images, sizes = two_images(family, model)
     parts = [*towers(model), *projectors(model)]
     if lora:
         names = [
@@ -166,7 +166,7 @@ def test_parameters_are_those_of_the_model(family):
     model, numbers = image_models.model(family), image_numbers(facts_of(family))
     assert numbers.beside == sum(weight.numel() for weight in beside_text(model))
     assert numbers.images == sum(weight.numel() for weight in for_images(model))
-    images, sizes = images_of(family, model)
+    images, sizes = two_images(family, model)
     work = numbers.parts.shape.work(*sizes)
     assert numbers.pixels * work.patches == images["pixel_values"].numel()
     frozen, trained = (facts_of(family, trains_images=trains) for trains in (False, True))
@@ -277,9 +277,9 @@ def test_memory_is_what_a_tower_allocates(family):
         images = [image_models.image(family, model.config, (16, 16), generator)]
         if family != "qwen2_5_vl":
             images = [{"pixel_values": torch.randn(1, 3, 448, 448)}]
-        images = kind.merge(model.config)(images)
+        images = kind.images.merge(model.config)(images)
         seen = allocated(lambda: model.model.get_image_features(**images, return_dict=True).pooler_output)
-        features = kind.tower_shape(model.config).tile or 256
+        features = kind.images.shape(model.config).tile or 256
         facts = Facts(
             device="cpu",
             model=model.config.to_dict(),

@@ -9,7 +9,7 @@ from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
-from fxtune.settle import in_backward, rows
+from fxtune.settle import freed_gradients, rows
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
@@ -17,7 +17,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     yield from optimizer_config.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts)
     yield from _noise_scale(config, facts.degrees)
-    yield from in_backward.refusals(config, facts)
+    yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
 
 

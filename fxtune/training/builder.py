@@ -42,9 +42,9 @@ from fxtune.optim import config as optimizer_config
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
+from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
-from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
 from fxtune.system.determinism import (

@@ -27,8 +27,8 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config, load_tokenizer, with_shipped_config
 from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
-from fxtune.settle.in_backward import change_for
 from fxtune.settle.rows import decide_rows
 from fxtune.settle.settled import Settled, settle
 from fxtune.system.facts import MachineFacts

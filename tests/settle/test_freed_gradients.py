@@ -14,7 +14,7 @@ from fxtune.facts.execution import OptimizerState
 from fxtune.facts.options import Autocast, Scope, Switch
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.optim.config import OptimizerName
-from fxtune.settle.in_backward import change_for, decide, refusals
+from fxtune.settle.freed_gradients import change_for, decide, refusals
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.training.builder import RunBuilder
 

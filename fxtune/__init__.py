@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from fxtune.api import Run, load_recipe, plan, preview, train, verify
     from fxtune.objectives.base import Objective
     from fxtune.objectives.needs import Needs
-    from fxtune.plugins import Group, load_plugin, metric, objective, row_format, technique
+    from fxtune.objectives.registry import objective
+    from fxtune.plugins import Group, load_plugin, metric, row_format, technique
     from fxtune.techniques.base import Evidence, Technique
 
 __version__ = "0.1.0"
@@ -36,7 +37,8 @@ _MODULES = {
     "fxtune.api": ("Run", "load_recipe", "plan", "preview", "train", "verify"),
     "fxtune.objectives.base": ("Objective",),
     "fxtune.objectives.needs": ("Needs",),
-    "fxtune.plugins": ("Group", "load_plugin", "metric", "objective", "row_format", "technique"),
+    "fxtune.objectives.registry": ("objective",),
+    "fxtune.plugins": ("Group", "load_plugin", "metric", "row_format", "technique"),
     "fxtune.techniques.base": ("Evidence", "Technique"),
 }
 """The modules of the public names. The last four have what the author of a plugin needs (docs/plugins.md)."""

@@ -7,8 +7,9 @@
         return {"prompt": row["question"], "completion": row["reply"]}
 
 A plugin is a Python file that the command line names (`--plugin tickets.py`), or an installed package with an entry
-point in the group `fxtune.plugins`. A recipe can use by name what a plugin registers, but it cannot load a plugin. The
-four registries hold fxtune's own names and those that plugins add, so one lookup serves both.
+point in the group `fxtune.plugins`. A recipe can use by name what a plugin registers, but it cannot load a plugin. A
+registry holds fxtune's own names and those that plugins add, so one lookup serves both. The registry of objectives is
+beside them (objectives/registry.py).
 
 Plugins are loaded when a name is looked up for the first time in a process. The files of the command line are in an
 environment variable, so ranks and workers, which are processes of their own, find them, too.
@@ -26,7 +27,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +71,10 @@ class Group:
         return row if self.labels is None else row | {"labels": list(self.labels)}
 
 
+REGISTRIES: list[Registry[Any]] = []
+"""All of them, as far as their modules are imported."""
+
+
 class Registry(Mapping[str, Value]):
     """The names of one kind that recipes may use: fxtune's own, and those that plugins add."""
 
@@ -78,6 +83,7 @@ class Registry(Mapping[str, Value]):
         self.kind, self._ours = kind, ours
         self._reserved: set[str] = {*ours, "auto"}
         self._added: dict[str, tuple[Value, Plugin]] = {}
+        REGISTRIES.append(self)
 
     def reserve(self, names: Iterable[str]) -> None:
         """Names that no plugin may take."""
@@ -142,23 +148,11 @@ class Registry(Mapping[str, Value]):
 
 ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any] | Group]] = Registry("row format")
 """A row of the data -> a row in one of fxtune's formats (data/formats), or a group of documents."""
-OBJECTIVES: Registry[type] = Registry(
-    "objective",
-    causal_lm="fxtune.objectives.causal_lm:CausalLM",
-    dpo="fxtune.objectives.dpo:DPO",
-    ipo="fxtune.objectives.ipo:IPO",
-    kto="fxtune.objectives.kto:KTO",
-    orpo="fxtune.objectives.orpo:ORPO",
-    reward="fxtune.objectives.reward:Reward",
-    simpo="fxtune.objectives.simpo:SimPO",
-)
-"""Dataclasses that derive from Objective (objectives/base.py)."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 """(the model's answer, the right one) -> a number; their mean over the questions is logged."""
 METRICS.reserve(["exact_match"])
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
-REGISTRIES: tuple[Registry[Any], ...] = (ROW_FORMATS, OBJECTIVES, METRICS, TECHNIQUES)
 
 _loading: list[Plugin] = []
 _loaded: dict[str, Plugin] = {}
@@ -172,16 +166,9 @@ def row_format(name: str) -> Callable[[Any], Any]:
     return lambda function: ROW_FORMATS.add(name, _guarded(function))
 
 
-def objective(name: str) -> Callable[[Any], Any]:
-    """Register a dataclass that derives from fxtune.Objective: `objective=NAME`. Its fields are the options."""
-
-    def register(kind: Any) -> Any:
-        if not (isinstance(kind, type) and is_dataclass(kind)):
-            where = _loading[-1].file if _loading else getattr(kind, "__module__", "a plugin")
-            raise ConfigError(f"{where}: the objective `{name}` is no dataclass that derives from fxtune.Objective.")
-        return OBJECTIVES.add(name, _guarded_class(kind))
-
-    return register
+def place_of(value: object) -> Path | str:
+    """Where `value` is defined: the file of the plugin that is being loaded."""
+    return _loading[-1].file if _loading else getattr(value, "__module__", "a plugin")
 
 
 def metric(name: str) -> Callable[[Any], Any]:
@@ -191,7 +178,7 @@ def metric(name: str) -> Callable[[Any], Any]:
 
 def technique(name: str) -> Callable[[Any], Any]:
     """Register a dataclass that derives from fxtune.Technique: `techniques.plugins.use.NAME={...}`."""
-    return lambda kind: TECHNIQUES.add(name, _guarded_class(kind))
+    return lambda kind: TECHNIQUES.add(name, guarded_class(kind))
 
 
 def require_unchanged(plugin: Plugin) -> None:
@@ -372,7 +359,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _guarded_class(kind: type) -> type:
+def guarded_class(kind: type) -> type:
     for name, member in vars(kind).copy().items():
         if inspect.isfunction(member) and (name in ("__init__", "__post_init__") or not name.startswith("__")):
             setattr(kind, name, _guarded(member))

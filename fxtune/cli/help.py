@@ -33,7 +33,7 @@ from fxtune.config.root import Config
 from fxtune.config.validate import OTHER_NAMES, Validator, command_line_only, expected
 from fxtune.errors import ConfigError
 from fxtune.objectives.base import Objective
-from fxtune.plugins import OBJECTIVES
+from fxtune.objectives.registry import OBJECTIVES
 from fxtune.system.console import plain, say, table
 
 PACKAGE = Path(fxtune.__file__).parent

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fxtune.data.read.files import KINDS
 from fxtune.errors import ConfigError, did_you_mean
-from fxtune.plugins import OBJECTIVES
+from fxtune.objectives.registry import OBJECTIVES
 
 LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""

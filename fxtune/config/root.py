@@ -21,9 +21,10 @@ from fxtune.distributed.world import Device
 from fxtune.errors import ConfigError
 from fxtune.models.load import ModelConfig
 from fxtune.objectives.base import Objective, from_options
+from fxtune.objectives.registry import OBJECTIVES
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.schedule import ScheduleConfig, ScheduleName
-from fxtune.plugins import METRICS, OBJECTIVES, ROW_FORMATS, TECHNIQUES
+from fxtune.plugins import METRICS, ROW_FORMATS, TECHNIQUES
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking.tracker import TrackingConfig
 
@@ -261,6 +262,11 @@ class Config:
             )
         if run.gpus != "auto" and not re.fullmatch(r"[1-9]\d{0,4}", run.gpus):
             yield f"`run.gpus={run.gpus}` must be `auto` or a whole number from 1 on"
+        if data.questions.path is not None and not self.objective.needs.writes:
+            yield (
+                f"`data.questions.path`: objective={self.objective.name} trains a head that answers no questions. "
+                "Remove it"
+            )
         yield from self.parallel.refusals(self.techniques.lora.enabled)
         if train.global_batch_size % train.micro_batch_size:
             yield (

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.models.dims import experts_used
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
 from fxtune.objectives.language_model import LanguageModel
@@ -171,7 +171,7 @@ class PlainModel(LanguageModel):
         self._logits_of_routers = found
         try:
             if images:
-                images = images | kind_of(self.model.config).token_types(self.model.config, ids[None])
+                images = images | images_of(self.model.config).token_types(self.model.config, ids[None])
             logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0]
             return logits, [of_router[first:] for of_router in found]
         finally:
@@ -188,11 +188,12 @@ class PlainModel(LanguageModel):
         bounds = [*pairwise(batch.cu_seqlens.unique().tolist())]  # unused slots repeat the end
         images: list[dict[str, Tensor]] = [{} for _ in bounds]
         if batch.images is not None:
-            kind, dtype = kind_of(self.model.config), base_dtype(self.model)
+            dtype = base_dtype(self.model)
             given = {
                 name: x.to(ids.device, dtype if x.is_floating_point() else x.dtype) for name, x in batch.images.items()
             }
-            images = kind.divided_images(self.model, given, [ids[begin:end] for begin, end in bounds])
+            documents = [ids[begin:end] for begin, end in bounds]
+            images = images_of(self.model.config).divided(self.model, given, documents)
         for (begin, end), own in zip(bounds, images, strict=True):
             document = ids[begin:end], targets[begin:end]
             shared = _shared_tokens(first, document) if self.shares_prompts and first is not None else 0

@@ -39,7 +39,6 @@ from fxtune.system import console as screen
 from fxtune.system.units import GIB, format_seconds
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.training.run_data import data_notes, held_out_note, run_data
@@ -268,7 +267,7 @@ def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
 
 def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
     """The forecast of a step's memory and time on each rank. `facts`: the facts of a rank, with techniques decided."""
-    degrees, kept = facts.degrees, recompute_plan(facts.techniques)
+    degrees, kept = facts.degrees, facts.execution.recompute
     need, own = forecast(facts, kept), -(-plan.micro_batches(0) // facts.degrees.data_ranks)
     fits = "fits" if need.device <= facts.free_memory else "may not fit"
     rows = {

@@ -70,7 +70,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     ]
     if adapter:
         parts.append(_vllm_note(adapter, refusals) if kind.writes else "Loads in vLLM: not tried.")
-        if kind.reads_images and not refusals:
+        if kind.images and not refusals:
             parts.append(_vllm_image_note(vllm.is_beside_language_model(tensors)))
     if card.get("proof"):
         parts += ["## Proof", str(card["proof"])]
@@ -202,7 +202,7 @@ def image_bounds(card: dict[str, Any]) -> dict[str, int | None]:
 
 def _image_note(folder: Path, kind: Decoder, base: str, adapter: bool, bounds: dict[str, Any]) -> list[str]:
     """How to ask a model about an image. `bounds`: see image_bounds()."""
-    if not kind.reads_images or not (adapter or any(folder.glob(PROCESSORS))):
+    if not kind.images or not (adapter or any(folder.glob(PROCESSORS))):
         return []
     # A whole model has them in its own files.
     sizes = [f'"{BOUNDS[name]}": {bounds[name]} * side**2' for name in BOUNDS if adapter and bounds.get(name)]

@@ -36,7 +36,7 @@ from fxtune.errors import first_line, shortened
 from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
 from fxtune.models.end_tokens import GENERATION_CONFIG, end_tokens
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weights, comparable
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
@@ -133,7 +133,7 @@ def _ended_after(plain: Any, model: Any, folder: Path, question: EndingProbe) ->
     ids = torch.tensor([question.prompt], device=next(plain.parameters()).device)
     shown = image_arguments(plain, question.images, ids.device)
     if shown:
-        shown |= kind_of(model.config).token_types(model.config, ids)
+        shown |= images_of(model.config).token_types(model.config, ids)
     with torch.inference_mode(), torch.autocast(ids.device.type, enabled=False), set_stance("force_eager"):
         written = plain.generate(
             input_ids=ids,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fxtune.models.kinds.image_families import FAMILIES
+from fxtune.models.kinds.image_decoder.families import FAMILIES
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes, apart from 1."""

@@ -7,11 +7,15 @@ files of the techniques (fxtune/techniques) say what the options do, and why.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Optional
 
 from omegaconf import BooleanNode
+
+from fxtune.facts.execution import Execution
+from fxtune.facts.recomputation import RecomputePlan
 
 AUTO = "auto"
 ALL_LINEAR = "all-linear"
@@ -35,6 +39,11 @@ class Options:
     def switch_off(self, part: str) -> None:
         """Turn off `part`, which is_auto() has named."""
         setattr(self, part, Switch.off)
+
+    def describe(self, facts: Any, execution: Execution) -> Execution:
+        """`execution`, as the techniques before this one make it, with what this one changes under `facts` (Facts).
+        Valid once `auto` is decided."""
+        return execution
 
 
 @dataclass
@@ -317,6 +326,25 @@ class CheckpointingOptions(AutoOptions):
         """How many layers send to host memory, from the first; None: all except the last one. Technique.resolve()
         decides it by the host's memory."""
 
+    @property
+    def plan(self) -> RecomputePlan:
+        """What layers keep with these options, whether or not they are enabled."""
+        levels = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}
+        level = levels.get(self.policy, "input")
+        if self.policy is Policy.selective and self.save == ["attention"]:
+            level = "attention"
+        elif self.policy is Policy.selective and self.recompute:
+            level = "narrow"
+        return RecomputePlan(
+            level,
+            self.every,
+            self.budget,
+            tuple(self.mix.items()),
+            "" if self.offload is Offloaded.none else self.offload.value,
+            self.senders,
+            self.mlp_tiles,
+        )
+
 
 class Scope(str, Enum):
     layers = "layers"
@@ -380,3 +408,10 @@ class Techniques:
     plugins: PluginOptions = field(default_factory=PluginOptions)
     checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
+
+    def enabled(self) -> Iterator[tuple[str, Any]]:
+        """The enabled techniques by name, in order of application."""
+        for entry in fields(self):
+            technique = getattr(self, entry.name)
+            if technique.enabled:
+                yield entry.name, technique

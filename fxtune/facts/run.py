@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.execution import Execution, OptimizerState
 from fxtune.facts.options import Techniques
 from fxtune.system.facts import MachineFacts
 
@@ -19,13 +20,15 @@ class Facts(MachineFacts):
     model: dict[str, Any] = field(default_factory=dict)
     """The model's Hugging Face config as a plain dict (`PretrainedConfig.to_dict()`)."""
     head: str = "lm"
-    """The head that the objective needs: `lm` or `score` (Needs.head)."""
+    """The head that the objective needs (Needs.head); only `lm` has logits of a vocabulary."""
     reads_groups: bool = False
     """Whether the objective compares documents or reads their labels (Needs.reads_groups)."""
     dtype: str = "float32"
     """The dtype of the model's weights: float32, bfloat16 or float16."""
     ships_mxfp4: bool = False
     """Whether the checkpoint stores the model's experts in MXFP4."""
+    adds_tokens: bool = False
+    """Whether the run adds tokens to the model's (model.add_tokens)."""
     packing: bool = False
     shares_prompts: bool = False
     """Whether rows have the prompt of a pair of answers once (data/batches/shared_prompts.py)."""
@@ -37,16 +40,11 @@ class Facts(MachineFacts):
     """Tokens of the row with the most features of images that are such features; known when the data is read."""
     images_see_both_ways: bool = False
     """Whether the tokens of an image see each other in this model."""
+    reads_images: bool = False
+    """Whether the model reads images beside tokens."""
     trains_images: bool = False
     """Whether full fine-tuning trains the parts for images, too."""
-    optimizer: str = "adamw"
-    stochastic_rounding: bool = False
-    """Whether the optimizer rounds weights stochastically."""
-    moments: str = "float32"
-    """The dtype of the optimizer's moments with stochastic rounding."""
-    undo_limit: int = 0
-    """The optimizer copies the weights that it updates together, their gradients and their moments before a step if
-    the weights have at most this many bytes, so that it can undo a bad step. 0: it never copies."""
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
     keeps_start: bool = False
     """Whether the run keeps a copy of the adapters that it starts from, as its reference."""
     step_rows: int = 0
@@ -65,6 +63,14 @@ class Facts(MachineFacts):
     def of(cls, machine: MachineFacts, **known: Any) -> Facts:
         """The facts of `machine`, with the fields in `known` set."""
         return cls(**{**vars(machine), **known})
+
+    @property
+    def execution(self) -> Execution:
+        """How a step is computed, by what each enabled technique says."""
+        execution = Execution(repeats_keys=self.device != "cuda")
+        for _, technique in self.techniques.enabled():
+            execution = technique.describe(self, execution)
+        return execution
 
     @property
     def text(self) -> dict[str, Any]:

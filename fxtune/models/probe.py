@@ -70,7 +70,8 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
             torch.compiler.set_stance("force_eager"),
         ):
             logits = outputs(model, **row, attention_mask=mask, use_cache=False)
-            if with_image := kind_of(model.config).image_probe(model):
+            images = kind_of(model.config).images
+            if images and (with_image := images.probe(model)):
                 logits = torch.cat([logits, outputs(model, **with_image, use_cache=False)[:, -TOKENS:]], 1)
     finally:
         hook.remove()

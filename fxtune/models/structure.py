@@ -41,19 +41,22 @@ def body(model: nn.Module) -> nn.Module:
 def towers(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that make features of images, with or without adapters."""
     base = _base(model)
-    return kind_of(base.config).towers(base)
+    images = kind_of(base.config).images
+    return images.towers(base) if images else []
 
 
 def tower_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of towers(), first to last, with or without adapters."""
     base = _base(model)
-    return kind_of(base.config).tower_layers(base)
+    images = kind_of(base.config).images
+    return images.layers(base) if images else []
 
 
 def projectors(model: nn.Module) -> list[nn.Module]:
     """The modules of a model between its vision encoders and its decoder, with or without adapters."""
     base = _base(model)
-    return kind_of(base.config).projectors(base)
+    images = kind_of(base.config).images
+    return images.projectors(base) if images else []
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

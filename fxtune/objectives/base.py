@@ -10,6 +10,7 @@ An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,11 +22,11 @@ from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.facts.run import Facts
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
-from fxtune.plugins import OBJECTIVES
+from fxtune.objectives.registry import OBJECTIVES
 
 CONTRACT = "a float32 sum that can be differentiated, and float32 sums without gradient"
 
@@ -37,6 +38,8 @@ class Objective:
     name: str = field(default="causal_lm", metadata={"kind": str, "words": OBJECTIVES})
     """`causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
     needs: ClassVar[Needs] = Needs()
+    interface: ClassVar[type[LanguageModel]] = LanguageModel
+    """What loss() gets as its model, for the head of `needs`."""
     unit: ClassVar[str] = "mean loss"
     """What a mean of the loss counts, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}
@@ -73,9 +76,14 @@ class Objective:
         """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
         return {}
 
-    def refusals(self, degrees: Degrees) -> Iterator[str]:
-        """Yield each reason, with its key, why this objective cannot run on ranks of these degrees."""
-        yield from self.needs.refusals(self.name, degrees)
+    def refusals(self, facts: Facts) -> Iterator[str]:
+        """Yield each reason, with its key, why this objective cannot run under `facts`."""
+        yield from self.needs.refusals(self.name, facts.degrees)
+
+    def keeps_start(self, adapters: bool, epochs: float) -> bool:
+        """Whether a run of so many epochs keeps a copy of the adapters that it starts from. `adapters`: whether it
+        trains adapters."""
+        return False
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         """Yield each reason why nothing can be learned from the documents of a training plan: as accept(), which sees
@@ -97,6 +105,41 @@ class Objective:
         if refusals := list(self.needs.row_refusals(self.name, [*tables, *held_out])):
             raise ConfigError("\n".join(refusals))
         return list(tables), list(held_out)
+
+
+@dataclass(frozen=True)
+class GroupLosses:
+    """The loss and the metrics of each group of a micro-batch, which are in the slot of one document of the group."""
+
+    counted: torch.Tensor
+    """bool [slots]: one document of each group. The other slots of `losses` and `metrics` are meaningless."""
+    losses: torch.Tensor
+    """float32 [slots]; the only part with a gradient that counts."""
+    metrics: Mapping[str, torch.Tensor]
+    """float32 [slots] each."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.counted, values, 0.0).sum()
+
+
+@dataclass
+class GroupObjective(Objective):
+    """An objective in which each group counts once, however long its documents are. A subclass gives
+    group_losses()."""
+
+    @abstractmethod
+    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
+        """The loss of each group, without the routers' loss."""
+
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        groups = self.group_losses(model, batch)
+        loss = groups.total(groups.losses)
+        auxiliary, routers = model.router_terms(batch, groups.counted.sum())
+        sums = {name: groups.total(values.detach()) for name, values in groups.metrics.items()}
+        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
+
+    def normalizer(self, plan: Plan, step: int) -> float:
+        return float(plan.groups(step))
 
 
 def from_options(options: Mapping[str, Any]) -> Objective:

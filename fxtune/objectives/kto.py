@@ -24,9 +24,9 @@ from fxtune.data.config import DataConfig, OnLong
 from fxtune.data.tokenized.mismatched import with_mismatched
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
+from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, same_label_refusals
-from fxtune.objectives.preferences import GroupLosses, GroupObjective
 from fxtune.objectives.reference import WithReference
 
 MOST_GOOD = 4 / 3

@@ -36,6 +36,11 @@ class Needs:
         return self.documents != (1, 1) or self.labels is not False
 
     @property
+    def writes(self) -> bool:
+        """Whether the trained model writes text."""
+        return self.head == "lm"
+
+    @property
     def are_pairs(self) -> bool:
         """Whether each group is a pair of answers to one prompt."""
         return self.documents == (2, 2)

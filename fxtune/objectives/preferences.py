@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
-from fxtune.objectives.base import Objective
+from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 
@@ -123,41 +123,6 @@ def contradictions(plan: Plan) -> Iterator[str]:
             f"{count:,} of {len(pairs):,} pairs contradict others, which choose the answer that these reject: they "
             "teach nothing together. Keep one order."
         )
-
-
-@dataclass(frozen=True)
-class GroupLosses:
-    """The loss and the metrics of each group of a micro-batch, which are in the slot of one document of the group."""
-
-    counted: torch.Tensor
-    """bool [slots]: one document of each group. The other slots of `losses` and `metrics` are meaningless."""
-    losses: torch.Tensor
-    """float32 [slots]; the only part with a gradient that counts."""
-    metrics: Mapping[str, torch.Tensor]
-    """float32 [slots] each."""
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.counted, values, 0.0).sum()
-
-
-@dataclass
-class GroupObjective(Objective):
-    """An objective in which each group counts once, however long its documents are. A subclass gives
-    group_losses()."""
-
-    @abstractmethod
-    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
-        """The loss of each group, without the routers' loss."""
-
-    def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        groups = self.group_losses(model, batch)
-        loss = groups.total(groups.losses)
-        auxiliary, routers = model.router_terms(batch, groups.counted.sum())
-        sums = {name: groups.total(values.detach()) for name, values in groups.metrics.items()}
-        return (loss if auxiliary is None else loss + auxiliary), {**sums, **routers}
-
-    def normalizer(self, plan: Plan, step: int) -> float:
-        return float(plan.groups(step))
 
 
 @dataclass

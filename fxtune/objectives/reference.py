@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from fxtune.facts.run import Facts
 from fxtune.objectives.base import Objective
 from fxtune.objectives.needs import Needs
 
@@ -50,15 +51,18 @@ class WithReference(Objective):
             return Reference.stored if not adapters or epochs > 1 else Reference.start
         return self.reference
 
-    def reference_refusals(self, adapters: bool, factored: bool) -> Iterator[str]:
-        """Yield why the run does not have this reference. `factored`: whether the start of its adapters holds a part
-        of the base."""
-        if not adapters and self.reference not in (Reference.auto, Reference.stored):
+    def keeps_start(self, adapters: bool, epochs: float) -> bool:
+        return adapters and self.settle_reference(adapters, epochs) is Reference.start
+
+    def refusals(self, facts: Facts) -> Iterator[str]:
+        yield from super().refusals(facts)
+        lora = facts.techniques.lora
+        if not lora.enabled and self.reference not in (Reference.auto, Reference.stored):
             yield (
                 f"objective.reference={self.reference.value}: full fine-tuning has no adapters to switch off, and a "
                 "second copy of all weights would take too much memory. Set objective.reference=stored (or auto)."
             )
-        if adapters and factored and self.reference is Reference.base:
+        if lora.enabled and lora.factored and self.reference is Reference.base:
             yield (
                 "objective.reference=base: techniques.lora.init moves a part of the base's weights into the adapters, "
                 "so the model without them is not the one that training starts from. Set objective.reference=start."

@@ -19,16 +19,11 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
-from fxtune.objectives.preferences import (
-    Answers,
-    GroupLosses,
-    GroupObjective,
-    contradictions,
-    is_first_of_pair,
-    pair_metrics,
-)
+from fxtune.objectives.preferences import Answers, contradictions, is_first_of_pair, pair_metrics
+from fxtune.objectives.score_model import ScoreModel
 
 
 def _margins(plan: Plan) -> np.ndarray:
@@ -40,6 +35,7 @@ def _margins(plan: Plan) -> np.ndarray:
 @dataclass
 class Reward(GroupObjective):
     needs: ClassVar[Needs] = Needs(head="score", documents=(2, 2), labels=None)
+    interface: ClassVar[type[LanguageModel]] = ScoreModel
     center: float = field(default=0.01, metadata={"min": 0})
     """Weight of the squared sum of a pair's rewards, which keeps them around zero."""
     margin: bool = False

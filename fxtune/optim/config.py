@@ -84,19 +84,21 @@ class Traits(NamedTuple):
 
     reads: tuple[str, ...]
     """Options that this optimizer reads besides lr and weight_decay."""
+    moments: float
+    """Numbers that it keeps for each parameter."""
     has_lr_rule: bool = False
     """Whether lr=auto has a rule: for the kinds of AdamW, and for Muon, whose updates are scaled to AdamW's."""
 
 
 TRAITS = {
-    OptimizerName.adamw: Traits(("betas", "eps", "fused"), has_lr_rule=True),
-    OptimizerName.adamw_8bit: Traits(("betas", "eps"), has_lr_rule=True),
-    OptimizerName.adamw_schedulefree: Traits(("betas", "eps"), has_lr_rule=True),
-    OptimizerName.apex_adamw: Traits(("betas", "eps"), has_lr_rule=True),
-    OptimizerName.sgd: Traits(("momentum", "fused")),
-    OptimizerName.adafactor: Traits(()),
-    OptimizerName.lion: Traits(("betas",)),
-    OptimizerName.muon: Traits(("momentum", "betas", "eps", "fused"), has_lr_rule=True),
+    OptimizerName.adamw: Traits(("betas", "eps", "fused"), 2.0, has_lr_rule=True),
+    OptimizerName.adamw_8bit: Traits(("betas", "eps"), 0.5, has_lr_rule=True),
+    OptimizerName.adamw_schedulefree: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
+    OptimizerName.apex_adamw: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
+    OptimizerName.sgd: Traits(("momentum", "fused"), 1.0),
+    OptimizerName.adafactor: Traits((), 0.01),
+    OptimizerName.lion: Traits(("betas",), 1.0),
+    OptimizerName.muon: Traits(("momentum", "betas", "eps", "fused"), 1.0, has_lr_rule=True),
 }
 
 
@@ -126,6 +128,14 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
         yield "optimizer.betas: adamw_schedulefree has no averages with a first value of 0. Its default is 0.9."
     if config.name is OptimizerName.apex_adamw and (why := facts.apex_refusal()):
         yield f"optimizer.name: apex_adamw is FusedAdam of Apex. {why[0].upper()}{why[1:]}, or use adamw."
+    lora = facts.techniques.lora
+    if config.lr_vision is not None and not facts.reads_images:
+        yield f"optimizer.lr_vision: {facts.text.get('model_type')} reads no images. Set it to null."
+    elif config.lr_vision is not None and lora.enabled and not (lora.vision or lora.projector):
+        yield (
+            "optimizer.lr_vision: adapters are on the language model alone. Set techniques.lora.vision=on or "
+            "techniques.lora.projector=on, or lr_vision=null."
+        )
     if config.stochastic_rounding:
         yield from _no_stochastic_rounding(config, facts)
     if config.moments is not Moments.float32 and not (

@@ -24,17 +24,20 @@ from torch import nn
 from fxtune.distributed.chunks import is_divided, local
 from fxtune.distributed.sharding import Sharding
 from fxtune.distributed.world import World
-from fxtune.optim.config import BITSANDBYTES, TORCHAO, OptimizerConfig, OptimizerName, library
+from fxtune.facts.execution import OptimizerState
+from fxtune.optim.config import BITSANDBYTES, TORCHAO, TRAITS, OptimizerConfig, OptimizerName, library
 from fxtune.optim.divided_muon import DividedMuon, Matrix
 from fxtune.optim.skip_nonfinite import MAX_BYTES, NonfiniteGuard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
 from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.techniques.estimate.memory import MOMENTS as PER_WEIGHT
 from fxtune.upstream import torch as upstream
 
 Scalar = int | float | bool
 STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
 """State that a package keeps for all weights of a group. It is saved with each weight."""
+EIGHT_BIT_BYTES = 150.0
+"""torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
+(full fine-tuning of 8B: 0.3 s)."""
 TRAINED = "trained"
 """The state's key for the trained weight of an optimizer that saves and evaluates an average (averages())."""
 
@@ -337,6 +340,19 @@ def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
+def state_of(config: OptimizerConfig) -> OptimizerState:
+    """What this optimizer keeps, for the forecasts."""
+    eight_bit = config.name is OptimizerName.adamw_8bit
+    size = getattr(torch, config.moments.value).itemsize if config.stochastic_rounding else 0
+    return OptimizerState(
+        TRAITS[config.name].moments,
+        TRAITS[OptimizerName.adamw].moments if config.name is OptimizerName.muon else None,
+        4 if eight_bit else size,
+        undo_limit(config),
+        EIGHT_BIT_BYTES if eight_bit and config.stochastic_rounding else 0.0,
+    )
+
+
 def undo_limit(config: OptimizerConfig) -> int:
     """The largest size in bytes of trained weights on a GPU for which a NonfiniteGuard undoes bad steps of this
     optimizer; 0 if no guard does."""
@@ -453,13 +469,14 @@ def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[st
     return [group for group in groups if group["params"]]
 
 
-def moment_bytes(optimizer: str, parts: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of the moments that the library optimizers `parts` will keep. `optimizer`: its name in the recipe."""
+def moment_bytes(state: OptimizerState, parts: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes of the moments that the library optimizers `parts` will keep. `state`: by state_of()."""
     total = 0
     for part in parts:
-        numbers = PER_WEIGHT.get("adamw" if isinstance(part, torch.optim.AdamW) else optimizer.replace("_", ""), 2.0)
+        others = state.others if isinstance(part, torch.optim.AdamW) else None
+        numbers = state.moments if others is None else others
         for weight in (weight for group in part.param_groups for weight in group["params"]):
-            size = 4 if "8bit" in optimizer else weight.element_size()
+            size = state.size or weight.element_size()
             if isinstance(part, StochasticAdamW):
                 size = part.moments_of(weight).itemsize
             total += int(numbers * weight.numel() * size)

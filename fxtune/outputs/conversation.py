@@ -22,7 +22,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError
 from fxtune.models import load as models
 from fxtune.models.end_tokens import end_tokens
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.load import ModelConfig
 from fxtune.models.structure import image_arguments
 from fxtune.outputs.adapter import open_adapter, stored_dtype
@@ -184,7 +184,7 @@ class Conversation:
             given = torch.tensor([ids], device=model.device)
             arguments = image_arguments(model, tensors, given.device)
             if arguments:
-                arguments |= kind_of(model.config).token_types(model.config, given)
+                arguments |= images_of(model.config).token_types(model.config, given)
             streamer = _streamer(self.tokenizer, write)
             written = model.generate(
                 given,

@@ -27,9 +27,8 @@ from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import HardwareError, NumbersError
 from fxtune.models.load import ModelConfig, resolve_dtype, starting_from
 from fxtune.models.weights import bytes_of
-from fxtune.objectives.base import Objective
+from fxtune.objectives.base import GroupObjective, Objective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.preferences import GroupObjective
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.system import console
 from fxtune.system.oom import RowsPerPass, out_of_memory_message

@@ -24,7 +24,7 @@ from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, StorageError, not_written
 from fxtune.models.load import ModelConfig, starting_from
-from fxtune.objectives.preferences import GroupObjective
+from fxtune.objectives.base import GroupObjective
 from fxtune.objectives.reference import Reference
 from fxtune.outputs.refresh_data import RefreshData
 from fxtune.outputs.run_output import ADAPTER_FILE, run_folder

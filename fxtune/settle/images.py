@@ -25,15 +25,15 @@ def image_processor(
     Raises ConfigError if data.image_tokens does not act on the model, StorageError if the files cannot be read.
     """
     hf_config = hf_config or load_config(model)
-    kind = kind_of(hf_config)
-    processor = load_processor(model, hf_config, tokenizer) if kind.reads_images else None
-    if processor is None:
+    images = kind_of(hf_config).images
+    processor = load_processor(model, hf_config, tokenizer) if images else None
+    if images is None or processor is None:
         data.image_tokens.require_unset()
         return None
-    pixels = kind.pixel_dtype(hf_config, getattr(torch, weights))
-    images = ImageProcessor(processor, kind.merge(hf_config), kind.rope_positions(hf_config), pixels)
-    images.bound(data.image_tokens.min, data.image_tokens.max)
-    return images
+    pixels = images.pixel_dtype(hf_config, getattr(torch, weights))
+    made = ImageProcessor(processor, images.merge(hf_config), images.rope_positions(hf_config), pixels)
+    made.bound(data.image_tokens.min, data.image_tokens.max)
+    return made
 
 
 def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, has_images: bool) -> Iterator[str]:

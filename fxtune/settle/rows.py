@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,7 @@ from fxtune.facts.options import Dynamic, Switch
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.kinds.known import kind_of
-from fxtune.objectives.reference import Reference, WithReference
-from fxtune.optim.optimizer import undo_limit
+from fxtune.optim.optimizer import state_of
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.attention import isolation
 
@@ -23,27 +23,26 @@ def decide_rows(
 ) -> tuple[DataConfig, list[str], Facts]:
     """The data config with `data.packing` and `data.share_prompts` as true or false; a line for each that is false and
     was `auto`, with the reason; and the facts of one of `ranks` ranks, in which no technique is resolved."""
-    data, compile = config.data, config.techniques.compile
+    data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),
-        images_see_both_ways=kind_of(hf_config).sees_both_ways(hf_config),
+        images_see_both_ways=images is not None and images.sees_both_ways(hf_config),
         head=config.objective.needs.head,
         reads_groups=config.objective.needs.reads_groups,
+        reads_images=images is not None,
+        adds_tokens=bool(config.model.add_tokens),
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),
         sequence_length=data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,
         trains_images=config.optimizer.lr_vision is not None and not config.techniques.lora.enabled,
-        optimizer=config.optimizer.name.value,
-        stochastic_rounding=config.optimizer.stochastic_rounding,
-        moments=config.optimizer.moments.value,
-        undo_limit=undo_limit(config.optimizer),
+        optimizer=state_of(config.optimizer),
         step_rows=config.train.largest_batch,
         in_backward=config.optimizer.in_backward is Switch.on,
         deterministic=config.run.strict,
         degrees=Degrees(replicate=ranks),
-        keeps_start=_keeps_start(config),
+        keeps_start=config.objective.keeps_start(config.techniques.lora.enabled, config.train.epochs or 1.0),
         sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,
     )
@@ -72,6 +71,15 @@ def decide_rows(
     return data, note, replace(facts, shares_prompts=data.shares_prompts)
 
 
+def refusals(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield the reason why rows cannot have the prompt of a pair once, if the recipe demands it."""
+    if config.data.share_prompts is True and (why := why_whole(config, facts)):
+        yield (
+            f"data.share_prompts: true, but {why}. Set it to auto. A run that was started with shared prompts goes on "
+            "only where they can be shared."
+        )
+
+
 def why_whole(config: Config, facts: Facts) -> str | None:
     """Why the rows of a run on pairs have the prompt for each answer; None if they can have it once, or if the run is
     on something else."""
@@ -80,11 +88,3 @@ def why_whole(config: Config, facts: Facts) -> str | None:
     if not facts.packing:
         return "rows are not packed"
     return config.techniques.attention.why_not_shared(facts)
-
-
-def _keeps_start(config: Config) -> bool:
-    """Whether the reference is the adapter that the run starts from, as far as the recipe tells without its data."""
-    objective, adapters = config.objective, config.techniques.lora.enabled
-    if not isinstance(objective, WithReference) or not adapters:
-        return False
-    return objective.settle_reference(adapters, config.train.epochs or 1.0) is Reference.start

@@ -23,7 +23,7 @@ from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config
 from fxtune.optim import config as optimizer_config
-from fxtune.settle import determinism, in_backward
+from fxtune.settle import determinism, freed_gradients
 from fxtune.settle.degrees import with_degrees
 from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
@@ -130,7 +130,7 @@ def settle(
     degrees, why = share(config, facts, [ranks] if ranks else open_counts(config))
     require_equal_parts(degrees, config.train.micro_batches)
     notes += [f"parallel: {why}"] * (degrees.ranks > 1)
-    facts, note = in_backward.decide(config, with_degrees(facts, degrees))
+    facts, note = freed_gradients.decide(config, with_degrees(facts, degrees))
     facts = facts if deterministic is None else replace(facts, deterministic=deterministic)
     notes += [note] if note else []
     if checks:

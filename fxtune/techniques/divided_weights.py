@@ -37,6 +37,7 @@ from fxtune.techniques.lora.experts import (
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8
+from fxtune.techniques.quantize.selection import takes_experts
 from fxtune.upstream import torch as upstream
 
 GATHER, SUM = "fxtune.gather_tokens", "fxtune.sum_tokens"
@@ -46,14 +47,23 @@ GATHER, SUM = "fxtune.gather_tokens", "fxtune.sum_tokens"
 def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why weights cannot be divided under `facts`, with what to change."""
     techniques, whole = facts.techniques, "or parallel.shard=1"
-    lora, compile = techniques.lora, techniques.compile
-    keeps_shipped = techniques.quantize.type is WeightFormat.mxfp4 and facts.ships_mxfp4
-    if techniques.quantize.enabled and techniques.quantize.type is not WeightFormat.fp8 and not keeps_shipped:
+    lora, compile, quantize = techniques.lora, techniques.compile, techniques.quantize
+    keeps_shipped = quantize.type is WeightFormat.mxfp4 and facts.ships_mxfp4
+    if quantize.enabled and quantize.type is not WeightFormat.fp8 and not keeps_shipped:
         runs_fp8 = facts.device == "cuda" and (facts.capability or OLDEST["fp8"]) >= OLDEST["fp8"]
         change = f"techniques.quantize.type=fp8, techniques.quantize.enabled=false, {whole}"
         yield (
-            f"weights in {techniques.quantize.type.value} are packed, and not cut by rows. Set "
+            f"weights in {quantize.type.value} are packed, and not cut by rows. Set "
             f"{change if runs_fp8 else WITHOUT_FP8}."
+        )
+    if facts.adds_tokens:
+        yield f"weights with rows for model.add_tokens cannot grow where they are divided. Remove it, {whole}."
+    keeps_mxfp4 = lora.enabled and quantize.enabled and quantize.type is WeightFormat.mxfp4
+    if facts.ships_mxfp4 and not (keeps_mxfp4 and takes_experts(quantize, facts)):
+        yield (
+            "ranks read the weights row by row, and this checkpoint has its experts in MXFP4, which are unpacked as "
+            "whole matrices. Set techniques.quantize.enabled=true and techniques.quantize.type=mxfp4, or save the "
+            f"model in 16 bits with transformers first, {whole}."
         )
     if lora.enabled and (lora.factored or lora.dora):
         kind = "DoRA" if lora.dora else lora.init.value

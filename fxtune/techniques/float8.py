@@ -13,7 +13,7 @@ LoRA has frozen weights, which are quantized once: techniques.quantize.type=fp8.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.distributed.world import World
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import Float8Options, WeightGradient
 from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
@@ -66,6 +67,10 @@ class Float8(Float8Options, Technique):
             )
         if (model := skeleton(facts.model)) is not None:
             yield from self._check_linears(model)
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        # One of three products stays in 16 bits with weight_gradient=bfloat16.
+        return replace(execution, fp8_products=1.0 if self.weight_gradient is WeightGradient.float8 else 2 / 3)
 
     def _check_linears(self, model: nn.Module) -> Iterator[str]:
         """Reasons why no linear of this model would be in fp8, or why an entry of `skip` has no effect."""

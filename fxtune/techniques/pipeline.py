@@ -23,9 +23,9 @@ from fxtune.facts.options import AUTO, AutoOptions, Techniques, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.dims import position_limit
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import Init, ModelConfig
-from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
@@ -38,11 +38,10 @@ from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import context, recurrent, tower
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, SHARES_PROMPT, Attention
-from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import Need, forecast
-from fxtune.techniques.estimate.recomputation import recompute_plan
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
@@ -86,13 +85,6 @@ class Pipeline(Techniques):
     # Last of the techniques: traces the final layers. Then weights are divided over ranks (parallel.shard): layers are
     # gathered around what is compiled, not in it.
     compile: Compile = field(default_factory=Compile)
-
-    def enabled(self) -> Iterator[tuple[str, Technique]]:
-        """The enabled techniques by name, in order of application."""
-        for entry in dataclasses.fields(self):
-            technique = getattr(self, entry.name)
-            if technique.enabled:
-                yield entry.name, technique
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The options of the enabled techniques, by name."""
@@ -223,7 +215,8 @@ class Pipeline(Techniques):
 
     def memory_need(self, facts: Facts) -> Need:
         """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
-        return forecast(replace(facts, techniques=self), recompute_plan(self))
+        facts = replace(facts, techniques=self)
+        return forecast(facts, facts.execution.recompute)
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
         """Why a run cannot fit into a host's memory. A GPU reports a lack of memory at once; a host swaps, or kills

@@ -35,7 +35,7 @@ from fxtune.data.read.row import file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import cache_keyword, image_arguments, without_dropout
 from fxtune.plugins import METRICS
@@ -350,7 +350,8 @@ def _greedy(
 ) -> Tokens:
     """Greedy tokens for each prompt, up to the limit or to a token of `ends`, which is left out. `images`: see
     answer(). `agree`: see _agreeing()."""
-    device, kind, config = next(model.parameters()).device, kind_of(model.config), model.config
+    device, config = next(model.parameters()).device, model.config
+    known = kind_of(config).images
     prompts = [question.prompt for question in questions]
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -365,7 +366,7 @@ def _greedy(
         output = model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=kind.positions(config, positions, rope_positions),
+            position_ids=known.positions(config, positions, rope_positions) if known else positions,
             use_cache=True,
             logits_to_keep=1,
             **{keyword: cache},
@@ -397,7 +398,10 @@ def _read_images(
         return {}, None
     assert processor is not None
     merged = processor.merge([own for own in tensors if own])
-    arguments = {**image_arguments(model, merged, ids.device), **kind_of(model.config).token_types(model.config, ids)}
+    arguments = {
+        **image_arguments(model, merged, ids.device),
+        **images_of(model.config).token_types(model.config, ids),
+    }
     if processor.rope_positions is None:
         return arguments, None
     rope_positions = positions.repeat(3, 1, 1)

@@ -37,15 +37,14 @@ from fxtune.models.structure import for_images
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
-from fxtune.objectives.score_model import ScoreModel
+from fxtune.objectives.registry import OBJECTIVES
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
-from fxtune.plugins import OBJECTIVES
+from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
-from fxtune.settle.in_backward import change_for
 from fxtune.settle.settled import settle_here
 from fxtune.system.console import say
 from fxtune.system.determinism import (
@@ -76,8 +75,6 @@ from fxtune.training.stored_reference import store_reference
 CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
 """Techniques whose options change log-probabilities by more than the rounding of another order of sums."""
 DETERMINISTIC = "run.deterministic"
-INTERFACES: dict[str, type[LanguageModel]] = {"lm": LanguageModel, "score": ScoreModel}
-"""What objectives read, by the head that they need (Needs.head)."""
 LOOKS = 8
 """Steps whose documents documents_padding() looks at."""
 
@@ -231,7 +228,7 @@ class RunBuilder:
                 which = self.config.objective.reference
                 if which is not Reference.stored:
                     reference = ReferenceModel(model, keeps_start=which is Reference.start)
-            made = INTERFACES[self.config.objective.needs.head]
+            made = self.config.objective.interface
             return made(model, self.techniques.liger, self.world.context_group, reference)
 
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:

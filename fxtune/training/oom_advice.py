@@ -16,6 +16,7 @@ from fxtune.facts.options import Offloaded, Policy, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
+from fxtune.optim.optimizer import state_of
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.memory import WORKSPACES, Need
 from fxtune.techniques.pipeline import Pipeline
@@ -106,7 +107,7 @@ def _candidates(
         yield "techniques.lora.enabled=true", facts, replace(techniques, lora=replace(lora, enabled=True))
         adamw_8bit = replace(config, name=OptimizerName.adamw_8bit)
         if config.name is OptimizerName.adamw and not list(optimizer_config.refusals(adamw_8bit, facts)):
-            yield "optimizer.name=adamw_8bit", replace(facts, optimizer=OptimizerName.adamw_8bit.value), techniques
+            yield "optimizer.name=adamw_8bit", replace(facts, optimizer=state_of(adamw_8bit)), techniques
         if in_backward_keys:
             yield in_backward_keys, replace(facts, in_backward=True), techniques
     elif not quantize.enabled or quantize.type is not WeightFormat.nf4:

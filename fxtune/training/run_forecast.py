@@ -22,20 +22,19 @@ from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.tower_shape import TowerShape, TowerWork
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
 from fxtune.models.load import load_config, load_tokenizer, with_shipped_config
 from fxtune.objectives.base import Objective
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
-from fxtune.settle.in_backward import change_for
 from fxtune.settle.rows import decide_rows
 from fxtune.settle.settled import Settled, settle
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
-from fxtune.techniques.estimate.memory import MOMENTS, Need, trained_parameters
-from fxtune.techniques.estimate.recomputation import recompute_plan
+from fxtune.techniques.estimate.memory import Need, trained_parameters
 from fxtune.techniques.estimate.step_time import (
     forward_seconds,
     micro_batch_seconds,
@@ -113,7 +112,8 @@ class Lengths:
 
 def _tower_shape(config: Config) -> TowerShape | None:
     hf_config = load_config(config.model, config.objective.needs.head)
-    return kind_of(hf_config).tower_shape(hf_config)
+    images = kind_of(hf_config).images
+    return images.shape(hf_config) if images else None
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
 
 def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> RunForecast:
     config, facts = settled.config, settled.facts
-    train, plan = config.train, recompute_plan(settled.techniques)
+    train, plan = config.train, facts.execution.recompute
     images = assumed.images and assumed.images.scaled(train.micro_batch_size * facts.row_length / assumed.padded)
     supervised, attended = (lengths.supervised_share, lengths.attended) if lengths else (1.0, None)
     used = lengths.epoch / lengths.padded if lengths else 1.0
@@ -217,9 +217,8 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)
     evaluation = FORWARD * step * (lengths.held_out if lengths else 0) / max(row_tokens * used, 1)
     trained, size = trained_parameters(facts), 2 if facts.dtype in ("bfloat16", "float16") else 4
-    if facts.techniques.lora.enabled:
+    if facts.execution.adapters:
         size = 4  # adapters are float32
-    moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
     return RunForecast(
         settled.techniques,
         facts,
@@ -231,7 +230,7 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
         steps,
         held_out,
         evaluation,
-        int(trained * size * (1 + moments)),
+        int(trained * size * (1 + facts.optimizer.moments)),
         config.checkpoint.keep + (config.checkpoint.keep_best and held_out > 0) + 1,
         trained * size,
         stored,
@@ -254,7 +253,7 @@ def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | N
     """Seconds of the steps of `plan` on the cores of this machine, which are timed (techniques/estimate/cpu_speed.py);
     None for so few that timing is not worth it. `facts`: with techniques decided. `forward_passes`: as
     micro_batch_seconds() has it."""
-    summary, kept = plan.summary(), recompute_plan(facts.techniques)
+    summary, kept = plan.summary(), facts.execution.recompute
     computed = summary["computed_tokens"]
     row = computed / (1 - summary["padding_share"]) / summary["rows"]
     supervised = summary["supervised_tokens"] / computed
@@ -294,7 +293,7 @@ def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float
     if facts.degrees.ranks == 1:
         return 0.0
     traffic, link = step_traffic(facts, micro_batches), rates(facts).peer
-    if facts.degrees.shard == 1 and not facts.techniques.lora.enabled:
+    if facts.degrees.shard == 1 and facts.execution.adapters is None:
         return traffic.rows / link + max(traffic.gradients / link - compute, 0.0)
     return traffic.total / link
 

@@ -100,7 +100,7 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     """What a user does with the finished run in `folder`."""
     name = shlex.quote(folder.name if folder.absolute().parent == RUNS.absolute() else str(folder))
     use = {
-        "chat": config.objective.needs.head == "lm",
+        "chat": config.objective.needs.writes,
         "eval": config.data.holds_out or config.data.questions.path is not None,
         "merge": config.techniques.lora.enabled,
     }

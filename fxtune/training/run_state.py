@@ -19,6 +19,7 @@ from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import divided_like, is_divided, local
 from fxtune.distributed.heartbeat import SAVING
 from fxtune.errors import ConfigError, StorageError
+from fxtune.facts.execution import OptimizerState
 from fxtune.optim.optimizer import moment_bytes
 from fxtune.optim.schedule import Schedule
 from fxtune.system.progress import phase
@@ -230,9 +231,9 @@ class RunState:
             self.optimizer.use_averages()
             self._holds_best = True
 
-    def check_room(self, steps: int, optimizer: str, export_all: bool, evaluates: bool) -> None:
+    def check_room(self, steps: int, optimizer: OptimizerState, export_all: bool, evaluates: bool) -> None:
         """Raise StorageError if the disk has no room for the checkpoints of `steps` steps and the export: the whole
-        model with `export_all`, otherwise the trained weights. `optimizer`: its name in the recipe. `evaluates`:
+        model with `export_all`, otherwise the trained weights. `optimizer`: what it keeps. `evaluates`:
         whether evaluations tell which weights are the best.
         """
         if self.state.step < steps:

@@ -48,7 +48,7 @@ from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import EXTENDABLE, Schedule
-from fxtune.settle.in_backward import refuse_halved
+from fxtune.settle.freed_gradients import refuse_halved
 from fxtune.settle.ranks import require_possible
 from fxtune.system import progress
 from fxtune.system.hub import locate_adapter

@@ -31,7 +31,6 @@ from fxtune.system.units import GIB
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.tuning.trial import Outcome, TrialResult
 
 Deltas = dict[str, Any]
@@ -125,8 +124,8 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
         return Candidate(deltas, {"refused": reason}, verdict=f"{Outcome.refused.value}: {reason}")
     facts, techniques = settled.facts, settled.techniques
     options = techniques.options()
-    keep_all = RecomputePlan.of(CheckpointingOptions(policy=Policy.none))
-    plan = RecomputePlan.of(techniques.checkpointing) if techniques.checkpointing.enabled else keep_all
+    keep_all = CheckpointingOptions(policy=Policy.none).plan
+    plan = techniques.checkpointing.plan if techniques.checkpointing.enabled else keep_all
     need = forecast(facts, plan).device
     if plan == keep_all:
         options.pop("checkpointing", None)  # policy=none is the same as no checkpointing

@@ -38,6 +38,7 @@ from baselines import Measurement  # noqa: E402
 
 from fxtune.config.compose import load  # noqa: E402
 from fxtune.diagnostics.benchmark import measure_in_process  # noqa: E402
+from fxtune.facts.recomputation import RecomputePlan, pinned_bytes  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.load import load_config  # noqa: E402
 from fxtune.system.facts import PACKAGES  # noqa: E402
@@ -45,8 +46,6 @@ from fxtune.system.host import memory  # noqa: E402
 from fxtune.system.units import GIB  # noqa: E402
 from fxtune.techniques.checkpointing.technique import HOST_SHARE  # noqa: E402
 from fxtune.techniques.estimate.memory import forecast  # noqa: E402
-from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes  # noqa: E402
-from fxtune.techniques.estimate.step_time import limit_senders  # noqa: E402
 
 TILE = 8192
 """Tokens per MLP tile."""
@@ -248,7 +247,7 @@ def facts_of(length: int, args: argparse.Namespace, hardware: dict[str, Any]) ->
         optimizer=config.optimizer.name.value,
     )
     techniques, _ = config.techniques.decided(facts)
-    return replace(facts, techniques=techniques), RecomputePlan.of(techniques.checkpointing)
+    return replace(facts, techniques=techniques), techniques.checkpointing.plan
 
 
 def forecast_row(length: int, args: argparse.Namespace, hardware: dict[str, Any]) -> tuple[Row, Facts]:

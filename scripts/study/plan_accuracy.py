@@ -143,7 +143,8 @@ def lengths_with_images(config: Config, case: bench_peers.Case) -> Lengths:
     """The lengths of a case whose documents have an image each, of sizes that are log-uniform between two bounds."""
     assert case.images is not None
     hf_config = load_config(config.model)
-    shape = kind_of(hf_config).tower_shape(hf_config)
+    images = kind_of(hf_config).images
+    shape = images.shape(hf_config) if images else None
     assert shape is not None
     least, most = case.images
     features = np.rint(np.geomspace(least, most, 1000)).astype(np.int64)

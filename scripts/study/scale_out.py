@@ -45,7 +45,6 @@ from fxtune.distributed.parallel import Degrees  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.dims import Shape  # noqa: E402
 from fxtune.reports.plots import Series, plot  # noqa: E402
-from fxtune.techniques.estimate.recomputation import recompute_plan  # noqa: E402
 from fxtune.techniques.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds  # noqa: E402
 from fxtune.techniques.estimate.traffic import step_traffic  # noqa: E402
 
@@ -137,7 +136,7 @@ def forecast(case: str, card: str, cards: int, keys: tuple[str, ...]) -> tuple[f
     shape = bench_peers.CASES[case]
     row = baselines.Measurement(case, keys=[*keys], shape=shape.shape, rows=shape.rows, length=shape.length)
     _, run = plan_accuracy.forecast(card, cards, row)
-    seconds = micro_batch_seconds(run.facts, recompute_plan(run.techniques)) + update_seconds(run.facts)
+    seconds = micro_batch_seconds(run.facts, run.facts.execution.recompute) + update_seconds(run.facts)
     return seconds, forward_seconds(run.facts) / seconds, run.facts
 
 

@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.errors import StorageError
+from fxtune.facts.execution import OptimizerState
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerConfig, OptimizerName
-from fxtune.optim.optimizer import Optimizer, moment_bytes
+from fxtune.optim.optimizer import Optimizer, moment_bytes, state_of
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 
 
 def names(folder):
@@ -86,20 +87,20 @@ def test_estimated_moments_equal_the_optimizers_state(options, lora):
         model = get_peft_model(
             model, LoraConfig(r=8, target_modules=["q_proj", "down_proj", "lm_head"], use_dora=True)
         )
-    optimizer = Optimizer(model, OptimizerConfig(**{**options, "name": OptimizerName(options["name"])}))
+    config = OptimizerConfig(**{**options, "name": OptimizerName(options["name"])})
+    optimizer, state = Optimizer(model, config), state_of(config)
     for parameter in optimizer.names:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1e-6, torch.tensor(True))
     kept = sum(tensor.nbytes for name, tensor in optimizer.state()[0].items() if not name.endswith("/step"))
     # 8-bit moments have tables of 1 KiB for each tensor, a large share of tensors as small as these.
     tables = 0.06 if "8bit" in options["name"] else 0
-    assert moment_bytes(options["name"], optimizer.parts) == pytest.approx(kept, rel=tables)
+    assert moment_bytes(state, optimizer.parts) == pytest.approx(kept, rel=tables)
     if not lora:
         facts = Facts(
             model=model.config.to_dict(),
             dtype="bfloat16",
-            optimizer=options["name"],
-            stochastic_rounding=options.get("stochastic_rounding", False),
+            optimizer=state,
         )
         gradients = sum(parameter.nbytes for parameter in optimizer.names)
         assert forecast(facts, RecomputePlan("everything")).trained == pytest.approx(
@@ -109,4 +110,4 @@ def test_estimated_moments_equal_the_optimizers_state(options, lora):
 
 def test_eight_bit_moments_are_a_quarter_of_float32_ones():
     parts = [torch.optim.SGD([torch.zeros(100, dtype=torch.bfloat16)])]  # of any optimizer
-    assert moment_bytes("adamw_8bit", parts) == 200
+    assert moment_bytes(OptimizerState(0.5, size=4), parts) == 200

@@ -18,7 +18,6 @@ from fxtune.facts.run import Facts
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.pipeline import Pipeline
 
 BIG = dict(
@@ -143,10 +142,9 @@ def expected(measured: Measured, shape: dict[str, Any], tokens: int) -> int:
         sequence_length=tokens,
         rows=(tokens,),
         micro_batch_size=1,
-        optimizer="none",
         techniques=measured.pipeline,
     )
-    need = forecast(facts, RecomputePlan.of(measured.pipeline.checkpointing))
+    need = forecast(facts, measured.pipeline.checkpointing.plan)
     return need.allocated - (need.trained - need.gradients)
 
 
@@ -302,10 +300,9 @@ def test_pinned_memory_is_at_most_the_forecast():
         sequence_length=8192,
         rows=(8192,),
         micro_batch_size=1,
-        optimizer="none",
         techniques=measured.pipeline,
     )
-    said = forecast(facts, RecomputePlan.of(measured.pipeline.checkpointing)).host
+    said = forecast(facts, measured.pipeline.checkpointing.plan).host
     print(f"\npinned {measured.offload.pinned / GIB:.3f} GiB, forecast {said / GIB:.3f}")
     assert 0.7 * said < measured.offload.pinned <= 1.1 * said
 

@@ -15,7 +15,8 @@ from support.killing import MODES
 
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Policy, WeightFormat
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
+from fxtune.models.structure import projectors, towers
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
@@ -37,7 +38,7 @@ def using(backend: str, **techniques) -> Pipeline:
 
 def sees_both_ways(family: str) -> bool:
     config = image_reference.config(family)
-    return kind_of(config).image_blocks(config, torch.zeros(1, 4, dtype=torch.long)) is not None
+    return images_of(config).blocks(config, torch.zeros(1, 4, dtype=torch.long)) is not None
 
 
 def skip_what_the_machine_lacks(error: ConfigError) -> None:
@@ -149,8 +150,7 @@ def test_adapters(family, images):
     pipeline.lora.vision = pipeline.lora.projector = images
     seen, made = ours(pipeline, family, lora=True)
     model = made[1].model.get_base_model()
-    kind = kind_of(model.config)
-    beside = {id(weight) for part in (*kind.towers(model), *kind.projectors(model)) for weight in part.parameters()}
+    beside = {id(weight) for part in (*towers(model), *projectors(model)) for weight in part.parameters()}
     trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
     assert bool(beside & trained) == images
     close_to_plain(seen, family, lora=True)

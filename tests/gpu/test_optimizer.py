@@ -18,7 +18,7 @@ from fxtune.facts.run import Facts
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName, refusals
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.stochastic_adamw import StochasticAdamW
-from fxtune.settle.in_backward import COUNTS_FOR_ALL
+from fxtune.settle.freed_gradients import COUNTS_FOR_ALL
 from fxtune.training.in_backward import InBackward
 
 CASES = {

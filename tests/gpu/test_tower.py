@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from fxtune.distributed.world import World
 from fxtune.facts.options import Policy
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.load import DType, load_config
-from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import towers
 from fxtune.techniques.attention import tower

@@ -17,7 +17,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.distributed.world import Device
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.load import ModelConfig
 from fxtune.objectives.dpo import DPO, PairLoss
 from fxtune.objectives.ipo import IPO
@@ -197,7 +197,7 @@ def test_dpo_of_pairs_with_images_is_that_of_plain_transformers(family, adapters
         images = data.images.read([table.image(index) for index in table.images_in(start, end - start)])
         assert images["pixel_values"].shape[0] > 0
         logits = of(
-            input_ids=ids[None], **images, **kind_of(of.config).token_types(of.config, ids[None]), use_cache=False
+            input_ids=ids[None], **images, **images_of(of.config).token_types(of.config, ids[None]), use_cache=False
         ).logits[0, :-1]
         learned = torch.from_numpy(table.supervised[start:end].astype(bool))[1:]
         return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0][learned].sum()

@@ -53,7 +53,10 @@ ELSEWHERE = {
     "data/chat/remarks.py": "texts",
     "data/chat/rewriting.py": "test_reasoning.py",
     "data/images/placeholders.py": "tests/data/chat/test_images.py",
+    "facts/execution.py": "plain data; estimate/test_memory.py",
     "objectives/base.py": "a protocol",
+    "objectives/registry.py": "test_plugins.py, with the other registries",
+    "techniques/lora/numbers.py": "estimate/test_memory.py, by models with adapters",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
     "system/packages.py": "a table; test_package_checks.py runs its tests",
@@ -61,7 +64,11 @@ ELSEWHERE = {
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }
 """Modules without a test file of their name, and what tests them or why nothing does."""
-TOGETHER = {"techniques/attention/backends": "registry.py", "data/formats": "registry.py"}
+TOGETHER = {
+    "techniques/attention/backends": "registry.py",
+    "data/formats": "registry.py",
+    "models/kinds/image_decoder": "images.py",
+}
 """Folders whose modules have one table of tests, with the module that lists them."""
 
 

@@ -41,8 +41,11 @@ def test_a_plan_and_training_refuse_the_same(words, message, chats):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.shard=2"], "model.add_tokens: weights divided over ranks cannot grow"),
-        (["techniques=[qlora]", "techniques.quantize.type=fp8", "techniques.quantize.head=true"], "is stored in fp8"),
+        (["parallel.shard=2"], r"parallel\.shard=2: weights with rows for model\.add_tokens cannot grow"),
+        (
+            ["techniques=[qlora]", "techniques.quantize.type=fp8", "techniques.quantize.head=true"],
+            "stored in fp8, and model.add_tokens",
+        ),
     ],
 )
 def test_tokens_are_not_added_where_the_tables_cannot_grow_or_learn(words, message, chats):
@@ -55,7 +58,7 @@ def test_ranks_that_divide_weights_start_over_experts_in_mxfp4_only_if_these_sta
     folder = on_disk(tmp_path / "base", model=tiny_model("gpt_oss"))
     in_mxfp4(folder)
     words = [f"model.path={folder}", "data.sequence_length=64", "run.device=cpu", "parallel.shard=2"]
-    with pytest.raises(ConfigError, match=r"parallel\.shard: 2 ranks would read the weights row by row, .* in MXFP4"):
+    with pytest.raises(ConfigError, match=r"parallel\.shard=2: ranks read the weights row by row, .* in MXFP4"):
         forecast_run(compose(words), machine("H200", 128), 2, None)
     kept = ["techniques.lora.enabled=true", "techniques.quantize.enabled=true", "techniques.quantize.type=mxfp4"]
     forecast_run(compose([*words, *kept]), machine("H200", 128), 2, None)

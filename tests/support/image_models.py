@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.load import DType, Init, ModelConfig
 from fxtune.models.structure import decoder_layers
 
@@ -307,7 +307,7 @@ def document(family: str, built, parts: list[int | tuple[int, int]], seed: int) 
     ids: list[torch.Tensor] = []
     images: list[dict[str, torch.Tensor]] = []
     several = sum(isinstance(part, tuple) for part in parts) > 1
-    merge = kind_of(built.config).merge(built.config)
+    merge = images_of(built.config).merge(built.config)
     for part in parts:
         if isinstance(part, int):
             ids.append(torch.randint(3, 80, (part,), generator=generator))
@@ -344,7 +344,7 @@ def batch(built, rows: list[list[Document]], packed: bool = True) -> Batch:
     positions = torch.zeros(shape, dtype=torch.long)
     on_axes = torch.zeros((3, *shape), dtype=torch.long)
     starts, filled, tensors = [], [], []
-    rope = kind.rope_positions(config)
+    rope = kind.images.rope_positions(config)
     for number, row in enumerate(rows):
         at = 0
         lengths = [len(document.ids) for document in row]
@@ -375,7 +375,7 @@ def batch(built, rows: list[list[Document]], packed: bool = True) -> Batch:
         labels=targets.flatten()[supervised],
         tokens=sum(filled),
         filled=torch.tensor(filled) if min(filled) < width else None,
-        images=kind.merge(config)(tensors) if tensors else None,
+        images=kind.images.merge(config)(tensors) if tensors else None,
         rope_positions=on_axes if rope is not None and tensors else None,
     )
 

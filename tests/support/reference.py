@@ -311,7 +311,6 @@ def prepare_saved(
         sequence_length=length,
         rows=(length,),
         micro_batch_size=rows,
-        optimizer="adamw",
     )
     pipeline, notes = pipeline.resolved(facts)
     prepared = pipeline.build(config, hf_config, world, 0, trains_images=trains_images)

@@ -21,10 +21,10 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import WeightGradient
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.float8 import Float8, Float8Linear
 from fxtune.techniques.pipeline import Pipeline, make_probe

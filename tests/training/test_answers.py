@@ -17,7 +17,7 @@ from support.sharded import run_ranks
 from fxtune.data.config import DataConfig, QuestionsConfig
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import DataError
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.reports.run_files import LARGEST_PICTURE
@@ -110,7 +110,7 @@ class _DrawnImages:
     """In place of the processor: the images of a question are the tensors of a document of image_models."""
 
     def __init__(self, config) -> None:
-        self.merge, self.rope_positions = kind_of(config).merge(config), kind_of(config).rope_positions(config)
+        self.merge, self.rope_positions = images_of(config).merge(config), images_of(config).rope_positions(config)
 
     def read(self, documents):
         (document,) = documents

@@ -22,8 +22,8 @@ from fxtune.models.load import DType
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.optim.config import Moments
 from fxtune.optim.optimizer import Optimizer
-from fxtune.settle import in_backward
-from fxtune.settle.in_backward import COUNTS_FOR_ALL
+from fxtune.settle import freed_gradients
+from fxtune.settle.freed_gradients import COUNTS_FOR_ALL
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
 from fxtune.training.in_backward import InBackward, observe
@@ -247,7 +247,7 @@ def test_run_that_halved_its_micro_batches_keeps_all_gradients(full, monkeypatch
     with pytest.raises(ConfigError, match=r"in_backward: the run halved its micro-batches to 4 rows .* Set it to off"):
         trainer.run(full)
     full.optimizer.in_backward = Switch.auto
-    monkeypatch.setattr(in_backward, "decide", lambda _, facts: (replace(facts, in_backward=True), ""))
+    monkeypatch.setattr(freed_gradients, "decide", lambda _, facts: (replace(facts, in_backward=True), ""))
     trainer.run(full)
     ours, other = weights("run"), weights("whole")
     assert all(torch.equal(tensor, other[name]) for name, tensor in ours.items())

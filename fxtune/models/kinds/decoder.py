@@ -2,7 +2,7 @@
 
 A kind is what is alike in all families of one auto class of transformers. Decoders that predict the next token of a
 text (AutoModelForCausalLM) are one kind, whether Llama or Qwen, and the base of the others. Decoders that also read
-images are another kind, with parts beside the decoder (image_decoder.py). A head that gives a number for a document
+images are another kind, with parts beside the decoder (image_decoder/). A head that gives a number for a document
 makes another kind, too (scorer.py): it has another auto class, and `architectures` in its config names its class.
 
 Some checkpoints of AutoModelForCausalLM also hold an encoder of images or sound (Gemma 3n). Their text model is
@@ -12,15 +12,16 @@ trained, and the files that prepare images go into an export as they are.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxtune.models.kinds.image_families import FAMILIES as IMAGE_FAMILIES
-from fxtune.models.kinds.tower_shape import TowerShape
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.image_decoder.families import FAMILIES as IMAGE_FAMILIES
+from fxtune.models.kinds.image_decoder.images import Images
 
 PROCESSORS = "*processor_config.json"
 """The files with which a model prepares images."""
@@ -28,9 +29,12 @@ PROCESSORS = "*processor_config.json"
 
 class Decoder:
     head: str = "lm"
-    """What the head gives: `lm`, log-probabilities of tokens, or `score`, a number for a document."""
+    """The name of the head that objectives need (Needs.head): `lm` gives log-probabilities of tokens, `score` a number
+    for a document."""
     adapter_task: str = "CAUSAL_LM"
     """peft's name (TaskType) of what adapters of such models are for."""
+    gives: str = "log-probabilities of tokens"
+    """What the head gives, for messages."""
     use: str = ""
     """Markdown for the model card: how to use a loaded model."""
     writes: bool = True
@@ -41,8 +45,8 @@ class Decoder:
     """Whether a plain forward pass tells padding by its token, so that the config must name it."""
     auto_class: str = "AutoModelForCausalLM"
     """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
-    reads_images: bool = False
-    """Whether models of this kind read images beside tokens."""
+    images: Images | None = None
+    """What such models know about images; None: they read tokens alone."""
     tokenizer_class: str = "AutoTokenizer"
     """The name of the class that reads the tokenizer."""
     pipeline_tag: str = "text-generation"
@@ -69,6 +73,17 @@ class Decoder:
         ships counts."""
         in_own_code = self.auto_class in (getattr(config, "auto_map", None) or {})
         return config.model_type in self.families or (own_code and in_own_code)
+
+    def check(self, config: Any, name: str) -> None:
+        """Raise ConfigError, which begins with `name`, for a model of this kind that fxtune cannot train."""
+
+    def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
+        """A config of this kind for the body of a model of another `kind`. Raises ConfigError, which begins with
+        `name`, if there is none."""
+        raise ConfigError(
+            f"{name} gives {kind.gives} ({config.architectures[0]}) and no log-probabilities of tokens. Use the model "
+            f"that it was made from, or an objective for its head: {kind.head}."
+        )
 
     @property
     def auto(self) -> Any:
@@ -122,78 +137,6 @@ class Decoder:
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         """Those of the weights that only a base's files have that this kind leaves out."""
         return []
-
-    def towers(self, model: Any) -> list[nn.Module]:
-        """The modules of a model without adapters that make features of images."""
-        return []
-
-    def tower_layers(self, model: Any) -> list[nn.Module]:
-        """The layers of towers() of a model without adapters, first to last."""
-        return []
-
-    def projectors(self, model: Any) -> list[nn.Module]:
-        """The modules of a model without adapters between its vision encoders, or inside them, and its decoder."""
-        return []
-
-    def tower_configs(self, config: Any) -> list[Any]:
-        """The configs of towers() in a model's config."""
-        return []
-
-    def tower_shape(self, config: Any) -> TowerShape | None:
-        """What the vision encoder of a model of this config computes for an image; None: the model reads no images."""
-        return None
-
-    def positions(self, config: Any, position_ids: torch.Tensor, rope_positions: torch.Tensor | None) -> torch.Tensor:
-        """What forward() takes as positions, from Batch.position_ids [rows, tokens] and Batch.rope_positions."""
-        return position_ids
-
-    def rope_positions(self, config: Any) -> Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor] | None:
-        """For families with M-RoPE: from the ids of a document, int64 [tokens], and the tensors of its images to
-        int64 [3, tokens]. Picklable."""
-        return None
-
-    def merge(self, config: Any) -> Callable[[Sequence[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-        """From the tensors of the images of each document to the tensors of a micro-batch. Picklable."""
-        raise NotImplementedError(f"{type(self).__name__} reads no images")
-
-    def pixel_dtype(self, config: Any, weights: torch.dtype) -> torch.dtype:
-        """The dtype in which pixels can be delivered to a model with such weights for the same bits as in float32."""
-        return torch.float32
-
-    def divided_images(
-        self, model: Any, images: dict[str, torch.Tensor], documents: Sequence[torch.Tensor]
-    ) -> list[dict[str, torch.Tensor]]:
-        """The tensors of each document's images, from merge() of them all: {} for a document without images.
-        `documents`: the ids of each. The model runs its vision encoder to count the features of the images."""
-        return [{} for _ in documents]
-
-    def token_types(self, config: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a plain forward pass of this family must be told about `ids` with images, as its processor would."""
-        return {}
-
-    def sees_both_ways(self, config: Any) -> bool:
-        """Whether the tokens of an image see each other: image_blocks() is not None."""
-        return False
-
-    def image_blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
-        """int64 [rows, tokens]: a number for the tokens of each image, which see each other, and 0 for text. None:
-        attention is causal in images, too."""
-        return None
-
-    def image_features(self, model: Any, images: int = 1) -> list[torch.Tensor]:
-        """What the vision encoders and projectors make of small images, all alike: the tensors that the decoder gets.
-        The model, without adapters or with adapters, must have weights."""
-        return []
-
-    def image_row(self, model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A small row with one image on the model's device: ids [1, tokens], and the tensors of the image. The vision
-        encoder must have weights."""
-        raise NotImplementedError(f"{type(self).__name__} reads no images")
-
-    def image_probe(self, model: Any) -> dict[str, torch.Tensor]:
-        """The arguments of a plain forward pass over image_row(). Empty if the model reads no images, its vision
-        encoder takes no small image, or its weights have no memory yet."""
-        return {}
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
         """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and what else a

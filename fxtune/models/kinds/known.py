@@ -1,17 +1,17 @@
-"""Which kind of model a Hugging Face config has. A new kind is a file beside this one and an entry of KINDS."""
+"""Which kind of model a Hugging Face config has. A new kind is a file or a package beside this one and an entry of
+KINDS."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
-from fxtune.models.kinds.image_decoder import ImageDecoder
+from fxtune.models.kinds.image_decoder.images import Images
+from fxtune.models.kinds.image_decoder.kind import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
-SCORER = Scorer()
-KINDS: tuple[Decoder, ...] = (SCORER, ImageDecoder(), Decoder())
+KINDS: tuple[Decoder, ...] = (Scorer(), ImageDecoder(), Decoder())
 """The first kind that takes a config has it."""
 
 
@@ -24,28 +24,22 @@ def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Dec
     raise ConfigError(f"{name} is a {config.model_type} model, {why_none(config.model_type)}.")
 
 
+def images_of(config: Any) -> Images:
+    """What is known about the images of a model of this config, which reads images."""
+    images = kind_of(config).images
+    assert images is not None, f"{config.model_type} reads no images"
+    return images
+
+
 def with_head(config: Any, head: str, name: str = "model.path") -> Any:
     """`config`, or a copy of it for a model with this `head` (Decoder.head) over the same body. Raises ConfigError,
     which begins with `name`, if fxtune cannot make that head."""
     kind = kind_of(config, name)
-    if kind is SCORER:
-        SCORER.require_one_score(config, name)
+    kind.check(config, name)
     if kind.head == head:
         return config
-    if head != SCORER.head:
-        raise ConfigError(
-            f"{name} gives a score for a document ({config.architectures[0]}) and no log-probabilities of tokens. Use "
-            "the model that it was made from, or objective=reward."
-        )
-    if config.model_type not in SCORER.families:
-        raise ConfigError(f"{name} is a {config.model_type} model, {SCORER.why_not(config.model_type)}. Use another.")
-    config = copy.deepcopy(config)
-    SCORER.become(config)
-    if not SCORER.scores_by_linear(config):
-        raise ConfigError(
-            f"{name} is a {config.model_type} model, which has another head for scores. Use another model."
-        )
-    return config
+    wanted = next(each for each in KINDS if each.head == head)
+    return wanted.made_from(config, kind, name)
 
 
 def families() -> set[str]:

@@ -9,6 +9,7 @@ one token, that is the token before the end. So the tokenizer of a scorer pads w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ score = model(input_ids=ids).logits[0, 0]  # several rows: pad with tokenizer.pa
 
 class Scorer(Decoder):
     head = "score"
+    gives = "a score for a document"
     adapter_task = "SEQ_CLS"  # with which peft trains `score` whole and saves it with the adapter
     use = USE
     writes = False
@@ -59,19 +61,21 @@ class Scorer(Decoder):
 
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
 
-    def become(self, config: Any) -> None:
-        """Edit the config of a decoder so that it is the config of a scorer."""
-        config.architectures = [_classes()[config.model_type]]
+    def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
+        family = config.model_type
+        if family not in self.families:
+            raise ConfigError(f"{name} is a {family} model, {self.why_not(family)}. Use another.")
+        config = copy.deepcopy(config)
+        config.architectures = [_classes()[family]]
         config.id2label, config.label2id = {0: "score"}, {"score": 0}
         config.problem_type = "regression"  # or pipelines of transformers would return sigmoid(score)
-
-    def scores_by_linear(self, config: Any) -> bool:
-        """Whether transformers' model of this config has the head `score`."""
         with torch.device("meta"):
-            return isinstance(self.head_of(self.auto.from_config(config)), nn.Linear)
+            scores_by_linear = isinstance(self.head_of(self.auto.from_config(config)), nn.Linear)
+        if not scores_by_linear:
+            raise ConfigError(f"{name} is a {family} model, which has another head for scores. Use another model.")
+        return config
 
-    def require_one_score(self, config: Any, name: str) -> None:
-        """Raise ConfigError, which begins with `name`, for a classifier of several labels."""
+    def check(self, config: Any, name: str) -> None:
         if config.num_labels != 1:
             raise ConfigError(f"{name} has {config.num_labels} labels, and a reward is one number. Use another model.")
 

@@ -61,15 +61,15 @@ def model_inputs(
     without for its backbone(), too. Raises ConfigError for images that this attention cannot take.
     """
     config: Any = model.config
-    kind, backend = kind_of(config), called(attention_of(config))
+    known, backend = kind_of(config).images, called(attention_of(config))
     assert keys is None or backend.shares, f"{backend.name} would ignore the keys of other documents"
-    positions = kind.positions(config, position_ids, rope_positions)
+    positions = known.positions(config, position_ids, rope_positions) if known else position_ids
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
-    if images is not None:
+    if images is not None and known is not None:
         if pieces > 1:
             raise ConfigError("parallel.context: rows with images cannot be cut into pieces. Set it to 1.")
         inputs.update(image_arguments(model, images))
-        if (blocks := kind.image_blocks(config, input_ids)) is not None:
+        if (blocks := known.blocks(config, input_ids)) is not None:
             if keys is not None:
                 raise ConfigError(
                     f"data.share_prompts: the tokens of an image in {config.model_type} see each other, which needs "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import outputs, without_dropout
 from fxtune.techniques.attention import recurrent
@@ -26,7 +26,7 @@ from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
 _PROVEN_WITH_IMAGES = "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"
-"""They are no models with a head by themselves; tests/models/kinds/test_image_decoder.py tries each."""
+"""They are no models with a head by themselves; tests/models/kinds/image_decoder/test_images.py tries each."""
 PROVEN = frozenset(f"{_PROVEN} {_PROVEN_WITH_IMAGES}".split())
 """Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
@@ -76,13 +76,13 @@ def image_movement(model: nn.Module) -> tuple[float, float]:
     """Change the pixels of an image in the second of three documents in one row. Returns by how much the logits behind
     the image moved in its document, and the most by which the logits of the others did."""
     config: Any = model.config
-    kind = kind_of(config)
-    ids, images = kind.image_row(model)
+    known = images_of(config)
+    ids, images = known.row(model)
     documents = [(ids[:, :3], {}), (ids, images), (ids[:, -3:], {})]
     lengths = torch.tensor([document.shape[1] for document, _ in documents])
     positions = torch.cat([torch.arange(int(length), device=ids.device) for length in lengths])[None]
     starts = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32, device=ids.device)
-    rope = kind.rope_positions(config)
+    rope = known.rope_positions(config)
     on_axes = torch.cat([rope(row[0], given) for row, given in documents], -1)[:, None] if rope else None
     row = torch.cat([document for document, _ in documents], 1)
     inputs = model_inputs(model, row, positions, starts, images=images, rope_positions=on_axes)

@@ -32,9 +32,10 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import without_dropout
 from fxtune.system.profiler import Observed, observe_operators, short_name
@@ -145,6 +146,10 @@ class Attention(AttentionOptions, Technique):
         self._running = chosen.running(facts) if chosen else None
         return note
 
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        backend = backend_of(self.backend)
+        return replace(execution, repeats_keys=facts.device != "cuda" or (backend is not None and not backend.fused))
+
     def reads_bounds(self, facts: Facts) -> bool:
         """Whether the backend that resolve() takes reads the bounds of documents (packed.py)."""
         running = self._to_run(facts)
@@ -174,7 +179,8 @@ class Attention(AttentionOptions, Technique):
         backend.prepare()
         set_attention(hf_config, backend.implementation)
         # Attention in a vision encoder is not causal, which kernels for packed documents are.
-        for of_tower in kind_of(hf_config).tower_configs(hf_config):
+        images = kind_of(hf_config).images
+        for of_tower in images.configs(hf_config) if images else ():
             set_attention(of_tower, (EAGER if backend is EAGER else SDPA).implementation)
 
     def apply(self, model: PreparedModel, world: World) -> None:
@@ -201,7 +207,7 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
             if isolation.document_numbers(probe).any():
                 evidence.append(self._isolation(model.module, probe))
-                if kind_of(model.module.config).reads_images:
+                if kind_of(model.module.config).images:
                     evidence.append(self._isolation_of_images(model.module))
             if seen_in_tower := tower.observe(model.module):
                 evidence.append(Evidence("attention", *seen_in_tower))
@@ -233,10 +239,10 @@ class Attention(AttentionOptions, Technique):
 
     @staticmethod
     def _isolation_of_images(model: Any) -> Evidence:
-        kind = kind_of(model.config)
-        if not kind.image_probe(model):
+        images = images_of(model.config)
+        if not images.probe(model):
             return Evidence("attention", ISOLATED, NO_IMAGE, True)
-        if not any(feature.any() for feature in kind.image_features(model)):
+        if not any(feature.any() for feature in images.features(model)):
             seen = "all features of an image are 0, as a new projector of Gemma 3 makes them"
             return Evidence("attention", ISOLATED, seen, True)
         moved, leaked = isolation.image_movement(model)

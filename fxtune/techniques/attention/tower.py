@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fxtune.kernels import flash4 as kernel
 from fxtune.kernels.autocast import compute_dtype
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.structure import tower_layers, towers
 from fxtune.system.profiler import observe_operators
 from fxtune.techniques.attention.backends.backend import Backend
@@ -198,10 +198,10 @@ def observe(model: Any) -> tuple[str, str, bool] | None:
     """(attention that the vision encoders should use, calls that a small image made, whether each layer made one).
     None: no vision encoder attends_at_once(), or no image can be tried."""
     names = {attention_of(tower.config) for tower in towers(model) if attends_at_once(tower)}
-    if not names or not kind_of(model.config).image_probe(model):
+    if not names or not images_of(model.config).probe(model):
         return None
     backend = CORES[names.pop()][1]
-    seen = observe_operators(lambda: kind_of(model.config).image_features(model), {"tower": backend.ran})["tower"]
+    seen = observe_operators(lambda: images_of(model.config).features(model), {"tower": backend.ran})["tower"]
     layers = len(tower_layers(model))
     return (
         f"the vision encoder's: {backend.what}, once for all images",

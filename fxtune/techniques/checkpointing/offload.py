@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from fxtune.errors import MemoryShortError
+from fxtune.facts.recomputation import pinned_piece
 from fxtune.system.units import GIB
-from fxtune.techniques.estimate.recomputation import pinned_piece
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device."""

@@ -1,6 +1,6 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save.
 
-The levels, from keeping little to keeping much, are in techniques/estimate/recomputation.py. Host memory can hold what
+The levels, from keeping little to keeping much, are in facts/recomputation.py. Host memory can hold what
 layers keep (offload.py; free if a layer computes longer than the copy takes, from some thousand tokens on). The MLP
 can run in parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest
 combination that fits the free memory (techniques/estimate).
@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.prepared import PreparedModel
@@ -38,7 +40,6 @@ from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
 from fxtune.techniques.checkpointing.verify import Proof, tower_evidence
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import Need, forecast
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.lora.experts import grouped, operator_of
 from fxtune.techniques.lora.fused_modules import FusedMlp
@@ -135,7 +136,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield "offload: kept is what compiled layers save. Use inputs, or techniques.compile.enabled=true."
         if self.policy is Policy.auto:
             return
-        layers, plan = Shape.of(facts.model).layers, RecomputePlan.of(self)
+        layers, plan = Shape.of(facts.model).layers, self.plan
         if not any(plan.sending(layers)):
             yield (
                 f"offload: the last layer's input stays, and with {layers} layers and every={self.every} no other "
@@ -168,7 +169,7 @@ class Checkpointing(CheckpointingOptions, Technique):
 
     def description(self) -> str:
         """What layers keep, for messages."""
-        plan = RecomputePlan.of(self)
+        plan = self.plan
         if self.mix:
             counts = [(level, self.mix[level]) for level in LEVELS if self.mix.get(level)]
             parts = [
@@ -187,7 +188,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         """For `auto`: the plan that fits and adds the least time. For others: how many layers send."""
         if self.policy is not Policy.auto:
             if self.offload is not Offloaded.none and self.senders is None:
-                self.senders = self._senders_that_fit(facts, RecomputePlan.of(self))
+                self.senders = self._senders_that_fit(facts, self.plan)
             return f"{self.description()}, as the host has room for" if self.senders is not None else None
         candidates = list(self._candidates(facts))
         host = HOST_SHARE * facts.host_memory
@@ -212,6 +213,9 @@ class Checkpointing(CheckpointingOptions, Technique):
             f"{self.description()}: {_used(facts, choice.need)}, an estimated {slower:.0%} "
             f"more time in the layers{unlimited}"
         )
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        return replace(execution, recompute=self.plan)
 
     def _candidates(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:
         """The plans that `auto` tries, with and without sending and tiles, each with its possible levels.
@@ -266,7 +270,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             for level, options in by_level.items()
             if options.policy is Policy.selective
         }
-        plan = RecomputePlan.of(self)
+        plan = self.plan
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
         self._wrap_tower(model.module)
@@ -307,7 +311,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         wide = _wide_linears(layers[0])
         if self.mix:
             return {level: self._uniform(level, wide) for level in LEVELS}
-        return {"everything": self._uniform("everything", wide), RecomputePlan.of(self).level: self}
+        return {"everything": self._uniform("everything", wide), self.plan.level: self}
 
     def _wrap(self, layer: nn.Module, contexts: Any) -> None:
         """Apply these options to one layer."""
@@ -380,9 +384,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             Policy.mix: self.description(),
             Policy.none: "nothing runs again",
         }[self.policy]
-        yield from Proof(model, probe, RecomputePlan.of(self), rules, [*self.save, *self.recompute]).evidence(
-            description
-        )
+        yield from Proof(model, probe, self.plan, rules, [*self.save, *self.recompute]).evidence(description)
         if (options := self._of_tower(model.module)) is not None:
             of_tower = tower_layers(model.module)
             rule = Rule(()) if options.policy is Policy.full else options._rule(of_tower)

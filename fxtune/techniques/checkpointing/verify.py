@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from fxtune.distributed.chunks import is_divided
-from fxtune.models.kinds.known import kind_of
+from fxtune.facts.recomputation import RecomputePlan
+from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, beside_text, decoder_layers, outputs, without_dropout
 from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.offload import leaves
 from fxtune.techniques.checkpointing.policy import Rule, group_of, name_of, weight_shape
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.lora import fuse, fused_modules
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
@@ -229,14 +229,14 @@ class Proof:
 def tower_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
     """Whether the layers of a vision encoder that is trained run again in the backward pass of a small image. A
     projector may not read the last ones."""
-    kind, asked = kind_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
-    if not kind.image_probe(model):
+    images, asked = images_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
+    if not images.probe(model):
         return _evidence(asked, NO_IMAGE, True)
     trained = [weight for layer in layers for weight in layer.parameters() if weight.requires_grad]
     counts = Counts([rule] * len(layers))
 
     def forward() -> torch.Tensor:
-        return torch.stack([feature.float().mean() for feature in kind.image_features(model)]).sum()
+        return torch.stack([feature.float().mean() for feature in images.features(model)]).sum()
 
     with without_dropout(model):
         counts.run(layers, forward, lambda total: torch.autograd.grad(total, trained, allow_unused=True))

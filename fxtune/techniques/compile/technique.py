@@ -31,7 +31,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ from torch import nn
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers, towers, without_dropout
 from fxtune.system.compiler_cache import use_cache_folder
@@ -120,6 +121,9 @@ class Compile(CompileOptions, Technique):
         self.cuda_graphs = Switch.off if why_not else Switch.on
         reason = why_not or f"{busy}, about as long as its launches"
         return f"cuda_graphs {self.cuda_graphs.value} ({reason})" if facts.device == "cuda" else None
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        return replace(execution, compiled=True, holds_gradients=self.keep_gradients)
 
     def _reasons_against_recording(self, facts: Facts) -> Iterator[str]:
         """Why a training pass cannot be recorded, and what to change."""
@@ -278,16 +282,16 @@ class Compile(CompileOptions, Technique):
 
     def _observe_tower(self, model: Any, layers: int) -> Evidence:
         """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
-        kind, stats, asked = kind_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
+        known, stats, asked = images_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
-            if not (example := kind.image_probe(model)):
+            if not (example := known.probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
         images = PROBE_IMAGES if example["pixel_values"].dim() == 2 else 2
         with without_dropout(model), torch.enable_grad():
-            kind.image_features(model, images)
+            known.features(model, images)
             graphs_before = stats["unique_graphs"]
             with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                kind.image_features(model, images)
+                known.features(model, images)
         new_graphs = stats["unique_graphs"] - graphs_before
         entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
         seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"

@@ -29,7 +29,7 @@ the head and of the layers behind it; the end of the backward pass; and the opti
 micro-batches and CUDA graphs hold all gradients all the time. If weights are updated in the backward pass
 (`Facts.in_backward`), only the gradients of one layer, of the embedding or of the head exist at a time, and a tied
 embedding has two. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments before
-their step (`Facts.undo_limit`).
+their step (`OptimizerState.undo_limit`).
 
 The forecast is for one rank. Replicas add up their gradients in a buffer as large as all gradients, in float32 unless
 the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights, gradients and
@@ -47,31 +47,20 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
-from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch
+from fxtune.facts.recomputation import RecomputePlan, pinned_bytes
 from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
-from fxtune.models.dims import Layer, Shape, built
+from fxtune.models.dims import Layer, Shape
 from fxtune.models.structure import skeleton
-from fxtune.techniques.attention.backends.registry import backend_of
-from fxtune.techniques.estimate.recomputation import RecomputePlan, pinned_bytes
-from fxtune.techniques.estimate.tower import ImageParts, has_gradients, image_memory, image_numbers
+from fxtune.techniques.estimate.tower import has_gradients, image_memory, image_numbers
 from fxtune.techniques.lora.experts import divisible_experts
-from fxtune.techniques.lora.targets import gate_up_parts, select
-from fxtune.techniques.quantize.quantized_experts import leaves_linears
-from fxtune.techniques.quantized_modules import bytes_per_weight
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MOMENTS = {"adamw": 2.0, "sgd": 1.0, "lion": 1.0, "muon": 1.0, "adafactor": 0.01, "adamw8bit": 0.5}
-"""Numbers that an optimizer keeps for each parameter, in the parameter's dtype; with stochastic rounding in
-`Facts.moments`, in float32 for 8-bit optimizers. Muon's number counts for hidden matrices; AdamW updates the other
-parameters (see optim/optimizer.py)."""
 SPARE = 0.04
 """Share of the need that fragmentation takes."""
 UNEVEN = 1.1
@@ -174,7 +163,7 @@ class Trained:
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     """The bytes that a step needs under `facts` with the recomputation of `plan`; see the module's docstring."""
-    shape, number, tokens = shape_of(facts), number_bytes(facts), facts.tokens
+    shape, number, tokens, run = shape_of(facts), number_bytes(facts), facts.tokens, facts.execution
     levels = plan.levels(shape.layers)
     layers = [LayerBytes(facts, plan, kind) for kind in shape.kinds]
     bytes_of = {
@@ -185,7 +174,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     weights, trained = _bytes_of_rank(facts, shape)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are float32, and whole on each rank
-    held_on = facts.accumulates or facts.techniques.compile.keep_gradients
+    held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
     host = 0
@@ -200,7 +189,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         host += pinned_bytes(int(away))
     if freed:  # the head's weight is updated before the layers' backward pass
         most = max(most, held + trained.end + undone)
-    if is_fused(facts) and quantized_type(facts) in ("nf4", "int8"):
+    if run.fused and run.quantized and run.quantized.linears and not run.quantized.multiplies:
         most += number * max(kind.wide for kind in shape.kinds)  # gate and up in 16 bits
     most += unpacked_bytes(facts, shape)
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
@@ -226,9 +215,9 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:
     """Bytes of the copies from which an optimizer undoes a bad step: copies of all weights, or of the largest part if
-    weights are updated in the backward pass. 0 if the weights that are updated together exceed `Facts.undo_limit`."""
+    weights are updated in the backward pass. 0 for more weights than OptimizerState.undo_limit."""
     whole = trained.gradients if not facts.in_backward else max(trained.end, trained.layer)
-    if whole > facts.undo_limit:
+    if whole > facts.optimizer.undo_limit:
         return 0
     return trained.copies(whole)
 
@@ -237,23 +226,19 @@ class LayerBytes:
     """Bytes per token of one layer, by level. The module's docstring derives them."""
 
     def __init__(self, facts: Facts, plan: RecomputePlan, layer: Layer) -> None:
-        attention, self.hidden = facts.techniques.attention, shape_of(facts).hidden
-        self.facts, self.plan, self.shape = facts, plan, layer
+        self.facts, self.plan, self.shape, self.hidden = facts, plan, layer, shape_of(facts).hidden
+        self.run = facts.execution
         self.stream = self.hidden * ((layer.q > 0) + (layer.inner > 0)) // 2
         """The hidden size; half of it in a layer that is a mixer alone, or an MLP."""
         self.lse = 4 * sum(each.heads for each in layer.attentions)
-        self.number, self.fused, self.compiled = number_bytes(facts), is_fused(facts), facts.techniques.compile.enabled
-        backend = backend_of(attention.backend) if attention.enabled else None
-        self.grouped = facts.device == "cuda" and (backend is None or backend.fused)
-        """Whether attention takes keys and values without repeating them for each query head."""
+        self.number, self.fused, self.compiled = number_bytes(facts), self.run.fused, self.run.compiled
         self.keys = self.shape.k * (1 + facts.shares_prompts)
         """Width of a token's keys: a shared prompt has a copy of them (attention/packed.py), at most one a token."""
         divides = layer.experts > 1 and divides_experts(facts)
         self.everyone = facts.degrees.shard * facts.degrees.context if divides else 0
         """How many ranks' tokens reach the experts of this rank; 0: experts are not divided."""
         self.inner = int(self.shape.inner * (UNEVEN if self.everyone else 1))
-        float8 = facts.techniques.float8
-        self.float8 = float8.enabled and float8.weight_gradient == "float8" and layer.experts == 1
+        self.float8 = self.run.fp8_products == 1 and layer.experts == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
 
     def kept(self, level: str) -> float:
@@ -293,8 +278,9 @@ class LayerBytes:
         exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
         if self.fused:
             recomputes = tiles > 1 or level not in ("wide", "everything")
-            fp8 = quantized_type(self.facts) == "fp8"
-            inside = (3 + 2 * recomputes + fp8) * i + (2 + 4 * recomputes) * self.facts.techniques.lora.r
+            fp8 = self.run.quantized is not None and self.run.quantized.multiplies
+            rank = self.run.adapters.rank if self.run.adapters else 0
+            inside = (3 + 2 * recomputes + fp8) * i + (2 + 4 * recomputes) * rank
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
             if self.shape.experts > 1:
                 # The gradient of each row, and what adapters add to it; or before them w h.
@@ -308,14 +294,14 @@ class LayerBytes:
         if not self.compiled:
             return kept_before + self.number * (3 * i / tiles + 4 * h)
         peaks = PEAKS.get("tiles" if tiles > 1 else level, PEAKS["rest"])
-        inner, hidden, projected = peaks[not self.facts.techniques.lora.enabled]
+        inner, hidden, projected = peaks[self.run.adapters is None]
         mlp = inner * i / tiles + hidden * h + projected * (q + k)
         return max(self.number * mlp, self.number * (3 * h + 4 * q + 4 * k + exchanged) + 4 * q + 8 * k)
 
     def _everything(self) -> float:
         """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""
         h, q, i = self.stream, self.shape.q, self.inner if self.plan.tiles == 1 else 0
-        k = self.keys if self.grouped else max(q, self.keys)
+        k = max(q, self.keys) if self.run.repeats_keys else self.keys
         small = self.lse + self._adapters(*self.shape.linears) + self._routing()
         small += self.number * self.everyone * self.hidden
         if self.shape.normalizes:  # queries and keys before their norms and after
@@ -324,27 +310,27 @@ class LayerBytes:
             small += q - 2 * h - i
         if self.compiled:  # 4h: x, both norms' outputs, the stream between attention and MLP
             return self.number * (4 * h + 2 * q + 2 * k + (2 if self.fused else 3) * i) + small
-        norms = self.number * 2 * h if self.facts.techniques.liger.runs("rms_norm") else 8 * h
+        norms = self.number * 2 * h if self.run.fused_norms else 8 * h
         if self.fused:
             return norms + self.number * (2 * h + 2 * q + 2 * k + 2 * i) + small
-        products = (3 if self.facts.techniques.liger.runs("swiglu") else 4) * i
+        products = (3 if self.run.fused_gate else 4) * i
         return norms + self.number * (5 * h + 3 * q + 2 * k + products) + small
 
     def _routing(self) -> int:
         """Bytes that a mixture's router keeps: logits and their softmax in float32, and the order of rows; and the
         products of each row with adapters' A."""
-        s, lora = self.shape, self.facts.techniques.lora
+        s, adapters = self.shape, 0
         if s.experts == 1:
             return 0
-        adapters = 2 * lora.r * s.used * self.number if lora.enabled else 0
+        if self.run.adapters:
+            adapters = 2 * self.run.adapters.rank * s.used * self.number
         return 4 * 2 * s.experts + 8 * (2 + self.everyone) * s.used + adapters
 
     def _adapters(self, *groups: tuple[str, ...]) -> int:
         """Bytes of x A^T for the adapters of these groups of linears."""
-        lora = self.facts.techniques.lora
-        if not lora.enabled:
+        if self.run.adapters is None:
             return 0
-        ranks = [sum(rank_of(lora, f"model.layers.0.{name}") for name in group) for group in groups]
+        ranks = [sum(self.run.adapters.rank_of(f"model.layers.0.{name}") for name in group) for group in groups]
         return self.number * sum(padded_rank([rank]) if self.fused else rank for rank in ranks)
 
 
@@ -353,39 +339,13 @@ def number_bytes(facts: Facts) -> int:
     return BYTES.get(facts.compute_dtype, 4)
 
 
-def is_fused(facts: Facts) -> bool:
-    """Whether fused operators run the adapters and the MLPs (techniques.lora.fused, resolved)."""
-    return facts.techniques.lora.enabled and facts.techniques.lora.fused is Switch.on
-
-
-def quantized_type(facts: Facts) -> str:
-    """The storage of the frozen linears: nf4, int8 or fp8; empty for model.dtype."""
-    quantize = facts.techniques.quantize
-    return quantize.type.value if quantize.enabled else ""
-
-
-def quantizes_experts(facts: Facts) -> bool:
-    """Whether the experts of a mixture are quantized; otherwise they are in model.dtype."""
-    return facts.techniques.quantize.enabled and facts.techniques.quantize.experts is Switch.on
-
-
 def unpacked_bytes(facts: Facts, shape: Shape) -> int:
     """Bytes in 16 bits of one layer's experts, gate and up, which are dequantized for each use."""
-    if not quantizes_experts(facts) or quantized_type(facts) == "fp8":
+    quantized = facts.execution.quantized
+    if quantized is None or quantized.multiplies or not quantized.experts:
         return 0
     widths = (kind.experts * kind.expert_inner for kind in shape.kinds)
     return number_bytes(facts) * 2 * shape.hidden * max(widths)
-
-
-def linears_stay(facts: Facts) -> bool:
-    """Whether the linears of attention and of a dense MLP stay in 16 bits beside quantized experts."""
-    largest = Shape.of(facts.model).largest_linear
-    return leaves_linears(facts.techniques.quantize, quantizes_experts(facts), largest)
-
-
-def linears_in_fp8(facts: Facts) -> bool:
-    """Whether the linears of attention and of a dense MLP are stored in fp8."""
-    return quantized_type(facts) == "fp8" and not linears_stay(facts)
 
 
 def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
@@ -397,8 +357,8 @@ def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
         return weights, trained
     parameters = image_numbers(facts)
     whole = BYTES.get(facts.dtype, 4) * (parameters.beside if parameters else 0)
-    if facts.techniques.lora.enabled:
-        whole += 4 * trained_parameters(facts)
+    if adapters := facts.execution.adapters:
+        whole += 4 * adapters.all
         return -(-(weights - whole) // parts) + whole, trained
     images = parameters.images if parameters and facts.trains_images else 0
     share = 1 / parts + (1 - 1 / parts) * images / trained_parameters(facts)
@@ -409,46 +369,42 @@ def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
 
 def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     """Bytes of weights, and of gradients and moments."""
-    number, lora, quantize = BYTES.get(facts.dtype, 4), facts.techniques.lora, facts.techniques.quantize
-    moments = MOMENTS.get(facts.optimizer.replace("_", ""), 2.0)
-    moment = BYTES[facts.moments] if facts.stochastic_rounding else number
-    moment = 4 if "8bit" in facts.optimizer else moment
+    number, run, kept = BYTES.get(facts.dtype, 4), facts.execution, facts.optimizer
+    moment = kept.size or number
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
     beside = parameters.beside if (parameters := image_numbers(facts)) else 0
-    if not lora.enabled:
+    adapters, quantized = run.adapters, run.quantized
+    if adapters is None:
         frozen = beside
         if parameters and facts.trains_images:
             total, frozen = total + parameters.images, beside - parameters.images
         # Divided weights are gathered in autocast's dtype, so nothing is copied.
         cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
         copies = 2 * total if cast else 0
-        # Muon leaves norms, embeddings, the head and experts (one tensor a layer) to AdamW, but no adapters of
-        # linears.
-        rest = shape.other_parameters + shape.expert_parameters if facts.optimizer == "muon" else 0
-        extra = rest * (MOMENTS["adamw"] - moments) * moment
+        # Adapters of linears are matrices.
+        others = kept.moments if kept.others is None else kept.others
+        extra = (shape.other_parameters + shape.expert_parameters) * (others - kept.moments) * moment
         layers = tuple(number * kind.parameters for kind in shape.kinds)
         end = number * shape.largest_table
-        trained = Trained(int(total * moments * moment + extra), number * total, layers, end)
+        trained = Trained(int(total * kept.moments * moment + extra), number * total, layers, end)
         return number * (total + frozen) + copies, trained
-    adapted = adapter_numbers(facts)
     linear, around = float(number), shape.other_parameters * number
-    if quantize.enabled:
-        linear = _quantized_bytes(quantize)
-        if quantizes_experts(facts):
-            others = shape.linear_parameters - shape.expert_parameters
-            around += int(others * (number - linear)) if linears_stay(facts) else 0
-        else:
+    if quantized:
+        linear = quantized.bytes
+        if not quantized.experts:
             around += int(shape.expert_parameters * (number - linear))
+        elif not quantized.linears:
+            around += int((shape.linear_parameters - shape.expert_parameters) * (number - linear))
         if not shape.tied:
-            around -= end * (number - 1) * (quantize.head + quantize.embeddings)
+            around -= end * (number - 1) * (quantized.head + quantized.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
-            around += end * ((1 - number) if quantize.embeddings else int(quantize.head))
+            around += end * ((1 - number) if quantized.embeddings else int(quantized.head))
     around += beside * number
     # Beside the frozen weights; quantized experts keep theirs.
-    copied = adapted.experts if quantize.enabled else adapted.all - adapted.images
-    packed = number * copied if is_fused(facts) else 0
-    size = 4 * adapted.all
-    trained = Trained(int(size * moments), size, (size // shape.layers,) * len(shape.kinds), 0)
+    copied = adapters.experts if quantized else adapters.all - adapters.images
+    packed = number * copied if run.fused else 0
+    size = 4 * adapters.all
+    trained = Trained(int(size * kept.moments), size, (size // shape.layers,) * len(shape.kinds), 0)
     return int(shape.linear_parameters * linear + around + packed) + size, trained
 
 
@@ -469,7 +425,7 @@ def exchange_bytes(facts: Facts) -> int:
     # tensor, is whole from the end of the forward pass to its gradient.
     head, layer = shape.vocabulary * shape.hidden, gathered_parameters(facts, shape) / shape.layers
     gradients = layer * (number_bytes(facts) + 4)
-    if facts.techniques.lora.enabled:  # as replicas do
+    if facts.execution.adapters:  # as replicas do
         gradients = facts.sum_bytes * trained_parameters(facts)
     return int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts) + gradients)
 
@@ -495,88 +451,37 @@ def gathered_parameters(facts: Facts, shape: Shape) -> int:
 def scattered_parameters(facts: Facts) -> int:
     """Trained parameters without experts that are divided by expert: a rank has the whole gradient of its experts, so
     ranks with divided weights do not add it up."""
-    experts = 0 if facts.techniques.lora.enabled else shape_of(facts).expert_parameters
+    experts = 0 if facts.execution.adapters else shape_of(facts).expert_parameters
     return trained_parameters(facts) - experts * divides_experts(facts)
 
 
 def trained_parameters(facts: Facts) -> int:
     """How many numbers the optimizer updates."""
-    shape, lora = shape_of(facts), facts.techniques.lora
-    if not lora.enabled:
-        whole = image_numbers(facts) if facts.trains_images else None
-        return shape.linear_parameters + shape.other_parameters + (whole.images if whole else 0)
-    return adapter_numbers(facts).all
-
-
-@dataclass(frozen=True)
-class AdapterNumbers:
-    """Parameters of adapters."""
-
-    all: int
-    experts: int
-    images: int
-    """Of the vision encoder and its projector."""
-
-
-def adapter_numbers(facts: Facts) -> AdapterNumbers:
-    """The adapters of techniques.lora, on what it selects of the model."""
-    lora = facts.techniques.lora
-    names = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform")
-    options: dict[str, Any] = {name: tuple(getattr(lora, name)) for name in names}
-    options |= {name: getattr(lora, name) for name in ("r", "vision", "projector")}
-    return _adapter_numbers(built(facts.model), tuple(options.items()), tuple(lora.rank_pattern.items()))
-
-
-@functools.lru_cache(maxsize=64)
-def _adapter_numbers(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int], ...]) -> AdapterNumbers:
-    values: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in options}
-    lora = LoraOptions(rank_pattern=dict(ranks), **values)
-    chosen, beside = select(model, lora), {id(module) for module in ImageParts.of(model) or ()}
-    modules = [(path, model.get_submodule(path)) for path in chosen.modules]
-    counts = [(rank_of(lora, path) * sum(module.weight.shape), id(module) in beside) for path, module in modules]
-    # peft may give the adapter of gate and up, which are one product, a multiple of the rank.
-    joined = lora.r * gate_up_parts(str(getattr(model.config, "model_type", "")))
-    tensors = [(path, model.get_parameter(path).shape) for path in chosen.experts]
-    experts = sum(
-        rank_of(lora, path, joined if path.endswith("gate_up_proj") else lora.r) * count * (inward + outward)
-        for path, (count, inward, outward) in tensors
-    )
-    images = sum(count for count, is_beside in counts if is_beside)
-    return AdapterNumbers(sum(count for count, _ in counts) + experts, experts, images)
-
-
-def rank_of(lora: LoraOptions, path: str, rank: int | None = None) -> int:
-    """The rank of the adapter of the module `path`: the entry of rank_pattern, whose patterns peft compares with the
-    end of the full name, or else `rank` (None: techniques.lora.r)."""
-    ranks = (value for pattern, value in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", path))
-    return next(ranks, lora.r if rank is None else rank)
+    if adapters := facts.execution.adapters:
+        return adapters.all
+    shape, whole = shape_of(facts), image_numbers(facts) if facts.trains_images else None
+    return shape.linear_parameters + shape.other_parameters + (whole.images if whole else 0)
 
 
 def linear_bytes(facts: Facts) -> float:
     """Bytes of each weight of the layers' linears as the weights are multiplied and sent."""
-    quantize = facts.techniques.quantize
-    return _quantized_bytes(quantize) if quantize.enabled else number_bytes(facts)
-
-
-def _quantized_bytes(quantize: QuantizeOptions) -> float:
-    """Bytes of each quantized weight, scales included."""
-    return bytes_per_weight(quantize.type.value, quantize.keeps_transposes)
+    quantized = facts.execution.quantized
+    return quantized.bytes if quantized else number_bytes(facts)
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
     """The loss's peak: the last hidden states, their norm and its gradient, the logits and their softmax and gradient.
-    Without Liger's kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, needs
+    Without a fused kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, needs
     four more."""
-    number, tokens, lora = number_bytes(facts), facts.tokens, facts.techniques.lora
-    copies = 0 if facts.techniques.liger.runs("rms_norm") or number == 4 else 4 * tokens * shape.hidden
+    number, tokens, run = number_bytes(facts), facts.tokens, facts.execution
+    copies = 0 if run.fused_norms or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
     if facts.head != "lm":
         return max(states, 5 * copies)
-    if not facts.techniques.liger.runs("fused_linear_cross_entropy"):
+    if not run.fused_loss:
         return max(states + logits * (2 * number + 8), 5 * copies)
-    rows = facts.techniques.liger.chunk_rows
-    chunk = rows * shape.vocabulary * number if rows else BUFFER
+    chunk = run.loss_rows * shape.vocabulary * number if run.loss_rows else BUFFER
     # The gradient is summed in float32 and then copied to the weight's dtype.
     size = BYTES.get(facts.dtype, 4)
-    head = 0 if lora.enabled else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
+    head = 0 if run.adapters else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
     return max(states + min(logits * number, chunk) + 4 * min(logits, BLOCK) + head, 5 * copies)

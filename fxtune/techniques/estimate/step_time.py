@@ -15,24 +15,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Layer, Shape
-from fxtune.models.kinds.tower_shape import TowerWork
+from fxtune.models.kinds.image_decoder.tower_shape import TowerWork
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import (
     LayerBytes,
     Need,
     divides_experts,
     forecast,
-    is_fused,
-    linears_in_fp8,
     number_bytes,
-    quantized_type,
-    quantizes_experts,
     trained_parameters,
     unpacked_bytes,
 )
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan, recompute_plan
 from fxtune.techniques.estimate.tower import has_gradients, planned_cost, tower_level
 
 ROWS = 4096
@@ -58,9 +54,6 @@ ROW_PASSES = 5.0
 """Gathering the rows of experts and adding them up, as a multiple of the hidden states of all experts of a token."""
 ROUTER_PASSES = 40.0
 """A router's softmax and choice in float32, as a multiple of the number of experts (by calculation)."""
-EIGHT_BIT_BYTES = 150.0
-"""torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
-(full fine-tuning of 8B: 0.3 s)."""
 NORM_PASSES, CLIP_PASSES = 1, 2
 """The norm of the gradient reads each gradient once; clipping, the default, reads and writes each once more."""
 UNEXPLAINED = 8.4e-3
@@ -128,14 +121,14 @@ def layer_time(facts: Facts, length: float | None = None, starts: float = 0.0) -
 
 def _time_of(facts: Facts, layer: Layer, h: int, length: float, starts: float) -> LayerTime:
     card, tokens, q, k, i = rates(facts), facts.tokens, layer.q, layer.k, layer.inner
-    product = mlp_product = tokens * 2 / (card.fp8 if linears_in_fp8(facts) else card.matmul)
+    run = facts.execution
+    quantized = run.quantized if run.quantized and run.quantized.multiplies else None
+    product = mlp_product = tokens * 2 / (card.fp8 if quantized and quantized.linears else card.matmul)
     if layer.experts > 1:
-        experts_in_fp8 = quantized_type(facts) == "fp8" and quantizes_experts(facts)
-        mlp_product = tokens * 2 / (card.fp8 if experts_in_fp8 else card.matmul)
-    elif facts.techniques.float8.enabled:
-        slow = 1 / 3 if facts.techniques.float8.weight_gradient == "bfloat16" else 0.0
-        product = mlp_product = tokens * 2 * ((1 - slow) / card.fp8 + slow / card.matmul)
-    moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if is_fused(facts) else 3 * i)) / card.memory
+        mlp_product = tokens * 2 / (card.fp8 if quantized and quantized.experts else card.matmul)
+    elif run.fp8_products:
+        product = mlp_product = tokens * 2 * (run.fp8_products / card.fp8 + (1 - run.fp8_products) / card.matmul)
+    moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if run.fused else 3 * i)) / card.memory
     attention = _attention_seconds(facts, layer, length, starts)
     return LayerTime(attention, product * layer.narrow, mlp_product * layer.wide, mlp_product * layer.down, moved)
 
@@ -188,7 +181,7 @@ def forward_seconds(
 
 def attention_backward_share(facts: Facts) -> float:
     """The share of attention's backward pass in the time of a step of full rows of one document."""
-    plan = recompute_plan(facts.techniques)
+    plan = facts.execution.recompute
     return Shape.of(facts.model).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
 
 
@@ -212,7 +205,8 @@ def _head_seconds(facts: Facts, supervised: float) -> float:
     if facts.head != "lm":
         return 0.0
     shape, card = Shape.of(facts.model), rates(facts)
-    in_fp8 = quantized_type(facts) == "fp8" and facts.techniques.quantize.head
+    quantized = facts.execution.quantized
+    in_fp8 = quantized is not None and quantized.multiplies and quantized.head
     return 2 * facts.tokens * supervised * shape.hidden * shape.vocabulary / (card.fp8 if in_fp8 else card.matmul)
 
 
@@ -227,8 +221,8 @@ def update_seconds(facts: Facts) -> float:
     need = forecast(facts, RecomputePlan())
     weights = trained_parameters(facts) / facts.degrees.shard
     moved = 2 * need.trained + 2 * number_bytes(facts) * weights
-    if "8bit" in facts.optimizer and facts.stochastic_rounding:
-        moved = EIGHT_BIT_BYTES * weights
+    if facts.optimizer.update_bytes:
+        moved = facts.optimizer.update_bytes * weights
     passes = NORM_PASSES + (0 if facts.in_backward else CLIP_PASSES)
     return (moved + passes * number_bytes(facts) * weights) / rates(facts).memory
 
@@ -239,7 +233,7 @@ def _elementwise(facts: Facts) -> float:
     and for a mixture the router, the rows of tokens, and packed experts. Trained experts gather the rows of two
     products once more, for the gradients of their weights. With divided experts, ranks copy the states of all ranks'
     tokens before they are sent, and add up the received sums, in both passes."""
-    shape, lora = Shape.of(facts.model), facts.techniques.lora.enabled
+    shape, lora = Shape.of(facts.model), facts.execution.adapters is not None
     passes = sum(count * _numbers_moved(facts, kind, shape.hidden, lora) for kind, count in shape.counts)
     mixtures = sum(count for kind, count in shape.counts if kind.experts > 1)
     moved = number_bytes(facts) * facts.tokens * passes
@@ -338,4 +332,4 @@ def _mix(
 
 
 def _trained(facts: Facts) -> bool:
-    return not facts.techniques.lora.enabled
+    return facts.execution.adapters is None

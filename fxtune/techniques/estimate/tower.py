@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import matmul_sizes
-from fxtune.models.kinds.known import kind_of
-from fxtune.models.kinds.tower_shape import TowerShape, TowerWork
+from fxtune.models.kinds.image_decoder.tower_shape import TowerShape, TowerWork
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.structure import beside_text, for_images, projectors, skeleton, towers
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
 BATCHES = 2
@@ -90,8 +90,8 @@ class ImageParts:
     @staticmethod
     def of(model: Any) -> ImageParts | None:
         """The parts of a model, with adapters or without; None if the model reads no images."""
-        shape = kind_of(model.config).tower_shape(model.config)
-        if shape is None:
+        images = kind_of(model.config).images
+        if images is None:
             return None
         projector = [module for part in projectors(model) for module in part.modules()]
         beside = {id(module) for module in projector}
@@ -104,7 +104,8 @@ class ImageParts:
             or any(_is_kernel(*named_weight) for named_weight in module.named_parameters(recurse=False))
         ]
         at_pixels = {id(module) for module in embedding}
-        return ImageParts(shape, embedding, [module for _, module in own if id(module) not in at_pixels], projector)
+        tower = [module for _, module in own if id(module) not in at_pixels]
+        return ImageParts(images.shape(model.config), embedding, tower, projector)
 
     def __iter__(self) -> Iterator[nn.Module]:
         yield from (*self.embedding, *self.tower, *self.projector)
@@ -182,7 +183,7 @@ def _numbers(model: nn.Module) -> ImageNumbers:
     parts = ImageParts.of(model)
     named = [*(part for tower in towers(model) for part in tower.named_modules())]
     is_gated = any(path.endswith(".gate_proj") for path, _ in named)
-    configs = kind_of(model.config).tower_configs(model.config)
+    configs = images_of(model.config).configs(model.config) if parts else []
     in_tower = {id(module) for module in parts.tower} if parts else set()
     norms = (module for _, module in named if "RMSNorm" in type(module).__name__ and id(module) in in_tower)
     # A norm without a weight counts as 0.
@@ -217,20 +218,20 @@ def tower_shape(facts: Facts) -> TowerShape | None:
 def planned_cost(facts: Facts, trains: bool = True) -> TowerCost | None:
     """The cost of images in a run, without the products of adapters; None if the model reads no images. `trains`:
     count the backward pass, too."""
-    numbers, lora = image_numbers(facts), facts.techniques.lora
+    numbers, adapters = image_numbers(facts), facts.execution.adapters
     if numbers is None or numbers.parts is None:
         return None
     in_tower = trains and has_gradients(facts)
-    cost = numbers.parts.cost(lambda _: in_tower and not lora.enabled, in_tower, 0)
-    if trains and lora.enabled and lora.projector and not in_tower:  # gradients of inputs
+    cost = numbers.parts.cost(lambda _: in_tower and adapters is None, in_tower, 0)
+    if trains and adapters and adapters.projector and not in_tower:  # gradients of inputs
         return replace(cost, per_feature=2 * cost.per_feature)
     return cost
 
 
 def has_gradients(facts: Facts) -> bool:
     """Whether gradients pass through the vision encoder."""
-    lora = facts.techniques.lora
-    return lora.vision if lora.enabled else facts.trains_images
+    adapters = facts.execution.adapters
+    return adapters.vision if adapters else facts.trains_images
 
 
 @dataclass(frozen=True)
@@ -260,10 +261,10 @@ def image_memory(facts: Facts, plan: RecomputePlan, number: int, hidden: int) ->
         return ImageMemory()
     shape = numbers.parts.shape
     positions, pixels = shape.positions(features), features * shape.merged * numbers.pixels
-    dtype = kind_of(numbers.config).pixel_dtype(numbers.config, getattr(torch, facts.dtype))
+    dtype = images_of(numbers.config).pixel_dtype(numbers.config, getattr(torch, facts.dtype))
     held = pixels * dtype.itemsize * (BATCHES if facts.device == "cuda" else 1)
     held += features * hidden * number * shape.levels
-    compiled = facts.techniques.compile.enabled and facts.device == "cuda"
+    compiled = facts.execution.compiled and facts.device == "cuda"
     working = positions * _working_bytes(numbers, number, compiled)
     if has_gradients(facts):
         kept = _kept_bytes(numbers, number, compiled)

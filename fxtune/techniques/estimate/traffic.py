@@ -47,7 +47,7 @@ def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
     all_weights = gathered_parameters(facts, shape) * linear_bytes(facts) + shape.other_parameters * number
     # Gradients are scattered over the ranks that divide the weights. Then the ranks with the same part add it up.
     copies, parts = degrees.replicate * degrees.context, degrees.shard
-    if facts.techniques.lora.enabled:  # adapters are whole on each rank
+    if facts.execution.adapters:  # adapters are whole on each rank
         copies, parts = degrees.ranks, 1
     all_gradients = facts.sum_bytes * trained_parameters(facts)
     scattered = facts.sum_bytes * scattered_parameters(facts)

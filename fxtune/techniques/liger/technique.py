@@ -16,13 +16,14 @@ Two operations are fxtune's own and need neither a GPU nor the package: `rope` (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxtune.distributed.world import World
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, LigerKernel, LigerOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
@@ -132,6 +133,15 @@ class Liger(LigerOptions, Technique):
         notes.append(f"{FUSED_LOSS} {'on' if on else 'off'} ({why})")
         self.kernels = chosen
         return f"{'' if chosen else 'no kernel runs here: '}{', '.join(notes)}"
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        return replace(
+            execution,
+            fused_norms=self.runs("rms_norm"),
+            fused_gate=self.runs("swiglu"),
+            fused_loss=self.runs("fused_linear_cross_entropy"),
+            loss_rows=self.chunk_rows,
+        )
 
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
         """Whether to run this operation by its kernel, and why."""

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fxtune.errors import ConfigError, nearest
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
 from fxtune.models.structure import (
@@ -380,7 +380,7 @@ def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> No
     ]
     try:
         with _with_memory(model, device), without_dropout(model), torch.enable_grad():
-            features = kind_of(model.config).image_features(model)
+            features = images_of(model.config).features(model)
             total = torch.stack([feature.float().sum() for feature in features]).sum()
             gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
     finally:
@@ -480,7 +480,7 @@ class _Places:
 
 
 def _is_below(path: str, parent: str) -> bool:
-    return f"{path}.".startswith(f"{parent}.")
+    return not parent or f"{path}.".startswith(f"{parent}.")
 
 
 def _beside(path: str, decoder: str) -> str:

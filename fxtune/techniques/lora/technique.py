@@ -15,13 +15,14 @@ adapters' products in the dtype of the base, as under autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.facts.execution import Execution
 from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
@@ -44,6 +45,7 @@ from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 from fxtune.techniques.lora.experts import group_experts, observe_experts
+from fxtune.techniques.lora.numbers import adapters_of
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
@@ -95,6 +97,9 @@ class Lora(LoraOptions, Technique):
 
     def resolve(self, facts: Facts) -> str | None:
         return "; ".join(filter(None, (self._resolve_fused(facts), self._resolve_products(facts)))) or None
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        return replace(execution, adapters=adapters_of(self, facts), fused=self.fused is Switch.on)
 
     def _resolve_fused(self, facts: Facts) -> str | None:
         if self.fused is not Switch.auto:

@@ -40,6 +40,8 @@ def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
             f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
             "techniques.lora.enabled=true, or this to false."
         )
+    if facts.adds_tokens and (options.head or options.embeddings):
+        yield "head, embeddings: stored in fp8, and model.add_tokens trains rows of both. Set both to false."
     if fp8:
         yield from _fp8(options, facts)
     elif options.type is not WeightFormat.mxfp4 and PACKAGE not in facts.packages:

@@ -22,13 +22,15 @@ row by row (models/shards.py). Only the adapter is saved; it loads onto the plai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from fxtune.distributed.world import World
+from fxtune.facts.execution import Execution, Quantized
 from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import skeleton
 from fxtune.system.units import GIB
@@ -36,7 +38,7 @@ from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.quantize import check, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model
 from fxtune.techniques.quantize.check import PACKAGE
-from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of
+from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
 from fxtune.techniques.quantize.selection import (
     expert_weights,
     experts_refusal,
@@ -44,6 +46,7 @@ from fxtune.techniques.quantize.selection import (
     linears_of,
     takes_experts,
 )
+from fxtune.techniques.quantized_modules import bytes_per_weight
 
 EachWeight = Callable[[Mapping[str, tuple[int, ...]], Take], None]
 """Hands each weight, of those by name and shape, to a function."""
@@ -68,6 +71,15 @@ class Quantize(QuantizeOptions, Technique):
             self.compute_dtype = ComputeDtype(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
         return "; ".join(chosen) or None
+
+    def describe(self, facts: Facts, execution: Execution) -> Execution:
+        experts = self.experts is Switch.on
+        stays = leaves_linears(self, experts, Shape.of(facts.model).largest_linear)
+        size = bytes_per_weight(self.type.value, self.keeps_transposes)
+        multiplies = self.type is WeightFormat.fp8
+        return replace(
+            execution, quantized=Quantized(size, multiplies, not stays, experts, self.head, self.embeddings)
+        )
 
     def _resolve_transposes(self, facts: Facts) -> str:
         model = skeleton(facts.model)

@@ -11,7 +11,7 @@ from fxtune.data.batches.build import plan_training
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.tokenize import tokenize
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 
 MARKS = {"qwen2_5_vl": 0, "gemma3": 2, "internvl": 2}
 """Tokens around the features of an image."""
@@ -34,7 +34,7 @@ def test_the_images_of_a_step_are_those_of_its_batches(family, tmp_path):
     plan = plan_of(family, tmp_path)
     table, config = plan.tables[0], image_models.config(family)
     token = table.image_processor.feature_token
-    shape = kind_of(config).tower_shape(config)
+    shape = images_of(config).shape(config)
     steps = [plan.images(step) for step in range(plan.steps)]
     assert sum(map(len, steps)) == len(table.images) == 36
     for step, images in enumerate(steps):

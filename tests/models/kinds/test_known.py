@@ -21,7 +21,7 @@ def test_decoder_of_text_is_found_by_its_config(family):
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "smolvlm"])
 def test_decoder_that_reads_images_is_found_by_its_config(family):
     kind = kind_of(CONFIG_MAPPING[family]())
-    assert kind.reads_images
+    assert kind.images
     assert kind.auto is AutoModelForImageTextToText
     assert family in families()
 

@@ -7,7 +7,7 @@ import torch
 from support import image_models
 from support.image_models import assert_alike, documents, gradients
 
-from fxtune.models.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import tower_layers, towers
 from fxtune.objectives.language_model import LanguageModel

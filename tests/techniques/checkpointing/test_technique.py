@@ -18,6 +18,7 @@ from support.checkpointing import NARROW, checkpointed, close, gradients, seen, 
 from support.forecasts import TECHNIQUES, card
 
 from fxtune.facts.options import Offloaded, Policy, Switch
+from fxtune.facts.recomputation import LEVELS
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
@@ -29,7 +30,6 @@ from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate import step_time
 from fxtune.techniques.estimate.memory import LayerBytes, forecast
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 EXACT = {
@@ -170,7 +170,7 @@ def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(lev
     facts = replace(facts_of(model), device="cuda", techniques=replace(pipeline, compile=Compile(enabled=True)))
     # cos, sin and positions, which all layers share. Level `everything` also keeps the factors of the norms.
     tables = 24 * 4 * (2 * 16 + 2) + 24 * 8
-    assert 0 <= kept - 24 * LayerBytes(facts, RecomputePlan.of(pipeline.checkpointing)).kept(level) <= tables, kept
+    assert 0 <= kept - 24 * LayerBytes(facts, pipeline.checkpointing.plan).kept(level) <= tables, kept
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_as_many_layers_offload_as_the_host_has_room_for():
             senders
             and "every layer keeps input, inputs of the first 25 layers in host memory, as the host has room for"
         )
-        assert sum(RecomputePlan.of(technique).sending(32)) == (senders or 31)
+        assert sum(technique.plan.sending(32)) == (senders or 31)
         assert not list(technique.check(facts))
 
 
@@ -334,7 +334,7 @@ def test_auto_chooses_the_fastest_plan_that_fits(gib, length, rows, host, said):
     facts = card(gib, length, rows, host=host)
     technique, why = chosen(facts)
     assert why.startswith(said), why
-    need = forecast(facts, RecomputePlan.of(technique))
+    need = forecast(facts, technique.plan)
     assert f"{need.device / GIB:.1f} of {gib}.0 GiB free" in why
     assert need.device <= gib * GIB
     assert need.host <= 0.8 * host * GIB
@@ -343,9 +343,9 @@ def test_auto_chooses_the_fastest_plan_that_fits(gib, length, rows, host, said):
 def test_auto_fills_memory_up_to_a_margin_and_reports_what_everything_would_need():
     technique, why = chosen(card(139, 65536))
     assert "everything would need 24" in why
-    assert 0.9 * 139 * GIB < forecast(card(139, 65536), RecomputePlan.of(technique)).device < 0.95 * 139 * GIB
+    assert 0.9 * 139 * GIB < forecast(card(139, 65536), technique.plan).device < 0.95 * 139 * GIB
     one_more = {"narrow": technique.mix["narrow"] - 1, "wide": technique.mix["wide"] + 1}
-    assert forecast(card(139, 65536), RecomputePlan.of(replace(technique, mix=one_more))).device > 0.95 * 139 * GIB
+    assert forecast(card(139, 65536), replace(technique, mix=one_more).plan).device > 0.95 * 139 * GIB
 
 
 def test_auto_tries_the_smallest_plan_and_warns_if_none_fits():
@@ -367,7 +367,7 @@ def test_more_memory_never_gives_a_slower_plan():
         times = []
         for gib in range(24, 400, 24):
             facts = card(gib, length, rows)
-            times.append(step_time.overhead(facts, RecomputePlan.of(chosen(facts)[0])))
+            times.append(step_time.overhead(facts, chosen(facts)[0].plan))
         assert all(less >= more - 1e-9 for less, more in pairwise(times))
         assert times[0] > times[-1] == 0
 
@@ -382,7 +382,7 @@ def test_options_chosen_by_auto_are_valid_in_a_recipe(gib, length):
     again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Checkpointing), recipe))
     assert not list(again.check(facts))
     assert again.resolve(facts) is None, "nothing is left to decide"
-    need = forecast(facts, RecomputePlan.of(again))
+    need = forecast(facts, again.plan)
     assert f"{need.device / GIB:.1f} of {gib}.0 GiB free" in why
     assert f"{need.host / GIB:.1f} GiB of host memory" in why
 

@@ -21,7 +21,7 @@ from support.runs import history
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
 from fxtune.facts.run import Facts
-from fxtune.models.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import tower_layers, towers
 from fxtune.objectives.language_model import LanguageModel

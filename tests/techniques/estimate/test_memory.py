@@ -12,12 +12,13 @@ from support.forecasts import LLAMA, PEFT, TECHNIQUES, allocated, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.execution import OptimizerState
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels import frozen_base, fused_lora
 from fxtune.optim.config import OptimizerConfig, OptimizerName
-from fxtune.optim.optimizer import Optimizer
+from fxtune.optim.optimizer import Optimizer, state_of
 from fxtune.system.units import GIB
 from fxtune.techniques.estimate.memory import forecast, trained_parameters
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 
 
 def test_the_forecast_equals_its_formula():
@@ -134,7 +135,7 @@ def test_the_forecast_counts_the_moments_of_muon_and_adamw(kind, adapted):
         64,
         model=config.to_dict(),
         dtype="float32",
-        optimizer="muon",
+        optimizer=state_of(OptimizerConfig(name=OptimizerName.muon)),
         techniques={"lora": {"r": 8, "target_modules": ["all-linear"], "fused": "off"}} if adapted else {},
     )
     moments = sum(tensor.nbytes for tensor in optimizer.state()[0].values())
@@ -196,11 +197,11 @@ def test_gradients_that_are_held_from_step_to_step_come_on_top(why):
 def test_copies_that_undo_a_bad_step_are_counted():
     """Weights, gradients and 8-bit moments of the head in the backward pass; of all adapters in a step of its own."""
     head = 128256 * 4096
-    facts = replace(card(139, 4096, techniques=FULL_8B), optimizer="adamw_8bit", undo_limit=2**31)
-    assert forecast(facts, RecomputePlan()) == forecast(replace(facts, undo_limit=0), RecomputePlan())  # too large
-    facts = replace(facts, in_backward=True)
-    seen = [forecast(replace(facts, undo_limit=limit), RecomputePlan("input")) for limit in (0, 2**31)]
+    limits = [OptimizerState(0.5, size=4, undo_limit=limit) for limit in (0, 2**31)]
+    whole = [replace(card(139, 4096, techniques=FULL_8B), optimizer=state) for state in limits]
+    assert forecast(whole[0], RecomputePlan()) == forecast(whole[1], RecomputePlan())  # too large
+    seen = [forecast(replace(facts, in_backward=True), RecomputePlan("input")) for facts in whole]
     assert [need.update for need in seen] == [0, pytest.approx(head * (2 + 2 + 2), rel=0.01)]
     assert seen[1].backward - seen[0].backward > 2 * head
-    adapters = replace(card(139, 4096), optimizer="lion", undo_limit=2**31)
+    adapters = replace(card(139, 4096), optimizer=OptimizerState(1.0, undo_limit=2**31))
     assert forecast(adapters, RecomputePlan()).update == 4 * 3 * trained_parameters(adapters)

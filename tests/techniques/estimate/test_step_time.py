@@ -9,10 +9,10 @@ from support.architectures import built, facts_of, random_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.estimate import cards, step_time
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import LEVELS, RecomputePlan, recompute_plan
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 
@@ -63,7 +63,7 @@ def test_a_micro_batch_takes_about_as_long_as_measured():
     """6,570 tokens/s, one H200, rows of one 65,536-token document (docs/performance.md)."""
     facts = card(139, 65536, techniques={**TECHNIQUES, "checkpointing": {"policy": "auto"}})
     facts = replace(facts, techniques=facts.techniques.decided(facts)[0])
-    speed = 65536 / step_time.micro_batch_seconds(facts, recompute_plan(facts.techniques))
+    speed = 65536 / step_time.micro_batch_seconds(facts, facts.execution.recompute)
     assert speed == pytest.approx(6570, rel=0.1)
     half = replace(facts, degrees=Degrees(context=2))
     seconds = (step_time.micro_batch_seconds(case, RecomputePlan("input")) for case in (half, facts))

@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from fxtune.distributed.parallel import Degrees
-from fxtune.facts.options import CompileOptions, LoraOptions, Techniques
+from fxtune.facts.options import LoraOptions
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
-from fxtune.models.kinds.known import kind_of
-from fxtune.models.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
-from fxtune.techniques.estimate.memory import adapter_numbers, forecast, trained_parameters
-from fxtune.techniques.estimate.recomputation import RecomputePlan
+from fxtune.techniques.compile.technique import Compile
+from fxtune.techniques.estimate.memory import forecast, trained_parameters
 from fxtune.techniques.estimate.tower import (
     BATCHES,
     ImageParts,
@@ -28,6 +29,8 @@ from fxtune.techniques.estimate.tower import (
     tower_cost,
 )
 from fxtune.techniques.lora.targets import select
+from fxtune.techniques.lora.technique import Lora
+from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking.throughput import training_cost
 
 SIZES = {"gemma4": (3, 3), "llava_onevision": (1, 2)}
@@ -42,7 +45,7 @@ def model_of(family):
     return model.requires_grad_(False)
 
 
-def images_of(family, model):
+def two_images(family, model):
     """(arguments of get_image_features, arguments of TowerShape.work) for two images; one for Pixtral, whose eager
     attention also computes pairs of two images, and masks them."""
     seeds = (0,) if family in ("pixtral", "mistral3") else (0, 1)
@@ -50,7 +53,7 @@ def images_of(family, model):
     tensors = [document.images for document in shown]
     features = np.array([int((document.ids == IMAGE_TOKEN).sum()) for document in shown])
     sizes = [images.get("image_sizes", torch.zeros(1, 2))[0].long().tolist() for images in tensors]
-    return kind_of(model.config).merge(model.config)(tensors), (features, *np.array(sizes).T)
+    return images_of(model.config).merge(model.config)(tensors), (features, *np.array(sizes).T)
 
 
 ANGLES = 1e-3
@@ -87,7 +90,7 @@ def require_gradients_behind_the_embedding(model):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
     model = model_of(family)
-    images, sizes = images_of(family, model)
+    images, sizes = two_images(family, model)
     cost = tower_cost(model)
     work = cost.shape.work(*sizes)
     assert cost.flops(work) == pytest.approx(counted(model, images, backward=False), rel=ANGLES)
@@ -98,7 +101,7 @@ def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 def test_flops_of_a_trained_tower(family, lora):
     model = model_of(family)
-    images, sizes = images_of(family, model)
+    images, sizes = two_images(family, model)
     parts = [*towers(model), *projectors(model)]
     if lora:
         names = [
@@ -152,8 +155,8 @@ def test_a_decoder_does_not_count_the_linears_of_its_tower_for_tokens():
 
 
 def facts_of(family, *, lora=None, compile=None, **more):
-    options = CompileOptions(**({"enabled": False} if compile is None else compile))
-    techniques = Techniques(lora=LoraOptions(**({"enabled": False} if lora is None else lora)), compile=options)
+    options = Compile(**({"enabled": False} if compile is None else compile))
+    techniques = Pipeline(lora=Lora(**({"enabled": False} if lora is None else lora)), compile=options)
     known = dict(sequence_length=64, rows=(64,), dtype="bfloat16", techniques=techniques)
     return Facts(device="cuda", **{"model": image_models.config(family).to_dict(), **known, **more})
 
@@ -163,7 +166,7 @@ def test_parameters_are_those_of_the_model(family):
     model, numbers = image_models.model(family), image_numbers(facts_of(family))
     assert numbers.beside == sum(weight.numel() for weight in beside_text(model))
     assert numbers.images == sum(weight.numel() for weight in for_images(model))
-    images, sizes = images_of(family, model)
+    images, sizes = two_images(family, model)
     work = numbers.parts.shape.work(*sizes)
     assert numbers.pixels * work.patches == images["pixel_values"].numel()
     frozen, trained = (facts_of(family, trains_images=trains) for trains in (False, True))
@@ -180,12 +183,12 @@ def test_adapters_are_those_of_the_model(family, parts):
     alone = {id(module) for part in (*towers(model), *projectors(model)) for module in part.modules()}
     paths = [path for path in select(model, LoraOptions(**options)).modules if id(model.get_submodule(path)) in alone]
     if not paths:
-        assert adapter_numbers(facts_of(family, lora=options)).images == 0
+        assert facts_of(family, lora=options).execution.adapters.images == 0
         return
     adapted = get_peft_model(model, LoraConfig(r=3, target_modules=paths))
     made = sum(weight.numel() for name, weight in adapted.named_parameters() if is_adapter(name))
     facts = facts_of(family, lora=options)
-    assert adapter_numbers(facts).images == made
+    assert facts.execution.adapters.images == made
     plain = facts_of(family, lora={"enabled": True, "r": 3})
     assert trained_parameters(facts) - trained_parameters(plain) == made
     assert forecast(facts, RecomputePlan()).weights - forecast(plain, RecomputePlan()).weights == 4 * made
@@ -274,9 +277,9 @@ def test_memory_is_what_a_tower_allocates(family):
         images = [image_models.image(family, model.config, (16, 16), generator)]
         if family != "qwen2_5_vl":
             images = [{"pixel_values": torch.randn(1, 3, 448, 448)}]
-        images = kind.merge(model.config)(images)
+        images = kind.images.merge(model.config)(images)
         seen = allocated(lambda: model.model.get_image_features(**images, return_dict=True).pooler_output)
-        features = kind.tower_shape(model.config).tile or 256
+        features = kind.images.shape(model.config).tile or 256
         facts = Facts(
             device="cpu",
             model=model.config.to_dict(),
@@ -284,7 +287,7 @@ def test_memory_is_what_a_tower_allocates(family):
             sequence_length=features,
             image_features=features,
             trains_images=trains,
-            techniques=Techniques(lora=LoraOptions(enabled=False)),
+            techniques=Pipeline(),
         )
         return seen, image_memory(facts, RecomputePlan(), 2, 32)
 

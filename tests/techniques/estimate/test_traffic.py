@@ -9,9 +9,9 @@ from support.architectures import enable
 from support.forecasts import LLAMA, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.settle.degrees import memory_need
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.traffic import step_traffic
 
 TRIED = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}

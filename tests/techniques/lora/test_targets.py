@@ -30,7 +30,7 @@ from torch import nn
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Switch
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.structure import backbone, projectors, skeleton, towers
 from fxtune.objectives.language_model import LanguageModel
@@ -314,7 +314,7 @@ def test_without_the_options_the_parts_for_images_run_without_gradient():
     prepared = prepared_model(pipeline, image_models.recipe("qwen2_5_vl"), packing=True)
     model = prepared.module
     assert all(name.startswith("model.language_model.") for name in adapted(model))
-    assert not any(feature.requires_grad for feature in kind_of(model.config).image_features(model))
+    assert not any(feature.requires_grad for feature in images_of(model.config).features(model))
     assert prepared.targets.left["techniques.lora.projector=off"] == [
         "model.visual.merger.mlp.0",
         "model.visual.merger.mlp.2",
@@ -334,7 +334,7 @@ def test_an_adapter_with_parts_for_images_loads_in_plain_peft(fused, tmp_path):
     pipeline = lora(vision=True, projector=True, fused=Switch(fused))
     prepared = pipeline.build(config, load_config(config), CPU, 0)
     mine = trained(prepared.module)
-    row, images = kind_of(mine.config).image_row(mine)
+    row, images = images_of(mine.config).row(mine)
     types = image_models.type_ids(mine, row)
     before, expected = (model(input_ids=row, **images, **types).logits for model in (made, mine))
     assert (expected - before).abs().max() > 0.01

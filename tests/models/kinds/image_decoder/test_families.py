@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxtune.models.kinds.image_families import in_one_row, padded_to_largest
+from fxtune.models.kinds.image_decoder.families import in_one_row, padded_to_largest
 
 
 def test_images_of_several_sizes_are_padded_at_their_ends():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fxtune.models.kinds.tower_shape import TowerShape
+from fxtune.models.kinds.image_decoder.tower_shape import TowerShape
 from fxtune.upstream.transformers import tiles_of_image
 
 Tensors = dict[str, torch.Tensor]
@@ -225,4 +225,4 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": _IDEFICS,
     "idefics3": _IDEFICS,
 }
-"""By `model_type`; tests/models/kinds/test_image_decoder.py compares each with plain transformers."""
+"""By `model_type`; tests/models/kinds/image_decoder/test_images.py compares each with plain transformers."""

@@ -3,8 +3,8 @@
 A patch embedding is a convolution whose stride equals its kernel size. Patches do not overlap, so the convolution is a
 product of the flattened patches and the flattened kernel. The convolution may take a hundred times as long as the
 product: in bfloat16 cuDNN has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100 in
-sglang-omni#539). The vision encoders of kinds/image_families.py have no other convolution, so cuDNN's autotuner and
-channels-last memory have no use.
+sglang-omni#539). The vision encoders of families.py have no other convolution, so cuDNN's autotuner and channels-last
+memory have no use.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.replacement import InPlaceOf, places, put
-from fxtune.models.structure import towers
 
 
 class PatchEmbedding(InPlaceOf):
@@ -40,10 +40,10 @@ class PatchEmbedding(InPlaceOf):
         return F.linear(flat, self.weight.flatten(1), self.bias).view(images, *counts, -1).movedim(-1, 1)
 
 
-def replace_patch_embeddings(model: nn.Module) -> None:
+def replace_patch_embeddings(model: Any) -> None:
     """Replace the patch embeddings in the vision encoders of a model by products. Names and weights stay."""
-    where = places(model)
-    for tower in towers(model):
+    where, images = places(model), kind_of(model.config).images
+    for tower in images.towers(model) if images else ():
         for module in [*tower.modules()]:
             if _is_patch_embedding(module):
                 put(where, module, PatchEmbedding(module))

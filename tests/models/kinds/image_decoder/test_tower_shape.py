@@ -3,12 +3,12 @@ import pytest
 from support import image_models
 from support.image_models import CONFIGS
 
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 
 
 def shape_of(family):
     config = image_models.config(family)
-    return kind_of(config).tower_shape(config)
+    return images_of(config).shape(config)
 
 
 def test_windows_bound_the_keys_of_qwen2_5():
@@ -33,9 +33,3 @@ def test_tiles_of_llava_onevision_follow_from_the_size_of_the_image():
     shape = shape_of("llava_onevision")
     work = shape.work(np.array([9, 9]), np.array([28, 28]), np.array([28, 56]))
     assert work.features == (2 + 3) * shape.tile
-
-
-def test_a_model_of_text_has_no_tower():
-    from transformers import LlamaConfig
-
-    assert kind_of(LlamaConfig()).tower_shape(LlamaConfig()) is None

@@ -10,11 +10,12 @@ from support.forecasts import card
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.facts.execution import OptimizerState
 from fxtune.facts.options import Autocast, Scope, Switch
+from fxtune.facts.recomputation import RecomputePlan
 from fxtune.optim.config import OptimizerName
-from fxtune.settle.in_backward import change_for, decide, refusals
+from fxtune.settle.freed_gradients import change_for, decide, refusals
 from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.training.builder import RunBuilder
 
 
@@ -77,7 +78,7 @@ def test_a_refusal_comes_before_a_weight_is_loaded(full):
 
 def test_forecast_counts_the_gradients_of_a_layer_and_auto_frees_what_does_not_fit(full):
     full.optimizer.in_backward = Switch.auto
-    facts = replace(card(139, 512, techniques={}), optimizer="adamw_8bit")
+    facts = replace(card(139, 512, techniques={}), optimizer=OptimizerState(0.5, size=4))
     facts = replace(facts, techniques=full.techniques)
     kept, freed = (forecast(replace(facts, in_backward=on), RecomputePlan("input")) for on in (False, True))
     end = 2 * 128256 * 4096  # the head is larger than a layer

@@ -7,7 +7,7 @@ import torch
 from support import image_models
 from torch import nn
 
-from fxtune.models.patch_embedding import PatchEmbedding, replace_patch_embeddings
+from fxtune.models.kinds.image_decoder.patch_embedding import PatchEmbedding, replace_patch_embeddings
 from fxtune.models.structure import towers
 
 

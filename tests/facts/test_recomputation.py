@@ -1,6 +1,6 @@
 """Which layers keep what, and which offload it to host memory."""
 
-from fxtune.techniques.estimate.recomputation import RecomputePlan
+from fxtune.facts.recomputation import RecomputePlan
 
 
 def test_every_second_layer_has_the_level_of_the_plan():

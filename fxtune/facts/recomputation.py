@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy, Techniques
-
 LEVELS = ("input", "attention", "narrow", "wide", "everything")
 PIECE = 1 << 26
 """Bytes of a piece of pinned memory; a smaller tensor takes a smaller piece. torch rounds pinned allocations up to
@@ -42,25 +40,6 @@ class RecomputePlan:
     """How many layers send, from the first; None: all except the last one, whose tensors are needed at once."""
     tiles: int = 1
 
-    @staticmethod
-    def of(options: CheckpointingOptions) -> RecomputePlan:
-        """The plan of these options, whether or not they are enabled."""
-        levels = {Policy.none: "everything", Policy.budget: "budget", Policy.selective: "wide"}
-        level = levels.get(options.policy, "input")
-        if options.policy is Policy.selective and options.save == ["attention"]:
-            level = "attention"
-        elif options.policy is Policy.selective and options.recompute:
-            level = "narrow"
-        return RecomputePlan(
-            level,
-            options.every,
-            options.budget,
-            tuple(options.mix.items()),
-            "" if options.offload is Offloaded.none else options.offload.value,
-            options.senders,
-            options.mlp_tiles,
-        )
-
     def levels(self, layers: int) -> list[str]:
         """The level of each of `layers` layers, first to last."""
         if not self.mix:
@@ -75,12 +54,6 @@ class RecomputePlan:
         able = [index for index, level in enumerate(self.levels(layers)) if self.sent and level != "everything"]
         chosen = able[:-1] if self.senders is None else able[:-1][: self.senders]
         return [index in chosen for index in range(layers)]
-
-
-def recompute_plan(techniques: Techniques) -> RecomputePlan:
-    """What layers keep for the backward pass with these techniques."""
-    checkpointing = techniques.checkpointing
-    return RecomputePlan.of(checkpointing) if checkpointing.enabled else RecomputePlan()
 
 
 def pinned_bytes(size: int) -> int:

@@ -11,9 +11,10 @@ from support.image_models import CONFIGS, assert_alike, documents, gradients
 
 from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import probe_logits
+from fxtune.models.structure import projectors, towers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
@@ -38,9 +39,9 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family, packed, back
 def test_pixels_are_delivered_in_the_dtype_of_the_weights_for_the_same_bits(family):
     model = image_models.model(family).bfloat16()
     kind = kind_of(model.config)
-    dtype = kind.pixel_dtype(model.config, torch.bfloat16)
+    dtype = kind.images.pixel_dtype(model.config, torch.bfloat16)
     assert (dtype == torch.float32) == (family == "gemma4")
-    assert kind.pixel_dtype(model.config, torch.float32) == torch.float32
+    assert kind.images.pixel_dtype(model.config, torch.float32) == torch.float32
     rows = [[image_models.document(family, model, [3, (2, 2), 3], 0)]]
     whole = image_models.batch(model, rows)
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in whole.images.items()}
@@ -69,7 +70,7 @@ def test_moving_one_image_moves_the_logits_of_its_document_alone(family):
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family.startswith("qwen")])
 def test_rope_positions_are_those_of_the_family(family):
     model = image_models.model(family)
-    rope = kind_of(model.config).rope_positions(model.config)
+    rope = images_of(model.config).rope_positions(model.config)
     for document in documents(family, model):
         ids = document.ids[None]
         grid = document.images.get("image_grid_thw")
@@ -81,7 +82,7 @@ def test_rope_positions_are_those_of_the_family(family):
 
 def test_adjacent_images_have_positions_of_their_own():
     model = image_models.model("qwen2_5_vl")
-    rope = kind_of(model.config).rope_positions(model.config)
+    rope = images_of(model.config).rope_positions(model.config)
     found = rope(*vars(image_models.document("qwen2_5_vl", model, [1, (1, 2), (2, 1), 1], 0)).values())
     assert found.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
 
@@ -100,7 +101,7 @@ def test_positions_of_a_batch_without_images_tell_documents_apart():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_image_row_runs(family):
     model = image_models.model(family)
-    ids, images = kind_of(model.config).image_row(model)
+    ids, images = images_of(model.config).row(model)
     assert (ids == image_models.IMAGE_TOKEN).any()
     with torch.no_grad():
         assert model(input_ids=ids, **images, **image_models.type_ids(model, ids)).logits.isfinite().all()
@@ -112,7 +113,7 @@ def test_parts(family):
     kind = kind_of(model.config)
     assert len(kind.layers(model)) == 2
     of_decoder = {id(weight) for weight in kind.backbone(model).parameters()}
-    beside = {id(weight) for part in (*kind.towers(model), *kind.projectors(model)) for weight in part.parameters()}
+    beside = {id(weight) for part in (*towers(model), *projectors(model)) for weight in part.parameters()}
     named = dict(model.model.named_parameters())
     assert not of_decoder & beside
     assert {name for name, weight in named.items() if id(weight) not in of_decoder | beside} <= {"image_newline"}
@@ -145,7 +146,7 @@ def test_probe_depends_on_the_tower(family):
     model = image_models.model(family)
     before = probe_logits(model)
     with torch.no_grad():
-        for tower in kind_of(model.config).towers(model):
+        for tower in images_of(model.config).towers(model):
             for weight in tower.parameters():
                 weight.mul_(1.1)
     shift = (probe_logits(model) - before).abs().amax(-1)[0]

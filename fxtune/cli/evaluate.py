@@ -119,7 +119,7 @@ def run(config: Config, trained: Path | None = None, trust_remote_code: bool = F
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})
     name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
-    _show(config, name, [*builder.settled.notes, *notes], figures, plan, questions, answers)
+    _show(config, name, [*builder.notes, *notes], figures, plan, questions, answers)
     if not math.isfinite(figures.get("eval/loss", 0.0)):
         raise NumbersError(
             f"The loss of {name} is {figures['eval/loss']}: its weights are finite, but what it computes in "

@@ -59,7 +59,7 @@ def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = builder.read()
-        for note in [*config.techniques.ignored_options(), *builder.settled.notes]:
+        for note in [*config.techniques.ignored_options(), *builder.notes]:
             say(note)
         if builder.facts.in_backward:
             say("verify keeps all gradients at once, so it needs memory for gradients that the run does not need")
@@ -79,7 +79,7 @@ def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any
     failed += [f"  loss: {variant.name}: {', '.join(variant.beyond())}" for variant in compared if not variant.within]
     found = {
         "acted": not failed,
-        "decided": list(builder.settled.notes),
+        "decided": list(builder.notes),
         "techniques": builder.techniques.options(),
         "evidence": [dataclasses.asdict(row) for row in seen],
         "loss": [dataclasses.asdict(variant) for variant in compared],

@@ -349,8 +349,7 @@ class _Comparison:
         # On slow links reduce_dtype, powersgd_rank and average_every change the sum by design.
         parallel = builder.config.parallel
         parallel = ParallelConfig(parallel.replicate, parallel.shard, parallel.context)
-        settled = builder.settled.using(pipeline)
-        builder.settled = replace(settled, config=replace(settled.config, parallel=parallel))
+        builder.stage = builder.stage.with_techniques(pipeline).decided((), parallel=parallel)
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         with self._built(pipeline, self.world) as prepared:

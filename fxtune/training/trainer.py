@@ -265,10 +265,7 @@ class Trainer:
         """Update weights after the backward pass, not in it: a step of several micro-batches needs all gradients."""
         if self.train_step.in_backward:
             self.screen.note(refuse_halved(self.config.optimizer.in_backward, rows))
-            settled = self.builder.settled
-            self.builder.settled = dataclasses.replace(
-                settled, facts=dataclasses.replace(settled.facts, in_backward=False)
-            )
+            self.builder.stage = self.builder.stage.with_whole_gradients()
             self.train_step.in_backward = None
 
     def _open_tracker(self) -> tracker.Tracker:
@@ -523,7 +520,7 @@ class Trainer:
         self.batch_sizes.free_memory()
         self.train_step.drop()
         self.builder.use_fastest_kernels(operator)
-        self.screen.note(self.builder.settled.notes[-1])
+        self.screen.note(self.builder.notes[-1])
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""

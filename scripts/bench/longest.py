@@ -349,7 +349,7 @@ def take_steps(file: Path, words: list[str], count: int) -> None:
     plain = json.loads(json.dumps(asdict(config)))
     trainer = Trainer(config, claim("longest", config.run.dir, "never", plain), Display(), plain)
     cuda = trainer.world.device.type == "cuda"
-    print("\n".join(trainer.builder.settled.notes), flush=True)
+    print("\n".join(trainer.builder.notes), flush=True)
     with trainer.tracker:
         began = time.perf_counter()
         for _, _, metrics in trainer.steps():

@@ -17,6 +17,7 @@ from fxtune.config.compose import load
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError, UserError
 from fxtune.settle.settled import Settled, settle
+from fxtune.settle.stages import Stage
 from fxtune.system import facts as machine_facts
 from fxtune.system.facts import PACKAGES, MachineFacts
 
@@ -533,7 +534,7 @@ def test_images_that_do_not_fit_change_what_layers_keep():
     need = text.techniques.memory_need(text.facts).device
     card = replace(H200, free_memory=int(1.03 * need))
     before = settle(config, card, 1)
-    after, kept = before.with_images(8192), before.with_images(8192, decides=False)
+    after, kept = (Stage.first(before).with_images(8192, decides) for decides in (True, False))
     assert after.techniques.options()["checkpointing"] != before.techniques.options()["checkpointing"]
     assert after.techniques.memory_need(after.facts).device <= card.free_memory
     assert kept.techniques == before.techniques

@@ -180,7 +180,7 @@ def learn(world: World) -> dict[str, Any]:
     if world.size > 1:
         builder.world = world.divided(Degrees(shard=world.size))
         facts = replace(builder.facts, degrees=builder.world.degrees)
-        builder.settled = replace(builder.settled, facts=facts)
+        builder.stage = replace(builder.stage, facts=facts)
     builder.techniques.float8 = Float8(True)
     plan = builder.read()[1].training
     prepared = builder.build()

@@ -123,7 +123,7 @@ for asked in sys.argv[1:]:
         print("refused:", error)
         continue
     print("chosen:", builder.techniques.quantize.library.value)
-    print(*builder.settled.notes, sep="\\n")
+    print(*builder.notes, sep="\\n")
     builder.build()
     print("built")
 """

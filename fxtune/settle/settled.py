@@ -28,8 +28,8 @@ from fxtune.settle.degrees import with_degrees
 from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
+from fxtune.system import tested_versions
 from fxtune.system.facts import MachineFacts
-from fxtune.system.tested_versions import too_new
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.estimate.memory import divides_experts
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable
@@ -90,8 +90,8 @@ def settle(
     Reads the model's config, but no weight and no row. Raises one ConfigError with all reasons why the recipe cannot
     run there, and the errors of reading the model's config.
     """
-    if checks and (newer := too_new(machine.packages)):
-        raise ConfigError("\n".join(newer))
+    if checks and (untested := tested_versions.refusals(machine.packages)):
+        raise ConfigError("\n".join(untested))
     if hf_config is None:
         try:
             hf_config = load_config(config.model, config.objective.needs.head)

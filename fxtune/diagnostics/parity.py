@@ -50,6 +50,7 @@ from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.pipeline import Pipeline
@@ -383,8 +384,8 @@ class _Comparison:
         builder = self.builder
         _free_memory()  # again, because an error on its way holds the model that raised it
         trains_images = builder.config.optimizer.lr_vision is not None
-        built = pipeline.build(
-            builder.config.model, self.hf_config, world, builder.config.run.seed, trains_images=trains_images
+        built = assemble(
+            pipeline, builder.config.model, self.hf_config, world, builder.config.run.seed, trains_images=trains_images
         )
         try:
             yield built

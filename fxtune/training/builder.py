@@ -57,6 +57,7 @@ from fxtune.system.determinism import (
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
 from fxtune.techniques import divided_weights
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
@@ -220,10 +221,14 @@ class RunBuilder:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
-            model, seed = self.config.model, self.config.run.seed
-            trains_images = self.config.optimizer.lr_vision is not None
-            return self.techniques.build(
-                model, self.settled.hf_config, self.world, seed, self.special_tokens, trains_images
+            return assemble(
+                self.techniques,
+                self.config.model,
+                self.settled.hf_config,
+                self.world,
+                self.config.run.seed,
+                self.special_tokens,
+                trains_images=self.config.optimizer.lr_vision is not None,
             )
 
     @phase("Trying the loss on a small row", part="proofs")

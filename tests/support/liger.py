@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fxtune.facts.options import Switch
 from fxtune.models.load import ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
@@ -112,4 +113,4 @@ def with_liger(model: ModelConfig, pipeline: Pipeline | None = None, **changes):
     """The module of the built model and its pipeline, without check(), which would require a GPU."""
     pipeline = pipeline or Pipeline()
     pipeline.liger = all_on(model, **changes)
-    return pipeline.build(model, load_config(model), CPU, 0).module, pipeline
+    return assemble(pipeline, model, load_config(model), CPU, 0).module, pipeline

@@ -23,6 +23,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import WeightGradient
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.models.prepared import PreparedModel
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.recomputation import RecomputePlan
 from fxtune.techniques.estimate.step_time import layer_time
@@ -35,7 +36,7 @@ FULL = {"float8": {}, "compile": {}, "attention": {"backend": "flash4"}, "liger"
 
 def made(model: ModelConfig, pipeline: Pipeline | None = None, **options: Any) -> Any:
     model.dtype = DType.bfloat16
-    return (pipeline or enable(float8=options)).build(model, load_config(model), CPU, 0).module
+    return assemble(pipeline or enable(float8=options), model, load_config(model), CPU, 0).module
 
 
 @pytest.mark.parametrize(

@@ -403,7 +403,7 @@ def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, t
     models, weights = [], {"drawn": random_model("llama", **WIDE), "read": ModelConfig(path=str(base))}
     for config in weights.values():
         for size in (1, 10**15):
-            monkeypatch.setattr("fxtune.techniques.pipeline.bytes_of", lambda *_, size=size: size)
+            monkeypatch.setattr("fxtune.models.weights.bytes_of", lambda *_, size=size: size)
             pipeline = fp8(fused)
             pipeline.quantize.transpose, pipeline.quantize.head = transpose, True
             models.append(prepared_model(pipeline, config))

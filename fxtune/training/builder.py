@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,15 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxtune.checkpoint import folder as checkpoint_folder
-from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
-from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
 from fxtune.facts.options import Autocast
@@ -71,8 +68,7 @@ from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
-from fxtune.training.resume_check import ResumeCheck
-from fxtune.training.run_data import run_data
+from fxtune.training.run_data import documents_padding, run_data
 from fxtune.training.step import TrainStep
 from fxtune.training.stored_reference import store_reference
 
@@ -81,8 +77,6 @@ CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plu
 DETERMINISTIC = "run.deterministic"
 INTERFACES: dict[str, type[LanguageModel]] = {"lm": LanguageModel, "score": ScoreModel}
 """What objectives read, by the head that they need (Needs.head)."""
-LOOKS = 8
-"""Steps whose documents documents_padding() looks at."""
 
 
 class RunBuilder:
@@ -468,42 +462,6 @@ class RunBuilder:
         return HardwareError(f"{message}\n{oom_advice.to_text(needed, changes, phase, rows, row_length)}")
 
 
-def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
-    """The builder of the run in `folder`, and the check that a resumed run is the same. In a resumed run each `auto`
-    keeps its decision from the start of the run.
-    """
-    resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
-    check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
-    undecided = config.data.packing == AUTO
-    shares = config.data.share_prompts == AUTO
-    if resumes:
-        config = replace(config, data=check.earlier_rows(config.data))
-    if resumes and config.optimizer.lr == optimizer_config.AUTO:
-        config = replace(config, optimizer=check.earlier_rate(config.optimizer))
-    first = check.earlier_threads(), check.earlier_determinism(config.run.deterministic, folder.config.get("run"))
-    builder = RunBuilder(config, False, *first)
-    if reasons := list(
-        config.parallel.degree_refusals(builder.world.degrees)
-    ):  # here, because other commands use one rank
-        raise ConfigError("\n".join(reasons))
-    require_equal_parts(builder.world.degrees, config.train.micro_batches)
-    if techniques := check.earlier_decisions(config.techniques, builder.techniques):
-        builder = RunBuilder(replace(config, techniques=techniques), False, *first)
-    builder.keeps_decisions = bool(check.before)
-    data, rows = builder.config.data, dict[str, Any]()
-    if undecided:
-        rows |= {"packing": data.packing, "buckets": list(data.buckets)}
-    if shares and data.shares_prompts:
-        rows["share_prompts"] = True
-    if rows:
-        check.compare("rows", rows)
-    if plugins := config.plugins():
-        check.compare("plugins", plugins)
-    check.compare("kernels", {"deterministic": builder.facts.deterministic})
-    check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
-    return builder, check
-
-
 def steps_only(config: Config, steps: int) -> Config:
     """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
 
@@ -518,21 +476,6 @@ def steps_only(config: Config, steps: int) -> Config:
     config.checkpoint.every = 0
     config.tracking = TrackingConfig(display=DisplayKind.none)
     return config
-
-
-def documents_padding(plan: Plan) -> str:
-    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
-    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
-    most = 1.0
-    for step in range(min(LOOKS, plan.steps)):
-        for micro in range(plan.micro_batches(step)):
-            lengths = [part.length for row in plan.contents(step, micro) for part in row]
-            most = max(most, len(lengths) * max(lengths) / (plan.micro_rows(step) * plan.max_row_length(step)))
-    return (
-        f"recurrent layers: padded to the longest, the documents of a packed micro-batch have up to {most:.1f} times "
-        f"the tokens of its rows (in the first {min(LOOKS, plan.steps)} steps), which the forecast of memory leaves "
-        "out. data.packing=false pads rows instead."
-    )
 
 
 def _reset_process() -> None:

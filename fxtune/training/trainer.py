@@ -54,14 +54,12 @@ from fxtune.training.about import describe_run
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
-from fxtune.training.builder import build_for_run
 from fxtune.training.evaluation import HeldOutEvaluation
-from fxtune.training.extension import extended, require_extendable
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.rank_report import UPDATE
-from fxtune.training.resume_check import ResumeCheck
+from fxtune.training.resume_check import ResumeCheck, build_for_run
 from fxtune.training.run_clock import RunClock
-from fxtune.training.run_end import Decision, RunEnd
+from fxtune.training.run_end import Decision, RunEnd, extended, require_extendable
 from fxtune.training.run_energy import RunEnergy, sentence
 from fxtune.training.run_export import ending_probe, export, write_report
 from fxtune.training.run_forecast import FORWARD

@@ -45,7 +45,6 @@ ELSEWHERE = {
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
     "system/packages.py": "a table; test_package_checks.py runs its tests",
     "system/units.py": "a constant",
-    "training/extension.py": "test_run_end.py, with the ends of runs",
     "training/run_export.py": "test_trainer.py, by whole runs",
     "training/run_start.py": "distributed/test_failure.py, on two ranks",
     "training/special_tokens.py": "models/test_untrained_tokens.py and test_end_tokens.py, by whole runs",

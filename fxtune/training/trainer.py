@@ -59,7 +59,7 @@ from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.rank_report import UPDATE
 from fxtune.training.resume_check import ResumeCheck, build_for_run
 from fxtune.training.run_clock import RunClock
-from fxtune.training.run_end import Decision, RunEnd, extended, require_extendable
+from fxtune.training.run_end import Decision, RunEnd, require_extendable
 from fxtune.training.run_energy import RunEnergy, sentence
 from fxtune.training.run_export import ending_probe, export, write_report
 from fxtune.training.run_forecast import FORWARD
@@ -246,7 +246,8 @@ class Trainer:
         if not self.folder.extends and schedule.planned == steps:
             return schedule
         if state.step:
-            schedule = extended(schedule, new, self.plan, self.run_state, self.end)
+            schedule, text = self.end.extended(schedule, new, self.plan, self.run_state.go_back)
+            self.screen.note(text)
         self.folder.extend(self.recipe)
         return schedule
 

@@ -327,8 +327,8 @@ class RunEnd:
     def extended(
         self, before: Schedule, new: Schedule, plan: Plan, go_back: Callable[[int], TrainState | None]
     ) -> tuple[Schedule, str]:
-        """The schedule `before` of a run that ended, extended to the steps of `plan` and noted in the state, and a line
-        about it. `new`: the schedule of a new run. `go_back` restores a checkpoint: from before the decay if the
+        """The schedule `before` of a run that ended, extended to the steps of `plan` and noted in the state, and a
+        line about it. `new`: the schedule of a new run. `go_back` restores a checkpoint: from before the decay if the
         learning rate has decayed, or from before a short last step.
 
         Raises ConfigError for a run that was started for more steps, or that has no weights from before its decay.

@@ -32,7 +32,7 @@ from fxtune.system.console import plain, say, table, unicode
 from fxtune.system.host import cores
 from fxtune.system.packages import CHECKS, PACKAGES, Package
 from fxtune.system.redact import redact
-from fxtune.system.tested_versions import WITHIN, outside_tested_range, too_new
+from fxtune.system.tested_versions import WITHIN, outside_tested_range, refusals
 from fxtune.system.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
@@ -102,8 +102,8 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
 
 def tested_range() -> Iterator[Finding]:
     """The packages that are refused, and the packages with a version outside the tested range."""
-    for newer in too_new({name: _version(name) or "0" for name in WITHIN}):
-        yield Finding(f"version of {newer.partition(' ')[0]}", newer, State.broken, newer.partition(": ")[2])
+    for line in refusals({name: version for name in WITHIN if (version := _version(name))}):
+        yield Finding(f"version of {line.partition(' ')[0]}", line, State.broken, line.partition(": ")[2])
     if line := outside_tested_range():
         yield Finding("versions", line, State.warning, "pip install fxtune brings versions inside the range")
 

@@ -207,7 +207,7 @@ def _measure(
         steps=steps,
         warm_up=warm_up,
         rows=f"{rows} x {width:,}",
-        decided=list(builder.settled.notes),
+        decided=list(builder.notes),
         techniques=json.loads(json.dumps(builder.techniques.options())),
         device=builder.facts.device_name,
         packages=builder.facts.packages,

@@ -50,6 +50,7 @@ from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.pipeline import Pipeline
@@ -349,8 +350,7 @@ class _Comparison:
         # On slow links compression and average_every change the sum by design.
         parallel = builder.config.parallel
         parallel = ParallelConfig(parallel.replicate, parallel.shard, parallel.context)
-        settled = builder.settled.using(pipeline)
-        builder.settled = replace(settled, config=replace(settled.config, parallel=parallel))
+        builder.stage = builder.stage.with_techniques(pipeline).decided((), parallel=parallel)
         total, configured = self.plan.sizes.global_batch_size, self.plan.sizes.micro_batch_size
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         with self._built(pipeline, self.world) as prepared:
@@ -384,8 +384,8 @@ class _Comparison:
         builder = self.builder
         _free_memory()  # again, because an error on its way holds the model that raised it
         trains_images = builder.config.optimizer.lr_vision is not None
-        built = pipeline.build(
-            builder.config.model, self.hf_config, world, builder.config.run.seed, trains_images=trains_images
+        built = assemble(
+            pipeline, builder.config.model, self.hf_config, world, builder.config.run.seed, trains_images=trains_images
         )
         try:
             yield built

@@ -35,6 +35,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.settle.images import image_processor
 from fxtune.settle.settled import settle
+from fxtune.settle.stages import Stage
 from fxtune.system import console as screen
 from fxtune.system.units import GIB, format_seconds
 from fxtune.techniques.estimate.cards import rates
@@ -81,15 +82,15 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     refusals = settled.refusals()
     images = image_processor(config.model, settled.config.data, tokenizer, settled.hf_config)
     data = run_data(settled.config, tokenizer, images, refusals.append)
-    settled = settled.with_images(data.training.epoch_images()[1])
+    stage = Stage.first(settled).with_images(data.training.epoch_images()[1])
     signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     rows = list(shown_rows(data.training))
     print_samples(rows, data.training, TokenTexts(tokenizer, signs), console)
     print_statistics(data.training, console)
     print_lengths(data.tables, console)
-    print_forecast(settled.facts, data.training, console)
+    print_forecast(stage.facts, data.training, console)
     summary = data.training.summary()
-    notes = [*settled.notes, *data_notes(config, data), *few_steps(config.train, summary["steps"], summary["rows"])]
+    notes = [*stage.notes, *data_notes(config, data), *few_steps(config.train, summary["steps"], summary["rows"])]
     if data.evaluation:
         notes = [*notes, held_out_note(data.evaluation)]
     notes += [f"A run is refused: {refusal}" for refusal in refusals]

@@ -74,7 +74,7 @@ def verify(config: Config, loss: bool = False, each: bool = False) -> Verificati
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = builder.read()
-        for note in [*config.techniques.ignored_options(), *builder.settled.notes]:
+        for note in [*config.techniques.ignored_options(), *builder.notes]:
             say(note)
         if builder.facts.in_backward:
             say("verify keeps all gradients at once, so it needs memory for gradients that the run does not need")
@@ -90,7 +90,7 @@ def verify(config: Config, loss: bool = False, each: bool = False) -> Verificati
             compared = parity.compare(builder, data.training, each, say)
             say(_comparison_table(compared))
             say(parity.describe_bounds(builder, compared))
-    return Verification(list(builder.settled.notes), builder.techniques.options(), seen, compared)
+    return Verification(list(builder.notes), builder.techniques.options(), seen, compared)
 
 
 def of_all_ranks(world: World, seen: list[Evidence]) -> list[Evidence]:

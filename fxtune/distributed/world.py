@@ -282,18 +282,9 @@ class World:
         all ranks raise it."""
         if self.size == 1:
             return work()
-        error: UserError | None = None
-        result: Result | None = None
-        if self.main:
-            try:
-                result = work()
-            except UserError as problem:
-                error = problem
-        error = self.broadcast(error, doing)
-        if error is not None:
-            self.agree(0, "ending together")  # or rank 0 might be gone before the others have its error
-            raise error
-        return result if self.main else work()  # type: ignore[return-value]  # rank 0 has a result without an error
+        first = list[Result]()
+        self.from_main(lambda: first.append(work()), doing)
+        return first[0] if self.main else work()
 
     def __enter__(self) -> World:
         return self

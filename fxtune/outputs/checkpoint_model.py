@@ -23,6 +23,7 @@ from fxtune.models.load import DType
 from fxtune.models.prepared import PreparedModel
 from fxtune.system.atomic_files import read_json
 from fxtune.system.hub import locate_adapter
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.about import ENDS
 from fxtune.training.run_state import copy_weights, trained_weights, weights_note
@@ -63,7 +64,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     hf_config = models.load_config(source, config.objective.needs.head)
     set_attention(hf_config, "eager")  # the kernels of its attention may not be installed here
     tokenizer = models.load_tokenizer(source, hf_config)
-    model = pipeline.build(source, hf_config, World(torch.device("cpu")), config.run.seed)
+    model = assemble(pipeline, source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model.module)
     add_end_tokens(model, _ends(run, config))
     card = {

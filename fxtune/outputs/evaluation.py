@@ -133,7 +133,7 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
         name,
         figures,
         list(zip(questions, answers, strict=True)),
-        [*builder.settled.notes, *notes],
+        [*builder.notes, *notes],
         plan.summary()["supervised_tokens"] if plan is not None else None,
         builder.facts.dtype,
         data.questions.show,

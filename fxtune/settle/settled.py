@@ -28,9 +28,8 @@ from fxtune.settle.degrees import with_degrees
 from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
+from fxtune.system import tested_versions
 from fxtune.system.facts import MachineFacts
-from fxtune.system.tested_versions import too_new
-from fxtune.techniques import withdrawal
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.estimate.memory import divides_experts
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable
@@ -53,25 +52,6 @@ class Settled:
     notes: tuple[str, ...]
     """A line on each decision, with the reason."""
 
-    def noting(self, *lines: str) -> Settled:
-        return replace(self, notes=(*self.notes, *lines))
-
-    def using(self, techniques: Pipeline) -> Settled:
-        return replace(self, techniques=techniques, facts=replace(self.facts, techniques=techniques))
-
-    def with_images(self, features: int, decides: bool = True) -> Settled:
-        """This for data whose row with the most features of images has so many. `decides`: decide each `auto` again,
-        because images take memory."""
-        facts = replace(self.facts, image_features=features)
-        if features == self.facts.image_features or not decides:
-            return replace(self, facts=facts)
-        facts = replace(facts, techniques=self.config.techniques)
-        techniques, decided = self.config.techniques.possible(facts)[0].decided(facts)
-        new = [line for line in decided if line not in self.notes]
-        topics = {_topic(line) for line in new}
-        notes = (*(line for line in self.notes if _topic(line) not in topics), *new)
-        return replace(self, techniques=techniques, facts=replace(facts, techniques=techniques), notes=notes)
-
     def refusals(self) -> list[str]:
         """Why a run is refused here, for a caller that told settle() not to check; empty if it is not."""
         facts = replace(self.facts, techniques=self.config.techniques)
@@ -81,19 +61,12 @@ class Settled:
             return [str(error)]
         return []
 
-    def without_determinism(self, operator: str) -> Settled:
-        """This with the fastest kernels, because `operator` of torch has no deterministic one."""
-        line = determinism.line(f"torch has no deterministic kernel for {operator}")
-        notes = tuple(note for note in self.notes if _topic(note) != _topic(line))
-        return replace(self, facts=replace(self.facts, deterministic=False), notes=(*notes, line))
 
-    def without(self, key: str, why: str) -> Settled:
-        """This without the technique or the option `key`, which turned out not to act on the built model."""
-        return self.using(withdrawal.without(self.techniques, key)).noting(withdrawal.line(key, why))
-
-
-def _topic(note: str) -> str:
-    return note.partition(":")[0]
+def renewed(notes: Iterable[str], lines: Iterable[str]) -> tuple[str, ...]:
+    """`notes` with `lines` in place of the notes on the same topics."""
+    lines = list(lines)
+    topics = {line.partition(":")[0] for line in lines}
+    return (*(note for note in notes if note.partition(":")[0] not in topics), *lines)
 
 
 def settle(
@@ -117,8 +90,8 @@ def settle(
     Reads the model's config, but no weight and no row. Raises one ConfigError with all reasons why the recipe cannot
     run there, and the errors of reading the model's config.
     """
-    if checks and (newer := too_new(machine.packages)):
-        raise ConfigError("\n".join(newer))
+    if checks and (untested := tested_versions.refusals(machine.packages)):
+        raise ConfigError("\n".join(untested))
     if hf_config is None:
         try:
             hf_config = load_config(config.model, config.objective.needs.head)
@@ -141,8 +114,7 @@ def settle(
         fixed, lines = determinism.decide(config.techniques, techniques, facts)
         if fixed is not None:
             techniques, facts = fixed, replace(facts, deterministic=True)
-        topics = {_topic(line) for line in lines}
-        decided = [*(line for line in decided if _topic(line) not in topics), *lines]
+        decided = list(renewed(decided, lines))
     facts = replace(facts, techniques=techniques)
     if divides_experts(facts):
         decided.append(

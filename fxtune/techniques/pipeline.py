@@ -10,32 +10,23 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxtune.distributed.sharding import materialize
-from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
-from fxtune.facts.options import AUTO, AutoOptions, Techniques, WeightFormat
+from fxtune.facts.options import AUTO, AutoOptions, Techniques
 from fxtune.facts.run import Facts
-from fxtune.models import load as models
 from fxtune.models.dims import position_limit
-from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.load import Init, ModelConfig
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.routers import observe_routers
-from fxtune.models.shards import pieces_of
-from fxtune.models.structure import beside_text, for_images, skeleton
-from fxtune.models.weights import fits_whole
+from fxtune.models.structure import skeleton
 from fxtune.system.progress import phase
 from fxtune.system.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
-from fxtune.techniques.attention import context, recurrent, tower
+from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.attention.technique import ISOLATED, SHARES_PROMPT, Attention
 from fxtune.techniques.base import Evidence
@@ -45,11 +36,9 @@ from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger
-from fxtune.techniques.lora import targets, trained_tokens
-from fxtune.techniques.lora.experts import compute_experts
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.precision import Precision
-from fxtune.techniques.quantize.selection import keeps_shipped, takes_rows
+from fxtune.techniques.quantize.selection import keeps_shipped
 from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router
@@ -252,93 +241,6 @@ class Pipeline(Techniques):
             return
         yield f"{taken}, {here}. Use {', '.join(change for change, helps in changes.items() if helps)}, or a GPU."
 
-    def build(
-        self,
-        model: ModelConfig,
-        hf_config: Any,
-        world: World,
-        seed: int,
-        special_tokens: Sequence[int] = (),
-        trains_images: bool = False,
-    ) -> PreparedModel:
-        """Configure and build the model and apply the techniques of a resolved pipeline, in order.
-
-        `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the
-        ids of the data's special tokens. techniques.lora.train_tokens=auto chooses among these tokens.
-        `trains_images`: whether full fine-tuning trains the parts for images, too.
-        """
-        if model.adapter and not self.lora.enabled:
-            raise ConfigError(
-                f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the "
-                "adapter."
-            )
-        tokenizer = cache(partial(models.load_tokenizer, model))
-        if self.lora.enabled:
-            self.lora.find_tokens(tokenizer, model.adapter, model.add_tokens)
-            shape = skeleton(hf_config.to_dict()) if model.add_tokens else None
-            if shape is not None and (reasons := targets.refusals(shape, self.lora, self.lora.token_ids)):
-                raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
-        if model.adapter:
-            self.lora.check_start(model.adapter)
-        hf_config = copy.deepcopy(hf_config)
-        for _, technique in self.enabled():
-            technique.configure(hf_config)
-        by_rows = world.degrees.shard == 1 and self._quantizes_rows(model, hf_config, world)
-        if by_rows and self.lora.train_tokens == AUTO:
-            raise ConfigError(
-                "techniques.lora.train_tokens: auto looks at the rows of the base, which is quantized here while it "
-                "is read. Name the tokens."
-            )
-        built = models.build(model, hf_config, world, seed, self.quantize.enabled, by_rows)
-        # Weights to be divided have no memory yet, and torch's grouped GEMM, which transformers calls, does not run
-        # without memory in float32.
-        if world.degrees.shard > 1 or not (self.lora.enabled or self.quantize.enabled):
-            compute_experts(built.module, everywhere=world.degrees.shard > 1)
-        replace_patch_embeddings(built.module)
-        tower.prepare(built.module)
-        built.reads_sizes_on_host = True
-        if self.lora.enabled:
-            self.lora.choose_tokens(built.module, tokenizer, special_tokens)
-        built.routers = observe_routers(built.module, world.device)
-        if not self.lora.enabled:  # adapters freeze the whole base
-            trained = {*for_images(built.module)} if trains_images else set()
-            for parameter in beside_text(built.module):
-                parameter.requires_grad_(parameter in trained)
-        elsewhere: dict[str, tuple[int, ...]] = {}
-        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            for name, technique in self.enabled():
-                # As in verify(): adapters are compared with the base under training's autocast both times.
-                with self.precision.context(world.device), _acting(name, f"Building the model: {name}"):
-                    if technique is self.quantize and by_rows and self.quantize.type is not WeightFormat.fp8:
-                        each_weight = partial(models.each_weight, model, hf_config, built, world, seed)
-                        elsewhere = self.quantize.apply_as_read(built, world, each_weight)
-                        continue
-                    technique.apply(built, world)
-                if technique is self.lora and model.adapter:
-                    self.lora.start_from(built, model.adapter)
-        if by_rows or world.degrees.shard > 1:
-            pieces = pieces_of(built.module)
-            if by_rows:
-                materialize(built.module, world.device)
-            else:
-                built.sharding = divided_weights.divide(built.module, world, self.precision)
-            models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
-            if self.lora.enabled and not model.adapter:
-                trained_tokens.read_rows(built.module)
-        return built
-
-    def _quantizes_rows(self, model: ModelConfig, hf_config: Any, world: World) -> bool:
-        """Whether weights are quantized while they are read or drawn. They are if on some rank the unquantized model
-        has no place (fits_whole()), or if the checkpoint's experts stay in MXFP4."""
-        if models.ships_mxfp4(model, hf_config):
-            return self.keeps_mxfp4(hf_config.to_dict())
-        if not self.quantize.enabled or not takes_rows(self.lora, skeleton(hf_config.to_dict())):
-            return False
-        dtype = models.resolve_dtype(model, world.capability)
-        large = not fits_whole(hf_config, dtype, world, model.trust_remote_code, model.init is Init.random)
-        return any(world.gather(large, "choosing how weights are read"))
-
     def keeps_mxfp4(self, hf_config: dict[str, Any]) -> bool:
         """Whether a resolved pipeline keeps the MXFP4 codes of a checkpoint's experts."""
         return self.lora.enabled and keeps_shipped(self.quantize, self.lora, skeleton(hf_config))
@@ -350,7 +252,7 @@ class Pipeline(Techniques):
         with self.precision.context(device):
             seen: list[Evidence] = []
             for name, technique in self.enabled():
-                with _acting(name, f"Trying the techniques on a small row: {name}"):
+                with acting(name, f"Trying the techniques on a small row: {name}"):
                     seen += technique.verify(model, probe)
             return seen
 
@@ -360,7 +262,7 @@ class Pipeline(Techniques):
 
 
 @contextmanager
-def _acting(name: str, work: str) -> Iterator[None]:
+def acting(name: str, work: str) -> Iterator[None]:
     """Show `work` while a technique acts, and add the technique's name to an UnavailableError without a key."""
     try:
         with phase(work, announce=False):

@@ -7,10 +7,11 @@ other option set (so the bundle `fast` is made of wishes). Anything else is a de
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxtune.facts.options import AutoOptions, Options
+from fxtune.techniques.base import Evidence
 from fxtune.techniques.pipeline import Pipeline
 
 
@@ -27,18 +28,36 @@ def wish(asked: Pipeline, key: str) -> str | None:
     return name if isinstance(technique, AutoOptions) and technique.may_stay_off else None
 
 
-def without(chosen: Pipeline, key: str) -> Pipeline:
-    """A copy of `chosen`, techniques with every `auto` decided, in which `key` is off."""
-    name, _, option = key.partition(".")
-    technique = copy.copy(getattr(chosen, name))
-    if option:
-        technique.switch_off(option)
-    else:
-        technique.enabled = False
-    return replace(chosen, **{name: technique})
+@dataclass(frozen=True)
+class Withdrawal:
+    key: str
+    """A technique, or a technique and its option."""
+    why: str
 
+    @classmethod
+    def of_idle(cls, asked: Pipeline, seen: list[Evidence]) -> Withdrawal | None:
+        """The first wish of `asked` that did not act."""
+        for evidence in seen:
+            key = None if evidence.acted else wish(asked, evidence.key or evidence.technique)
+            if key is not None:
+                return cls(key, f"asked for {evidence.asked}; seen: {evidence.observed}")
+        return None
 
-def line(key: str, why: str) -> str:
-    """The line that the user reads."""
-    name, _, option = key.partition(".")
-    return f"{name}: {option} off, because {why}" if option else f"{name}: off, because {why}"
+    def applied_to(self, chosen: Pipeline) -> Pipeline:
+        """A copy of `chosen`, techniques with every `auto` decided, in which `key` is off."""
+        name, _, option = self.key.partition(".")
+        technique = copy.copy(getattr(chosen, name))
+        if option:
+            technique.switch_off(option)
+        else:
+            technique.enabled = False
+        return replace(chosen, **{name: technique})
+
+    def line(self) -> str:
+        """The line that the user reads."""
+        name, _, option = self.key.partition(".")
+        return f"{name}: {option} off, because {self.why}" if option else f"{name}: off, because {self.why}"
+
+    def evidence(self) -> Evidence:
+        name = self.key.partition(".")[0]
+        return Evidence(name, f"{self.key} where it can act", f"off, because {self.why}", True, self.key)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,15 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxtune.checkpoint import folder as checkpoint_folder
-from fxtune.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from fxtune.config.root import Config, OutOfMemory
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
-from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
 from fxtune.facts.options import Autocast
@@ -46,6 +43,7 @@ from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.settled import settle_here
+from fxtune.settle.stages import Stage
 from fxtune.system.console import say
 from fxtune.system.determinism import (
     nondeterministic_operator,
@@ -54,7 +52,8 @@ from fxtune.system.determinism import (
 )
 from fxtune.system.oom import out_of_memory_reason
 from fxtune.system.progress import phase
-from fxtune.techniques import divided_weights, withdrawal
+from fxtune.techniques import divided_weights
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
@@ -62,21 +61,19 @@ from fxtune.techniques.estimate.memory import scattered_parameters
 from fxtune.techniques.lora.experts import observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
+from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward, oom_advice
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
-from fxtune.training.resume_check import ResumeCheck
-from fxtune.training.run_data import run_data
+from fxtune.training.run_data import documents_padding, run_data
 from fxtune.training.step import TrainStep
 from fxtune.training.stored_reference import store_reference
 
 CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
 """Techniques whose options change log-probabilities by more than the rounding of another order of sums."""
 DETERMINISTIC = "run.deterministic"
-LOOKS = 8
-"""Steps whose documents documents_padding() looks at."""
 
 
 class RunBuilder:
@@ -106,22 +103,29 @@ class RunBuilder:
         if config.run.deterministic is not False:
             prepare_deterministic_kernels()
         self.settled = settle_here(config, self.world, None if ahead else self.world.size, deterministic)
+        self.stage = Stage.first(self.settled)
+        """The last stage, which says what is in force now."""
         use_deterministic_kernels(self.facts.deterministic)
         if not ahead:
             self.world = self.world.divided(self.facts.degrees)
 
     @property
     def config(self) -> Config:
-        return self.settled.config
+        return self.stage.config
 
     @property
     def facts(self) -> Facts:
-        return self.settled.facts
+        return self.stage.facts
 
     @property
     def techniques(self) -> Pipeline:
         """With every `auto` decided, and without what turned out not to act."""
-        return self.settled.techniques
+        return self.stage.techniques
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line on each decision so far, with the reason."""
+        return self.stage.notes
 
     @phase("Reading the data", part="data")
     def read(self, quarantine: Path | None = None, template_time: str | None = None) -> tuple[Any, PreparedData]:
@@ -132,7 +136,7 @@ class RunBuilder:
         if self.config.data.template_time is None:
             # Rank 0's clock counts: the ranks take the same tokens from the cache.
             chosen = self.world.from_main(lambda: template_time or template_time_now(), "agreeing on the time")
-            self._set(data=replace(self.config.data, template_time=chosen))
+            self.stage = self.stage.decided((), data=replace(self.config.data, template_time=chosen))
         config = self.config
         tokenizer = self.world.main_first(
             partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
@@ -149,7 +153,7 @@ class RunBuilder:
             progress=self.world.main and config.tracking.display is not DisplayKind.none,
         )
         data = self.world.main_first(prepare, "waiting for rank 0 to tokenize")
-        self.settled = self.settled.with_images(data.training.epoch_images()[1], not self.keeps_decisions)
+        self.stage = self.stage.with_images(data.training.epoch_images()[1], not self.keeps_decisions)
         trains, has_images = (
             any(table.images is not None for table in tables) for tables in (data.training.tables, data.tables)
         )
@@ -162,11 +166,11 @@ class RunBuilder:
             notes += self._about_added_tokens(tokenizer)
         if config.optimizer.lr == optimizer_config.AUTO:
             found = guess(config.optimizer, self.facts, data.training.documents_per_step)
-            self._set(optimizer=replace(config.optimizer, lr=found.rate))
+            self.stage = self.stage.decided((), optimizer=replace(config.optimizer, lr=found.rate))
             notes.append(found.text)
         if self.facts.packing and recurrent.has_mixers(self.facts.model):
             notes.append(documents_padding(data.training))
-        self.settled = self.settled.noting(*notes)
+        self.stage = self.stage.decided(notes)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
         return tokenizer, data
 
@@ -187,8 +191,8 @@ class RunBuilder:
             )
         which = Reference.base if from_base else objective.settle_reference(lora.enabled, epochs)
         self._compared, self._compared_documents = (plans if which is Reference.stored else ()), documents
-        self._set(objective=replace(objective, reference=which))
-        self.settled = self.settled.noting(f"reference: {which.describe()}")
+        decided = replace(objective, reference=which)
+        self.stage = self.stage.decided([f"reference: {which.describe()}"], objective=decided)
 
     def _about_added_tokens(self, tokenizer: Any) -> Iterator[str]:
         """Lines on model.add_tokens: their ids and rows, and the tokens that no document has."""
@@ -203,19 +207,19 @@ class RunBuilder:
                 "meaning (in a chat only the chat template writes special tokens; in a message they are text)"
             )
 
-    def _set(self, **groups: Any) -> None:
-        """Take what the data has decided in groups of the config."""
-        self.settled = replace(self.settled, config=replace(self.config, **groups))
-
     @phase("Building the model", part="model")
     def build(self) -> PreparedModel:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
         with self.oom_context("Building the model"):
-            model, seed = self.config.model, self.config.run.seed
-            trains_images = self.config.optimizer.lr_vision is not None
-            return self.techniques.build(
-                model, self.settled.hf_config, self.world, seed, self.special_tokens, trains_images
+            return assemble(
+                self.techniques,
+                self.config.model,
+                self.settled.hf_config,
+                self.world,
+                self.config.run.seed,
+                self.special_tokens,
+                trains_images=self.config.optimizer.lr_vision is not None,
             )
 
     @phase("Trying the loss on a small row", part="proofs")
@@ -242,7 +246,6 @@ class RunBuilder:
         What cannot act and was not demanded is switched off, with a line that says so, and the model is built again.
         Raises UnavailableError for what was demanded.
         """
-        off: list[Evidence] = []
         while True:
             model, seen, found = None, list[Evidence](), None
             try:
@@ -250,33 +253,29 @@ class RunBuilder:
                 language_model = self.language_model(model)
                 seen = self.observe(language_model)
             except UnavailableError as error:
-                if (key := withdrawal.wish(self.config.techniques, error.key)) is None:
+                if (key := wish(self.config.techniques, error.key)) is None:
                     raise
                 if model is not None and self.world.degrees.shard > 1:  # others may wait for this one in a pass
                     raise ConfigError(
                         f"techniques.{error.key}: {error.why}. Ranks that share weights cannot go on without it "
                         "in the middle of a pass: switch it off, or set parallel.shard=1."
                     ) from error
-                found = (key, error.why)
+                found = Withdrawal(key, error.why)
             except (RuntimeError, UserError) as error:
                 if (operator := self.nondeterministic(error)) is None:
                     raise
-                found = (DETERMINISTIC, operator)
-            found = found or self._without_effect(seen)
+                found = Withdrawal(DETERMINISTIC, operator)
+            found = found or Withdrawal.of_idle(self.config.techniques, seen)
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
                 if self._compared:
                     self._store_reference(language_model)
-                return language_model, [*off, *seen]
-            key, why = found
-            if key == DETERMINISTIC:
-                self.use_fastest_kernels(why)
+                return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
+            if found.key == DETERMINISTIC:
+                self.use_fastest_kernels(found.why)
             else:
-                self.settled = self.settled.without(key, why)
-                off.append(
-                    Evidence(key.partition(".")[0], f"{key} where it can act", f"off, because {why}", True, key)
-                )
-            say(self.settled.notes[-1])
+                self.stage = self.stage.without(found)
+            say(self.notes[-1])
             model = language_model = None  # type: ignore[assignment]  # frees the memory for the next one
             torch.compiler.reset()
             gc.collect()
@@ -289,7 +288,7 @@ class RunBuilder:
 
     def use_fastest_kernels(self, operator: str) -> None:
         """Go on without deterministic kernels, because `operator` has none. The last note says so."""
-        self.settled = self.settled.without_determinism(operator)
+        self.stage = self.stage.without_determinism(operator)
         use_deterministic_kernels(False)
 
     def _store_reference(self, model: LanguageModel) -> None:
@@ -308,15 +307,6 @@ class RunBuilder:
                 self._compared_documents,
             )
 
-    def _without_effect(self, seen: list[Evidence]) -> tuple[str, str] | None:
-        """The first option that did not act and was not demanded, and why."""
-        for evidence in seen:
-            named = evidence.key or evidence.technique
-            key = None if evidence.acted else withdrawal.wish(self.config.techniques, named)
-            if key is not None:
-                return key, f"asked for {evidence.asked}; seen: {evidence.observed}"
-        return None
-
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol, on the first micro-batch; none for ours, which tests
         hold to it. Raises ConfigError if it does not."""
@@ -332,7 +322,7 @@ class RunBuilder:
                     if (operator := self.nondeterministic(error)) is None:
                         raise
                     self.use_fastest_kernels(operator)
-                    say(self.settled.notes[-1])
+                    say(self.notes[-1])
                     returned = objective.loss(model, batch)
             if found := contract_broken(returned, objective.normalizer(plan, 0)):
                 plugin = OBJECTIVES.added()[name]
@@ -469,42 +459,6 @@ class RunBuilder:
         return HardwareError(f"{message}\n{oom_advice.to_text(needed, changes, phase, rows, row_length)}")
 
 
-def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
-    """The builder of the run in `folder`, and the check that a resumed run is the same. In a resumed run each `auto`
-    keeps its decision from the start of the run.
-    """
-    resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
-    check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
-    undecided = config.data.packing == AUTO
-    shares = config.data.share_prompts == AUTO
-    if resumes:
-        config = replace(config, data=check.earlier_rows(config.data))
-    if resumes and config.optimizer.lr == optimizer_config.AUTO:
-        config = replace(config, optimizer=check.earlier_rate(config.optimizer))
-    first = check.earlier_threads(), check.earlier_determinism(config.run.deterministic, folder.config.get("run"))
-    builder = RunBuilder(config, False, *first)
-    if reasons := list(
-        config.parallel.degree_refusals(builder.world.degrees)
-    ):  # here, because other commands use one rank
-        raise ConfigError("\n".join(reasons))
-    require_equal_parts(builder.world.degrees, config.train.micro_batches)
-    if techniques := check.earlier_decisions(config.techniques, builder.techniques):
-        builder = RunBuilder(replace(config, techniques=techniques), False, *first)
-    builder.keeps_decisions = bool(check.before)
-    data, rows = builder.config.data, dict[str, Any]()
-    if undecided:
-        rows |= {"packing": data.packing, "buckets": list(data.buckets)}
-    if shares and data.shares_prompts:
-        rows["share_prompts"] = True
-    if rows:
-        check.compare("rows", rows)
-    if plugins := config.plugins():
-        check.compare("plugins", plugins)
-    check.compare("kernels", {"deterministic": builder.facts.deterministic})
-    check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
-    return builder, check
-
-
 def steps_only(config: Config, steps: int) -> Config:
     """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
 
@@ -519,21 +473,6 @@ def steps_only(config: Config, steps: int) -> Config:
     config.checkpoint.every = 0
     config.tracking = TrackingConfig(display=DisplayKind.none)
     return config
-
-
-def documents_padding(plan: Plan) -> str:
-    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
-    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
-    most = 1.0
-    for step in range(min(LOOKS, plan.steps)):
-        for micro in range(plan.micro_batches(step)):
-            lengths = [part.length for row in plan.contents(step, micro) for part in row]
-            most = max(most, len(lengths) * max(lengths) / (plan.micro_rows(step) * plan.max_row_length(step)))
-    return (
-        f"recurrent layers: padded to the longest, the documents of a packed micro-batch have up to {most:.1f} times "
-        f"the tokens of its rows (in the first {min(LOOKS, plan.steps)} steps), which the forecast of memory leaves "
-        "out. data.packing=false pads rows instead."
-    )
 
 
 def _reset_process() -> None:

@@ -11,7 +11,6 @@ from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.distributed.world import World
-from fxtune.models.structure import without_dropout
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.progress import phase
@@ -128,11 +127,3 @@ def _sums(
     finally:
         model.model.train(training)
     return sums
-
-
-@torch.no_grad()
-def gives_finite_loss(model: LanguageModel, objective: Objective, batch: Batch, precision: Precision) -> bool:
-    """Whether the loss on `batch` is finite, without dropout. Waits for the device."""
-    device = batch.input_ids.device
-    with without_dropout(model.model), torch.compiler.set_stance("force_eager"), precision.context(device):
-        return bool(objective.loss(model, batch)[0].isfinite().item())

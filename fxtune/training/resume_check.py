@@ -25,10 +25,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxtune.checkpoint.run_folder import HOW_TO_START_ANEW, SETTING, differences, write_json
+from fxtune.checkpoint import folder as checkpoint_folder
+from fxtune.checkpoint.run_folder import CHECKPOINTS, HOW_TO_START_ANEW, SETTING, RunFolder, differences, write_json
+from fxtune.config.root import Config
 from fxtune.config.validate import Validator
 from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.launch import require_equal_parts
 from fxtune.errors import ConfigError, StorageError
 from fxtune.facts.options import AUTO, Techniques
 from fxtune.facts.run import Facts
@@ -37,6 +40,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.optim.config import OptimizerConfig, OptimizerName, library
 from fxtune.system.atomic_files import read_json
 from fxtune.tracking import worker
+from fxtune.training.builder import RunBuilder
 
 SAMPLES = 64
 """How many 4 KiB blocks of a weights file are hashed, with its size. Hashing all of 16 GB would take a minute."""
@@ -270,3 +274,38 @@ def _weight_digests(model: ModelConfig) -> dict[str, str]:
 def _as_json(value: Any) -> Any:
     """`value` as it is read back from JSON."""
     return json.loads(json.dumps(value, default=str))
+
+
+def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
+    """The builder of the run in `folder`, and the check that a resumed run is the same. In a resumed run each `auto`
+    keeps its decision from the start of the run.
+    """
+    resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
+    check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
+    undecided = config.data.packing == AUTO
+    shares = config.data.share_prompts == AUTO
+    if resumes:
+        config = dataclasses.replace(config, data=check.earlier_rows(config.data))
+    if resumes and config.optimizer.lr == AUTO:
+        config = dataclasses.replace(config, optimizer=check.earlier_rate(config.optimizer))
+    first = check.earlier_threads(), check.earlier_determinism(config.run.deterministic, folder.config.get("run"))
+    builder = RunBuilder(config, False, *first)
+    # Here, because other commands use one rank.
+    if reasons := list(config.parallel.degree_refusals(builder.world.degrees)):
+        raise ConfigError("\n".join(reasons))
+    require_equal_parts(builder.world.degrees, config.train.micro_batches)
+    if techniques := check.earlier_decisions(config.techniques, builder.techniques):
+        builder = RunBuilder(dataclasses.replace(config, techniques=techniques), False, *first)
+    builder.keeps_decisions = bool(check.before)
+    data, rows = builder.config.data, dict[str, Any]()
+    if undecided:
+        rows |= {"packing": data.packing, "buckets": list(data.buckets)}
+    if shares and data.shares_prompts:
+        rows["share_prompts"] = True
+    if rows:
+        check.compare("rows", rows)
+    if plugins := config.plugins():
+        check.compare("plugins", plugins)
+    check.compare("kernels", {"deterministic": builder.facts.deterministic})
+    check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
+    return builder, check

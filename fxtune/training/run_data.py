@@ -14,6 +14,9 @@ from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
 
+LOOKS = 8
+"""Steps whose documents documents_padding() looks at."""
+
 
 def run_data(
     config: Config,
@@ -77,3 +80,18 @@ def data_notes(config: Config, data: PreparedData) -> Iterator[str]:
     """Lines on the documents of a run, for the user."""
     yield from data.training.notes()
     yield from config.objective.plan_notes(data.training)
+
+
+def documents_padding(plan: Plan) -> str:
+    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
+    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
+    most = 1.0
+    for step in range(min(LOOKS, plan.steps)):
+        for micro in range(plan.micro_batches(step)):
+            lengths = [part.length for row in plan.contents(step, micro) for part in row]
+            most = max(most, len(lengths) * max(lengths) / (plan.micro_rows(step) * plan.max_row_length(step)))
+    return (
+        f"recurrent layers: padded to the longest, the documents of a packed micro-batch have up to {most:.1f} times "
+        f"the tokens of its rows (in the first {min(LOOKS, plan.steps)} steps), which the forecast of memory leaves "
+        "out. data.packing=false pads rows instead."
+    )

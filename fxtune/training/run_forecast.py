@@ -30,7 +30,8 @@ from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.rows import decide_rows
-from fxtune.settle.settled import Settled, settle
+from fxtune.settle.settled import settle
+from fxtune.settle.stages import Stage
 from fxtune.system.facts import MachineFacts
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.cpu_speed import cpu_speed
@@ -179,11 +180,11 @@ def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Leng
     """
     settled = settle(config, machine, gpus, present=gpus)
     assumed = lengths or Lengths.full_rows(settled.facts.row_length, settled.config)
-    return _forecast(settled.with_images(assumed.fullest), lengths, assumed)
+    return _forecast(Stage.first(settled).with_images(assumed.fullest), lengths, assumed)
 
 
-def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> RunForecast:
-    config, facts = settled.config, settled.facts
+def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunForecast:
+    config, facts = stage.config, stage.facts
     train, plan = config.train, facts.execution.recompute
     images = assumed.images and assumed.images.scaled(train.micro_batch_size * facts.row_length / assumed.padded)
     supervised, attended = (lengths.supervised_share, lengths.attended) if lengths else (1.0, None)
@@ -220,10 +221,10 @@ def _forecast(settled: Settled, lengths: Lengths | None, assumed: Lengths) -> Ru
     if facts.execution.adapters:
         size = 4  # adapters are float32
     return RunForecast(
-        settled.techniques,
+        stage.techniques,
         facts,
-        list(settled.notes),
-        settled.techniques.memory_need(facts),
+        list(stage.notes),
+        stage.techniques.memory_need(facts),
         step,
         row_tokens * used * (lengths.whole if lengths else 1.0),
         lengths,

@@ -140,7 +140,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
         )
     yield from config.techniques.ignored_options()
     yield from unread_warnings(config)
-    yield from builder.settled.notes
+    yield from builder.notes
     yield from data_notes(config, data)
     summary = data.training.summary()
     yield (

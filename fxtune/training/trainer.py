@@ -18,40 +18,27 @@ from fxtune.checkpoint.run_folder import (
     ABOUT,
     CHECKPOINTS,
     EVIDENCE,
-    METRICS,
     REPORT,
     RunFolder,
-    claim,
-    differences,
     read_template_time,
 )
-from fxtune.checkpoint.train_state import TrainState
-from fxtune.config.root import Config, Export, OutOfMemory, Resume, completed
+from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
-from fxtune.data.formats.values import RowError
-from fxtune.data.tokenized.ends import learned_ends, short_question, used_special_tokens
+from fxtune.data.tokenized.ends import learned_ends
 from fxtune.data.tokenized.rows import place_of_image
 from fxtune.distributed.heartbeat import EXPORTING, FORWARD_BACKWARD, SAVING
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError, first_line
-from fxtune.export.read_back import EndingProbe
-from fxtune.export.save import save_model
+from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
 from fxtune.facts.run import Facts
-from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
-from fxtune.models.probe import Answer
-from fxtune.models.proof import Proof
-from fxtune.models.routers import broken_router
-from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.optim.schedule import EXTENDABLE, Schedule
+from fxtune.optim.schedule import Schedule
 from fxtune.settle.freed_gradients import refuse_halved
 from fxtune.settle.ranks import require_possible
 from fxtune.system import progress
-from fxtune.system.hub import locate_adapter
 from fxtune.system.library_log import LIBRARY_LOG
 from fxtune.system.oom import MemoryExhausted, RowsPerPass, catch_out_of_memory, out_of_memory_message
 from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
@@ -67,24 +54,22 @@ from fxtune.training.about import describe_run, prompts_are_texts
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
 from fxtune.training.bad_batches import BadBatches
-from fxtune.training.builder import build_for_run
-from fxtune.training.evaluation import HeldOutEvaluation, gives_finite_loss
+from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.oom_advice import MemoryPhase
 from fxtune.training.rank_report import UPDATE
-from fxtune.training.resume_check import ResumeCheck
+from fxtune.training.resume_check import ResumeCheck, build_for_run
 from fxtune.training.run_clock import RunClock
-from fxtune.training.run_end import Decision, RunEnd
+from fxtune.training.run_end import Decision, RunEnd, require_extendable
 from fxtune.training.run_energy import RunEnergy, sentence
+from fxtune.training.run_export import ending_probe, export, write_report
 from fxtune.training.run_forecast import FORWARD
 from fxtune.training.run_log import RunLog, conclusion, introduction, next_commands
+from fxtune.training.run_start import claim_folder, require_same_recipe
 from fxtune.training.run_state import RunState, weights_note
+from fxtune.training.special_tokens import teach_ends, untrained_tokens
 from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
-
-MORE_TOKENS = 16
-"""How many tokens longer than the right answer the answer in the proof of the export may be."""
-LARGE_METRICS = 200 * 2**20
-"""A run with more bytes in metrics.jsonl (some 300,000 log lines) writes no page when it ends."""
+from fxtune.training.trial import Trial
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -99,9 +84,9 @@ def train(config: Config) -> tuple[Path, dict[str, Any]]:
         # Enums become their values: the recipe is written to files.
         recipe = redact(json.loads(json.dumps(dataclasses.asdict(config))))
         with World.create(config.run.device, config.run.memory_gib) as world:
-            _require_same_recipe(world, recipe)
+            require_same_recipe(world, recipe)
             require_possible(config, world.size, world.device.type == "cuda")
-            folder = _claim(world, config, recipe)
+            folder = claim_folder(world, config, recipe)
             with LIBRARY_LOG.written_to(folder.path):
                 return folder.path, _run_in_folder(folder, config, recipe, world)
 
@@ -111,27 +96,13 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
     screen = display(shown)
     progress.show(shown)
     try:
-        if folder.extends and config.schedule.name not in EXTENDABLE:
-            names = " or ".join(name.value for name in EXTENDABLE)
-            raise ConfigError(
-                f"{folder.path} holds this run with another train.epochs or train.max_steps, and schedule.name="
-                f"{config.schedule.name.value} is laid out for a number of steps, so the run cannot be extended or "
-                f"shortened. Put these keys back, or start another run: run.dir=NEW, with model.adapter or model.path "
-                f"to start from these weights. Runs with schedule.name={names} can be extended."
-            )
-        staged = "train.batch_ramp" if config.train.batch_ramp else "data.length_schedule"
-        if folder.extends and (config.train.batch_ramp or config.data.length_schedule):
-            raise ConfigError(
-                f"{folder.path} holds this run with another train.epochs or train.max_steps, and {staged} is laid out "
-                "for a number of steps, so the run cannot be extended or shortened. Put these keys back, or start "
-                "another run: run.dir=NEW."
-            )
+        require_extendable(folder, config)
         if folder.finished and not folder.extends:
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )
             if world.main and config.run.report and not (folder.path / REPORT).exists():  # a kill came before the page
-                screen.note(_write_report(folder.path))
+                screen.note(write_report(folder.path))
             screen.note(f"Next: {', '.join(next_commands(config, folder.path))}")
             return folder.result()
         if line := outside_tested_range():
@@ -146,32 +117,6 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
         screen.finish()
         progress.hide()
         folder.release()
-
-
-def _require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
-    """Raise ConfigError if the ranks were started with different recipes."""
-    if world.size > 1:
-        for rank, other in enumerate(world.gather(recipe, "comparing recipes")):
-            if lines := differences(other, recipe):
-                raise ConfigError(
-                    f"The recipe of rank {world.rank} differs from the recipe of rank {rank}:\n"
-                    + "\n".join(lines)
-                    + "\nStart all ranks with the same command and files."
-                )
-
-
-def _claim(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
-    """The run's folder: rank 0 finds and locks it, the other ranks get its path."""
-    run = config.run
-
-    def work() -> RunFolder | None:
-        return claim(run.name, run.dir, run.resume.value, recipe, completed) if world.main else None
-
-    claimed = world.main_first(work, "waiting for rank 0 to find the run folder")
-    path, resumed, before, extends = world.broadcast(
-        (claimed.path, claimed.resumed, claimed.config, claimed.extends) if claimed else (Path(), False, {}, False)
-    )
-    return claimed or RunFolder(path, resumed, None, before, extends)
 
 
 class Trainer:
@@ -200,6 +145,7 @@ class Trainer:
             screen.note(line)
         self.language_model = self._proven_model(resume_check)
         self.model = self.language_model.model
+        self.trial = Trial(builder, self.language_model, self.objective)
         # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
         # weight.
         self.train_step = builder.train_step(self.language_model, self.objective)
@@ -254,10 +200,14 @@ class Trainer:
         builder = self.builder
         self.world.heartbeat.doing("building the model")
         language_model, evidence = builder.proven_model()
-        self._add_end_tokens(language_model)
-        self._name_untrained_tokens(language_model)
+        prepared, lora = language_model.prepared, self.techniques.lora
+        for line in (
+            *teach_ends(prepared, self.tokenizer, self.ends, self.config.model.adapter, lora),
+            *untrained_tokens(prepared, self.tokenizer, self.data, lora),
+        ):
+            self.screen.note(line)
         evidence += builder.prove_objective(language_model, self.objective, self.plan)
-        resume_check.check_model(language_model.prepared, builder.techniques.options())
+        resume_check.check_model(prepared, builder.techniques.options())
         self.folder.write(EVIDENCE, [dataclasses.asdict(observation) for observation in evidence])
         self.screen.evidence(evidence)
         return language_model
@@ -266,10 +216,7 @@ class Trainer:
         """Update weights after the backward pass, not in it: a step of several micro-batches needs all gradients."""
         if self.train_step.in_backward:
             self.screen.note(refuse_halved(self.config.optimizer.in_backward, rows))
-            settled = self.builder.settled
-            self.builder.settled = dataclasses.replace(
-                settled, facts=dataclasses.replace(settled.facts, in_backward=False)
-            )
+            self.builder.stage = self.builder.stage.with_whole_gradients()
             self.train_step.in_backward = None
 
     def _open_tracker(self) -> tracker.Tracker:
@@ -292,82 +239,17 @@ class Trainer:
         step_tokens = epoch["tokens"] / epoch["steps_per_epoch"]
         return FORWARD * float(self.data.evaluation.summary()["tokens"]) / step_tokens
 
-    def _add_end_tokens(self, language_model: LanguageModel) -> None:
-        """Let generation by the trained model stop where the answers of the data end. Says so if generation by the
-        base does not stop there."""
-        adapter = self.config.model.adapter
-        earlier = read_end_tokens(locate_adapter(adapter).folder) if adapter else []
-        if new := add_end_tokens(language_model.prepared, [*earlier, *self.ends]):
-            tokens = ", ".join(self.tokenizer.convert_ids_to_tokens(new))
-            place = "model's generation_config.json names them too"
-            if self.techniques.lora.enabled:
-                place = "adapter gets a generation_config.json, which merging and the code of its model card read"
-            self.screen.note(f"answers end with {tokens}, at which generation by the base does not stop; the {place}")
-
-    def _name_untrained_tokens(self, language_model: LanguageModel) -> None:
-        """Say which special tokens of the data have no trained row in the base, and which option trains them."""
-        if not self.techniques.lora.enabled:
-            return
-        trained = self.techniques.lora.token_ids
-        used = [token for token in used_special_tokens(self.data.tables, self.tokenizer) if token not in trained]
-        untrained = untrained_rows(language_model.model, used)
-        if not untrained:
-            return
-        tokens = sorted({token for rows in untrained.values() for token in rows})
-        self.screen.note(
-            f"the base has never trained {', '.join(self.tokenizer.convert_ids_to_tokens(tokens))}: these rows of "
-            f"{' and '.join(untrained)} are zero or equal other rows, and adapters do not change them. Set "
-            "techniques.lora.train_tokens=auto to train them, or use a chat template with other tokens "
-            "(data.chat_template)"
-        )
-
     def _schedule(self) -> Schedule:
-        """The schedule of the run. A run that was started for fewer steps is extended to the last step of the plan.
-        Raises ConfigError for a run that was started for more steps, or that has no weights from before its decay.
-        """
+        """The schedule of the run. A run that was started for fewer steps is extended to the last step of the plan."""
         state, steps = self.state, self.plan.steps
         new = Schedule.of(self.config.schedule, self.peak_rate, steps)
         schedule = self.run_state.schedule(new)
         if not self.folder.extends and schedule.planned == steps:
             return schedule
         if state.step:
-            schedule = self._extended(schedule, new)
+            schedule, text = self.end.extended(schedule, new, self.plan, self.run_state.go_back)
+            self.screen.note(text)
         self.folder.extend(self.recipe)
-        return schedule
-
-    def _extended(self, before: Schedule, new: Schedule) -> Schedule:
-        """The schedule `before` extended to the steps of `new`, the schedule of a new run. Restores the weights from
-        before the decay if the learning rate has decayed, or from before a short last step."""
-        state, steps = self.state, self.plan.steps
-        if steps <= before.planned:
-            raise ConfigError(
-                f"{self.folder.path} was started for {before.planned} steps, and train.epochs and train.max_steps now "
-                f"ask for {steps}. A run can be extended, not shortened: raise these keys, or put them back."
-            )
-        origin: TrainState | None = state
-        decayed = before.branches and state.step > before.decay_start
-        # The rows of the shorter run may not have filled its last step.
-        learned = self.plan.epoch(state.step - before.dropped)
-        was_short = state.step == before.last and state.figures.get("train/epoch", learned) != learned
-        before_what = "the decay" if decayed else "the short last step"
-        if decayed or was_short:
-            origin = self.run_state.go_back(state.branch_step) if state.branch_step else None
-        if origin is None:
-            raise ConfigError(
-                f"{self.folder.path} cannot be extended: the checkpoint from before {before_what} is missing. Start "
-                "another run from its weights (model.adapter, or model.path)."
-            )
-        data_steps = origin.step - origin.schedule.get("dropped", 0)
-        schedule = self.end.extend(before, steps, data_steps)
-        text = f"Extending {self.folder.path} from {before.planned} to {steps} steps"
-        if schedule.dropped > before.dropped:
-            text += f". It goes on from its weights before {before_what}, after {data_steps} steps of the data"
-        if (warmup := schedule.warmup) != new.warmup:
-            text += (
-                f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
-                f"with schedule.warmup_steps={warmup}"
-            )
-        self.screen.note(f"{text}.")
         return schedule
 
     def run(self) -> dict[str, Any]:
@@ -524,7 +406,7 @@ class Trainer:
         self.batch_sizes.free_memory()
         self.train_step.drop()
         self.builder.use_fastest_kernels(operator)
-        self.screen.note(self.builder.settled.notes[-1])
+        self.screen.note(self.builder.notes[-1])
 
     def step(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals, the checkpoint in progress, and out-of-memory errors."""
@@ -691,7 +573,8 @@ class Trainer:
             if self.monitor.last_finite > self.run_state.saved:  # the present weights are in no checkpoint yet
                 self.run_state.save()
             self.run_state.checkpoints.wait()
-            raise self.monitor.stop_error(self.run_state.checkpoints.folder, self._broken_router())
+            router = self.trial.broken_router(self.plan, self.monitor.statistics.step - 1)
+            raise self.monitor.stop_error(self.run_state.checkpoints.folder, router)
 
     def _log_due_line(self) -> None:
         """Log the steps up to state.step if a line is due. Waits for the device to finish these steps."""
@@ -764,7 +647,9 @@ class Trainer:
         state, checkpoints = self.state, self.run_state.checkpoints
         kind = "adapter" if self.techniques.lora.enabled else "model"
         output = self.folder.path / kind
-        self.monitor.refuse_broken_weights(self.plan.steps, checkpoints.folder, self._gives_finite_loss)
+        self.monitor.refuse_broken_weights(
+            self.plan.steps, checkpoints.folder, partial(self.trial.all_finite, self.plan)
+        )
         step = self.run_state.load_best() if self.config.run.export is Export.best else state.step
         self.run_state.use_averages()
         if self.questions:
@@ -777,7 +662,18 @@ class Trainer:
             figures |= {"eval/best_step": state.best_step, "export/step": step}
         self.world.heartbeat.doing(EXPORTING)
         with self._interruptible(), phase(f"Exporting the {kind}"):  # the export is complete or absent
-            proof = self._export(output, figures, note)
+            if self.world.main:
+                self.run_state.make_room(export_all=not self.techniques.lora.enabled)
+            card = {
+                "data": self.plan.fingerprint,
+                "weights": note,
+                "figures": figures,
+                "machine": self.facts,
+                "config": self.recipe,
+            }
+            prepared, question = self.language_model.prepared, ending_probe(self.data, self.ends)
+            at = self.folder.path / CHECKPOINTS
+            proof = export(prepared, self.tokenizer, output, card, self.builder, question, at)
         figures |= proof.figures()
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)
         with phase("Writing the last checkpoint", announce=False):
@@ -805,7 +701,7 @@ class Trainer:
                 "with `fxtune preview`"
             )
         if self.world.main and self.config.run.report:
-            lines.append(_write_report(self.folder.path))
+            lines.append(write_report(self.folder.path))
         lines.append(exported)
         if used := sentence(energy):
             lines.append(used)
@@ -813,83 +709,6 @@ class Trainer:
         self.log.ended(self.questions, lines)
         return figures
 
-    def _export(self, output: Path, figures: dict[str, Any], note: str) -> Proof:
-        """Write the trained model or adapter to `output`. `figures` and `note` are for its model card. Returns what
-        was proven of the files."""
-        if self.world.main:
-            self.run_state.make_room(export_all=not self.techniques.lora.enabled)
-        proofs = list[Proof]()
-        card = {
-            "data": self.plan.fingerprint,
-            "weights": note,
-            "figures": figures,
-            "machine": self.facts,
-            "config": self.recipe,
-        }
-        save_model(
-            self.language_model.prepared,
-            self.tokenizer,
-            output,
-            card=card,
-            world=self.world,
-            answer=self._answer,
-            question=self._ending_probe(),
-            record=proofs.append,
-            keeps=f"The trained weights are in {self.folder.path / CHECKPOINTS}: give the same command again.",
-        )
-        return proofs[0]
-
-    def _ending_probe(self) -> EndingProbe | None:
-        """A question of the data for the plain model; None if there is none, or its images have changed."""
-        question, processor = short_question(self.data.tables, self.ends), self.data.images
-        if question is None:
-            return None
-        try:
-            images = processor.read(question.images) if processor and question.images else {}
-        except RowError:
-            return None
-        return EndingProbe(question.prompt, question.answer_tokens + MORE_TOKENS, images)
-
-    def _answer(self) -> Answer:
-        """The trained model's answer to the probe of the export, with the precision of training."""
-        with self.techniques.precision.context(self.world.device):
-            return Answer.of(self.model)
-
-    def _gives_finite_loss(self, step: int) -> bool:
-        return not self.world.agree(not self._try(step), "trying the last weights")
-
-    def _try(self, step: int, micro_batch: int = 0) -> bool:
-        """Whether a micro-batch of a step has a finite loss on this rank."""
-        batch = self.builder.own(self.plan).batch(step, micro_batch).to(self.world.device)
-        return gives_finite_loss(self.language_model, self.objective, batch, self.techniques.precision)
-
-    def _broken_router(self) -> str | None:
-        """The router that gives NaN or infinite logits for the last step, on any rank."""
-        step, routers = self.monitor.statistics.step - 1, self.language_model.routers
-
-        def run() -> None:
-            for micro_batch in range(self.builder.own(self.plan).micro_batches(step)):
-                self._try(step, micro_batch)
-
-        try:
-            name = broken_router(self.model, routers, run) if routers is not None else None
-        except Exception:  # noqa: BLE001  the run ends with the error about the loss, whatever fails in this search
-            name = None
-        return next((router for router in self.world.gather(name, "looking for a broken router") if router), None)
-
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _write_report(folder: Path) -> str:
-    """Write report.html. Returns a line that says where the page is, or why there is none."""
-    from fxtune.reports.page import write_report
-
-    try:
-        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
-            return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
-        write_report([folder], folder / REPORT)
-    except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
-        return f"The page {folder / REPORT} could not be written: {first_line(error)}"
-    return f"A page about the run is in {folder / REPORT}"

@@ -119,9 +119,7 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
     rates, epochs = planned[: len(losses)], plan.epoch(len(losses))
     suggestion, reason = suggest(rates, losses)
     means = smooth(losses)
-    return RangeTest(
-        rates, losses, means, diverged, epochs, suggestion, reason, present, auto, list(builder.settled.notes)
-    )
+    return RangeTest(rates, losses, means, diverged, epochs, suggestion, reason, present, auto, list(builder.notes))
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

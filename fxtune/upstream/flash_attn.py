@@ -11,7 +11,6 @@ def forward(interface: Any) -> Callable[..., Any]:
 
     What: _flash_attn_fwd of flash_attn.cute.interface.
     Why: torch.compile cannot trace the public functions.
-    Gone: not in the release that fxtune asks for; attention/backends/flash4.py refuses every other one.
     """
     kernel: Callable[..., Any] = interface._flash_attn_fwd
     return kernel

@@ -5,7 +5,6 @@ What: replaces `process_image`, `resize`, `rescale` and `normalize` of PilBacken
 Why: PilBackend copies the whole picture five times, resizes it with Pillow, and rescales it as float64. A picture of
   12 megapixels takes 183 ms there, and 36 ms here (docs/log.md). transformers' other backend needs torchvision, whose
   build on PyPI does not load beside the CPU build of torch.
-Gone: PilBackend's own methods run, and give the same pixels.
 
 torch's uint8 kernel resizes pixels; torchvision calls the same kernel. The kernel and Pillow round differently: by 0.2
 of 255 levels on average in tall, narrow images, and in one value of 300 in other images. Both differ from exact

@@ -16,7 +16,6 @@ def panics_as_errors() -> Iterator[None]:
 
     What: PanicException of pyo3, a BaseException that no module exports.
     Why: the library raises nothing else for a regular expression that it gives up on.
-    Gone: the panic has another name, and ends the program with a traceback.
     """
     try:
         yield

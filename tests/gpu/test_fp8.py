@@ -17,6 +17,7 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.swiglu import gated, gated_backward
 from fxtune.models.load import DType, Init, ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.quantized_modules import dequantized, head_of, is_quantized
@@ -252,7 +253,7 @@ def test_wide_layers_are_built_with_little_extra_memory():
             rows=(2048,),
         )
         chosen, _ = pipeline(quantized=quantized).resolved(facts)
-        prepared = chosen.build(model, hf_config, world, 0)
+        prepared = assemble(chosen, model, hf_config, world, 0)
         built = prepared.module
         weights = sum(parameter.numel() * parameter.element_size() for parameter in built.parameters())
         if quantized:

@@ -15,6 +15,7 @@ from fxtune.kernels.fp8_experts import Weights, dequantize_experts, fp8_experts,
 from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.models.load import DType, ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize.quantized_experts import experts_of
 from fxtune.techniques.quantize.technique import Quantize
@@ -106,11 +107,11 @@ def test_experts_that_are_quantized_as_they_are_read_have_the_bits_of_a_model_th
     """From files that store each expert apart."""
     drawn = mixture("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_experts=8)
     model = ModelConfig(path=str(on_disk(tmp_path, dtype=torch.bfloat16, model=drawn)), dtype=DType.bfloat16)
-    whole = over_fp8().build(model, load_config(model), World(GPU), 0).module
+    whole = assemble(over_fp8(), model, load_config(model), World(GPU), 0).module
     monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
     monkeypatch.setattr("fxtune.models.weights.read", None)
     pipeline = over_fp8()
-    prepared = pipeline.build(model, load_config(model), World(GPU), 0)
+    prepared = assemble(pipeline, model, load_config(model), World(GPU), 0)
     for read, expected in zip(experts_of(prepared.module), experts_of(whole), strict=True):
         for stored, same in zip(read.stored_weights(), expected.stored_weights(), strict=True):
             assert all(map(torch.equal, stored, same))
@@ -121,7 +122,7 @@ def test_a_mixture_trains_and_its_evidence_is_there():
     model = mixture("qwen3_moe")
     model.dtype = DType.bfloat16
     pipeline = over_fp8()
-    prepared = pipeline.build(model, load_config(model), World(GPU), 0)
+    prepared = assemble(pipeline, model, load_config(model), World(GPU), 0)
     built = prepared.module
     assert all(one.acted for one in pipeline.verify(prepared, make_probe(built)))
     ids = torch.randint(3, 60, (4, 48), device=GPU)

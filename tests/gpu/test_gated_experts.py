@@ -17,6 +17,7 @@ from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.models.load import DType, load_config
 from fxtune.system.host import cache_home
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.lora.experts import grouped, no_adapter, observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -127,7 +128,7 @@ def test_full_fine_tuning_computes_experts_as_one_operator():
     config.dtype = DType.bfloat16
     results = []
     for by_fxtune in (True, False):
-        model = Pipeline().build(config, load_config(config), World(GPU), 0).module
+        model = assemble(Pipeline(), config, load_config(config), World(GPU), 0).module
         probe = make_probe(model, packing=False)
         if not by_fxtune:
             model.set_experts_implementation("grouped_mm")
@@ -150,7 +151,7 @@ def test_space_for_adapters_leaves_no_unused_memory():
     model.dtype = DType.bfloat16
     pipeline = Pipeline()
     pipeline.lora.enabled, pipeline.lora.fused, pipeline.lora._by_quack = True, Switch.on, True
-    built = pipeline.build(model, load_config(model), World(GPU), 0).module
+    built = assemble(pipeline, model, load_config(model), World(GPU), 0).module
     experts = grouped(built)[0].get_base_layer()
     assert not experts.gate_up_proj.is_contiguous()
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -20,6 +20,7 @@ from fxtune.kernels.matmul import CUTE, is_served, mm
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.host import cache_home
 from fxtune.system.profiler import observe_operators
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.lora import gemm_backend
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -200,7 +201,7 @@ def test_model_uses_the_kernel_and_reports_it():
             micro_batch_size=2,
         )
         chosen, notes = pipeline.resolved(facts)
-        prepared = chosen.build(model, config, world, 0)
+        prepared = assemble(chosen, model, config, world, 0)
         built = prepared.module
         told[fused] = (
             [one.observed for one in chosen.prove(prepared, make_probe(built)) if "large products" in one.asked],

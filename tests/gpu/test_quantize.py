@@ -13,6 +13,7 @@ from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.load import DType, Init, ModelConfig, load_config
 from fxtune.system.units import GIB
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize.technique import Quantize
@@ -145,7 +146,7 @@ def test_8b_wide_layers_train_with_less_memory_than_16_bit_weights(layers, limit
         whole = 2 * sum(parameter.numel() for parameter in _meta(hf_config).parameters())
         assert (whole > facts.free_memory) == (home == "host")
         chosen, _ = asked.resolved(facts)
-        prepared = chosen.build(model, hf_config, world, 0)
+        prepared = assemble(chosen, model, hf_config, world, 0)
         built = prepared.module
         linears = [module for module in built.modules() if is_quantized(module)]
         weights = sum(module.in_features * module.out_features for module in linears)

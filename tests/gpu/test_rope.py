@@ -16,6 +16,7 @@ from fxtune.distributed.world import World
 from fxtune.export.save import save_model
 from fxtune.facts.run import Facts
 from fxtune.models.load import DType, ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 
@@ -42,7 +43,7 @@ def test_scaled_and_saved_model_equals_plain_transformers(tmp_path):
             rows=(LENGTH,),
         )
         ready, _ = pipeline.resolved(facts)
-        prepared = ready.build(model, config, world, 0)
+        prepared = assemble(ready, model, config, world, 0)
         built = prepared.module
         [seen] = [one for one in ready.prove(prepared, make_probe(built)) if one.technique == "rope"]
         names = [re.search(r"inv_freq ([0-9a-f]{12})", text)[1] for text in (seen.asked, seen.observed)]

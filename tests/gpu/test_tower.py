@@ -18,6 +18,7 @@ from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embe
 from fxtune.models.load import DType, load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import towers
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import tower
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import TOWER
@@ -121,7 +122,7 @@ def test_each_technique_acts_on_a_trained_tower():
     pipeline.attention.backend = "sdpa"
     pipeline.checkpointing = Checkpointing(enabled=True, policy=Policy.selective)
     pipeline.compile = Compile(enabled=True)
-    prepared = pipeline.build(recipe, load_config(recipe), World(CUDA), 0)
+    prepared = assemble(pipeline, recipe, load_config(recipe), World(CUDA), 0)
     evidence = pipeline.verify(prepared, make_probe(prepared.module))
     assert all(seen.acted for seen in evidence), evidence
     of_tower = {seen.technique for seen in evidence if "tower" in seen.asked}

@@ -14,6 +14,7 @@ from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.load import Init, ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.estimate.memory import forecast, trained_parameters
 from fxtune.techniques.estimate.traffic import step_traffic
@@ -130,7 +131,7 @@ def test_adapters_are_those_of_the_built_model(name):
         pytest.skip("peft cannot load adapters of all their linears again, so they are refused")
     model = ModelConfig(path=None, init=Init.random, architecture=small(name))
     pipeline = lora(r=4, target_modules=["all-linear"])
-    built = pipeline.build(model, load_config(model), CPU, 0).module
+    built = assemble(pipeline, model, load_config(model), CPU, 0).module
     made = sum(weight.numel() for weight in built.parameters() if weight.requires_grad)
     planned = trained_parameters(facts_of(name, pipeline))
     # Only the built model shows that some modules of these types are never called with text.

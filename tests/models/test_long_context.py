@@ -20,6 +20,7 @@ from fxtune.export.save import save_model
 from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.outputs.merge import merge
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 from fxtune.training import trainer
@@ -145,7 +146,7 @@ def test_model_built_on_adapter_gets_its_rope_scaling(base, tmp_path):
     again.rope, other.rope = yarned(), yarned(factor=8.0)
     for pipeline in (silent, again):
         ready, notes = pipeline.resolved(facts_of(model, sequence_length=LONG))
-        prepared = ready.build(model, load_config(model), CPU, 0)
+        prepared = assemble(ready, model, load_config(model), CPU, 0)
         one = prepared.module
         ready.prove(prepared, make_probe(one))
         torch.testing.assert_close(at_length(one), at_length(mine), rtol=0, atol=1e-5)
@@ -159,7 +160,7 @@ def test_model_built_on_adapter_gets_its_rope_scaling(base, tmp_path):
         silent.resolved(facts_of(model, sequence_length=257))
     other.rope.original_max_position_embeddings = 64  # named, it is replaced knowingly: an extension by steps
     further, _ = other.resolved(facts_of(model, sequence_length=512))
-    assert further.build(model, load_config(model), CPU, 0).module.config.max_position_embeddings == 512
+    assert assemble(further, model, load_config(model), CPU, 0).module.config.max_position_embeddings == 512
 
 
 def test_scaling_a_scaled_model_alike_changes_nothing(base, tmp_path):

@@ -44,6 +44,7 @@ from fxtune.objectives.ipo import IPO
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.orpo import ORPO
 from fxtune.objectives.simpo import SimPO
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, require_acted
@@ -365,7 +366,7 @@ def by_both(name: str) -> tuple[LanguageModel, LanguageModel]:
     backends = ("flash4", "eager" if name == "capped" else "sdpa")
     models = []
     for backend in backends:
-        model = using(backend).build(SHARING[name], load_config(SHARING[name]), CPU, 0)
+        model = assemble(using(backend), SHARING[name], load_config(SHARING[name]), CPU, 0)
         uneven(model.module)
         models.append(LanguageModel(model))
     return models[0], models[1]

@@ -142,7 +142,7 @@ def test_verify_finds_an_objective_that_couples_the_groups_of_a_micro_batch(rows
     Path("mean.py").write_text(
         "from dataclasses import dataclass\n"
         "import fxtune\n"
-        "from fxtune.plugins import OBJECTIVES\n\n\n"
+        "from fxtune.objectives.registry import OBJECTIVES\n\n\n"
         "@fxtune.objective('mean')\n"
         "@dataclass\n"
         "class Mean(OBJECTIVES['listwise']):\n"

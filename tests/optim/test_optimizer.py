@@ -15,6 +15,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, _can_undo, undo_limit
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline
 
 
@@ -312,7 +313,7 @@ def test_the_limit_of_copies_says_which_optimizers_undo_their_steps(options):
 
 def test_parts_for_images_have_a_learning_rate_of_their_own():
     recipe = image_models.recipe("qwen2_5_vl")
-    prepared = Pipeline().build(recipe, load_config(recipe), CPU, 0, trains_images=True)
+    prepared = assemble(Pipeline(), recipe, load_config(recipe), CPU, 0, trains_images=True)
     model = prepared.module
     image_models.draw(model)
     shown = image_models.document("qwen2_5_vl", model, [3, (1, 2), 5], 0)
@@ -335,7 +336,7 @@ def test_each_weight_of_a_model_with_a_learning_rate_for_images_is_updated_once(
 
     def trained(*, two: bool):
         recipe = image_models.recipe("llava")
-        prepared = Pipeline().build(recipe, load_config(recipe), CPU, 0, trains_images=True)
+        prepared = assemble(Pipeline(), recipe, load_config(recipe), CPU, 0, trains_images=True)
         model = prepared.module
         image_models.draw(model)
         config = OptimizerConfig(name=name, lr=0.01, lr_vision=0.002)
@@ -364,5 +365,5 @@ def test_each_weight_of_a_model_with_a_learning_rate_for_images_is_updated_once(
 
 def test_parts_for_images_stay_as_they_are_without_a_learning_rate():
     recipe = image_models.recipe("qwen2_5_vl")
-    model = Pipeline().build(recipe, load_config(recipe), CPU, 0).module
+    model = assemble(Pipeline(), recipe, load_config(recipe), CPU, 0).module
     assert all(weight.requires_grad is (".visual." not in name) for name, weight in model.named_parameters())

@@ -83,6 +83,6 @@ def test_groups_add_up_to_the_evaluation(narrow, cwd, objective, packing):
 def test_divided_model_that_one_card_cannot_hold_is_refused_before_it_is_loaded(narrow):
     builder = RunBuilder(narrow)
     _require_weights_fit(builder)
-    builder.settled = replace(builder.settled, facts=replace(builder.facts, memory=1000))
+    builder.stage = replace(builder.stage, facts=replace(builder.facts, memory=1000))
     with pytest.raises(HardwareError, match="compared on one card, although their runs"):
         _require_weights_fit(builder)

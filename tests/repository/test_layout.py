@@ -57,10 +57,15 @@ ELSEWHERE = {
     "objectives/base.py": "a protocol",
     "objectives/registry.py": "test_plugins.py, with the other registries",
     "techniques/lora/numbers.py": "estimate/test_memory.py, by models with adapters",
+    "techniques/assemble.py": "test_pipeline.py, with the order of the techniques",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
     "system/packages.py": "a table; test_package_checks.py runs its tests",
     "system/units.py": "a constant",
+    "training/run_export.py": "test_trainer.py, by whole runs",
+    "training/run_start.py": "distributed/test_failure.py, on two ranks",
+    "training/special_tokens.py": "models/test_untrained_tokens.py and test_end_tokens.py, by whole runs",
+    "training/trial.py": "test_step_monitor.py, with runs that are not finite",
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }
 """Modules without a test file of their name, and what tests them or why nothing does."""

@@ -149,7 +149,7 @@ def test_pairs_with_images_that_see_both_ways_share_no_prompt(tmp_path):
     builder = RunBuilder(config)
     builder.read()
     assert builder.config.data.share_prompts is False
-    assert any(note.startswith("share_prompts: off, because") for note in builder.settled.notes)
+    assert any(note.startswith("share_prompts: off, because") for note in builder.notes)
     config.data.share_prompts = True
     with pytest.raises(ConfigError, match=r"data.share_prompts: true, but the tokens of an image in gemma3"):
         RunBuilder(config).read()

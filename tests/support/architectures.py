@@ -16,6 +16,7 @@ from fxtune.facts.options import AdapterInit
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.models.prepared import PreparedModel
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 SIZES = {
@@ -200,7 +201,7 @@ def facts_of(model: ModelConfig, **known: Any) -> Facts:
 
 def prepared_model(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> PreparedModel:
     pipeline.check(facts_of(model, **known))
-    return pipeline.build(model, load_config(model), CPU, seed)
+    return assemble(pipeline, model, load_config(model), CPU, seed)
 
 
 def built(pipeline: Pipeline, model: ModelConfig, seed: int = 0, **known: Any) -> Any:

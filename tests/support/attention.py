@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.architectures import CPU, FAMILIES, random_model, tiny_model
 
 from fxtune.models.load import load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline
 
 
@@ -17,4 +18,4 @@ def using(backend: str) -> Pipeline:
 def unchecked(backend: str, family: str, **changes):
     """A model with a backend that check() refuses on a CPU. Its operator has a reference implementation there."""
     model = random_model(family, **changes) if family in FAMILIES else tiny_model(family)
-    return using(backend).build(model, load_config(model), CPU, 0).module
+    return assemble(using(backend), model, load_config(model), CPU, 0).module

@@ -13,6 +13,7 @@ from support.architectures import (
 from torch.nn import functional as F
 
 from fxtune.models.load import ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.technique import OPERATIONS, Liger
 from fxtune.techniques.pipeline import Pipeline
@@ -108,4 +109,4 @@ def with_liger(model: ModelConfig, kernels: list[str] | None = None):
     """The module of the built model and its pipeline, without check(), which would require a GPU."""
     pipeline = Pipeline()
     pipeline.liger = all_on(model, kernels)
-    return pipeline.build(model, load_config(model), CPU, 0).module, pipeline
+    return assemble(pipeline, model, load_config(model), CPU, 0).module, pipeline

@@ -292,6 +292,7 @@ def prepare_saved(
     from fxtune.distributed.world import World
     from fxtune.facts.run import Facts
     from fxtune.models.load import DType, ModelConfig, load_config
+    from fxtune.techniques.assemble import assemble
     from fxtune.techniques.pipeline import make_probe
 
     pipeline = copy.deepcopy(pipeline)
@@ -313,7 +314,7 @@ def prepare_saved(
         micro_batch_size=rows,
     )
     pipeline, notes = pipeline.resolved(facts)
-    prepared = pipeline.build(config, hf_config, world, 0, trains_images=trains_images)
+    prepared = assemble(pipeline, config, hf_config, world, 0, trains_images=trains_images)
     model = prepared.module
     evidence = pipeline.prove(prepared, make_probe(model, packing))
     if pipeline.lora.enabled and pipeline.lora.init.value == "default":

@@ -72,7 +72,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     if world.size > 1:
         builder.world = world.divided(Degrees(shard=world.size))
         facts = replace(builder.facts, degrees=builder.world.degrees)
-        builder.settled = replace(builder.settled, facts=facts)
+        builder.stage = replace(builder.stage, facts=facts)
     options = dict(options)
     transposes = options.pop("transposes", True)
     builder.techniques.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, **options)

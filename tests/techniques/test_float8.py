@@ -24,6 +24,7 @@ from fxtune.facts.options import WeightGradient
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.models.prepared import PreparedModel
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.float8 import Float8, Float8Linear
@@ -40,7 +41,7 @@ FULL = {
 
 def made(model: ModelConfig, pipeline: Pipeline | None = None, **options: Any) -> Any:
     model.dtype = DType.bfloat16
-    return (pipeline or enable(float8=options)).build(model, load_config(model), CPU, 0).module
+    return assemble(pipeline or enable(float8=options), model, load_config(model), CPU, 0).module
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def learn(world: World) -> dict[str, Any]:
     if world.size > 1:
         builder.world = world.divided(Degrees(shard=world.size))
         facts = replace(builder.facts, degrees=builder.world.degrees)
-        builder.settled = replace(builder.settled, facts=facts)
+        builder.stage = replace(builder.stage, facts=facts)
     builder.techniques.float8 = Float8(True)
     plan = builder.read()[1].training
     prepared = builder.build()

@@ -10,6 +10,7 @@ from support.architectures import CPU, facts_of, random_model
 from fxtune import plugins
 from fxtune.errors import ConfigError
 from fxtune.models.load import load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 CODE = """
@@ -69,7 +70,7 @@ def test_technique_is_asked_all_questions_after_the_adapters(plugin):
     chosen, notes = using(scaled={"by": 3.0}).resolved(facts)
     assert "plugins: scaled: size large" in notes
     assert chosen.options()["plugins"]["use"] == {"scaled": {"enabled": True, "by": 3.0, "size": "large"}}
-    prepared = chosen.build(model, load_config(model), CPU, 0)
+    prepared = assemble(chosen, model, load_config(model), CPU, 0)
     built = prepared.module
     assert built.config.bos_token_id == 7
     assert built.seen, "the model has its adapters"

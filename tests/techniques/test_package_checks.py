@@ -121,7 +121,7 @@ for asked in sys.argv[1:]:
         print("refused:", error)
         continue
     print("chosen:", *builder.facts.packages.keys() & {"torchao", "bitsandbytes"})
-    print(*builder.settled.notes, sep="\\n")
+    print(*builder.notes, sep="\\n")
     builder.build()
     print("built")
 """

@@ -26,6 +26,7 @@ from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, Policy
 from fxtune.models.load import DType, ModelConfig, load_config, load_tokenizer
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.base import Technique
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
@@ -117,7 +118,7 @@ def test_build_changes_neither_the_config_nor_the_random_state():
     torch.manual_seed(9)
     expected = torch.rand(2)
     torch.manual_seed(9)
-    pipeline.build(model, config, CPU, 0)
+    assemble(pipeline, model, config, CPU, 0)
     assert torch.equal(torch.rand(2), expected)
     assert config.to_dict() == before
 

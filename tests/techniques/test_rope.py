@@ -17,6 +17,7 @@ from fxtune.export.save import save_model
 from fxtune.facts.options import RopeType
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.rope import Rope
 
@@ -172,7 +173,7 @@ def test_verify_finds_a_wrong_original_length():
         "original_max_position_embeddings": 256,
     }
     config.max_position_embeddings = 256
-    prepared = Pipeline().build(random_model("llama"), config, CPU, 0)
+    prepared = assemble(Pipeline(), random_model("llama"), config, CPU, 0)
     model = prepared.module
     assert not any(
         observation.acted

@@ -10,12 +10,12 @@ import pytest
 from fxtune.cli.main import main
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Switch
-from fxtune.techniques import withdrawal
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.upstream.transformers import with_rotation
 
 TWO_STEPS = [
@@ -54,19 +54,19 @@ def test_only_auto_is_a_wish():
     fast = Pipeline(
         liger=Liger(enabled="auto"), compile=Compile(enabled="auto"), checkpointing=Checkpointing(enabled=True)
     )
-    assert withdrawal.wish(fast, "liger.rope") == "liger.rope"
-    assert withdrawal.wish(fast, "liger") == "liger"
-    assert withdrawal.wish(fast, "compile") == "compile"
-    assert withdrawal.wish(fast, "lora.fused") == "lora.fused"
+    assert wish(fast, "liger.rope") == "liger.rope"
+    assert wish(fast, "liger") == "liger"
+    assert wish(fast, "compile") == "compile"
+    assert wish(fast, "lora.fused") == "lora.fused"
     for demanded in ("checkpointing", "lora", "objective", "optimizer.in_backward"):
-        assert withdrawal.wish(fast, demanded) is None
+        assert wish(fast, demanded) is None
     written = Pipeline(liger=Liger(enabled="auto", kernels=["rope"]), compile=Compile(enabled="auto", fullgraph=False))
     for demanded in ("liger.rope", "liger", "compile"):
-        assert withdrawal.wish(written, demanded) is None
+        assert wish(written, demanded) is None
     chosen = Pipeline(liger=Liger(enabled=True, kernels=["rope"]))
-    off = withdrawal.without(chosen, "liger.rope")
+    off = Withdrawal("liger.rope", "").applied_to(chosen)
     assert (off.liger.kernels, off.liger.enabled, chosen.liger.kernels) == ([], True, ["rope"])
-    assert not withdrawal.without(chosen, "liger").liger.enabled
+    assert not Withdrawal("liger", "").applied_to(chosen).liger.enabled
 
 
 def test_rope_that_cannot_be_replaced_is_off_and_the_run_goes_on(cwd, monkeypatch, capsys):

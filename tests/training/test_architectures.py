@@ -100,7 +100,7 @@ def test_buckets_ask_for_padding(config):
     builder = RunBuilder(config("llama", "data.buckets=[16,64]"))
     assert builder.facts.rows == (16, 64)
     assert not builder.facts.packing
-    assert builder.settled.notes[0].startswith("packing: off, because data.buckets has lengths to pad to")
+    assert builder.notes[0].startswith("packing: off, because data.buckets has lengths to pad to")
     assert RunBuilder(config("llama")).facts.packing
 
 

@@ -14,7 +14,7 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
 from fxtune.system.facts import MachineFacts
-from fxtune.training import builder
+from fxtune.training import builder, run_data
 
 ATTENTION = "techniques.attention.backend"
 
@@ -97,5 +97,5 @@ def test_padding_of_packed_documents_is_reported():
     plan = SimpleNamespace(
         steps=2, micro_batches=lambda _: 1, contents=contents, micro_rows=lambda _: 2, max_row_length=lambda _: 64
     )
-    line = builder.documents_padding(plan)
+    line = run_data.documents_padding(plan)
     assert f"have up to {5 * 60 / 128:.1f} times the tokens of its rows (in the first 2 steps)" in line

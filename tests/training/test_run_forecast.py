@@ -241,10 +241,10 @@ def test_a_run_counts_the_images_of_its_data(tmp_path):
     builder = RunBuilder(config)
     builder.read()
     assert builder.facts.image_features == lengths.fullest
-    again = builder.settled.with_images(2 * lengths.fullest)
-    need, larger = (found.techniques.memory_need(found.facts) for found in (builder.settled, again))
+    again = builder.stage.with_images(2 * lengths.fullest)
+    need, larger = (found.techniques.memory_need(found.facts) for found in (builder.stage, again))
     assert 0 < need.images < larger.images
-    assert again.notes == builder.settled.notes, "nothing else is decided"
+    assert again.notes == builder.notes, "nothing else is decided"
 
 
 def test_large_files_are_extrapolated_from_their_first_rows(rows, monkeypatch):

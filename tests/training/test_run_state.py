@@ -76,7 +76,7 @@ def test_run_killed_during_export_keeps_its_figures(small, cwd, monkeypatch):
         signal.SIGINT, signal.default_int_handler
     )  # a job in a shell's background starts with it ignored
     with monkeypatch.context() as patch:
-        patch.setattr(train, "save_model", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr("fxtune.training.run_export.save_model", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             train.run(small)
     signal.signal(signal.SIGINT, usual)

@@ -19,6 +19,7 @@ from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, without_dropout
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context
 from fxtune.techniques.attention.backends import flash4
 from fxtune.techniques.attention.backends.registry import EAGER, FLASH4, SDPA, called
@@ -129,7 +130,7 @@ def test_what_is_not_refused_gives_the_logits_of_the_whole_row(kind):
             pipeline.check(facts)
         return
     pipeline, _ = pipeline.resolved(facts)
-    model = pipeline.build(model_config, load_config(model_config), CPU, 0).module
+    model = assemble(pipeline, model_config, load_config(model_config), CPU, 0).module
     context.register(called(model.config._attn_implementation))
     lengths = (24,) if kind == "opt" else (7, 17)  # OPT of transformers does not separate documents
     ids = (torch.arange(24) * 7919 + 3).unsqueeze(0) % 120

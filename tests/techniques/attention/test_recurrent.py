@@ -14,6 +14,7 @@ from support.cases import slow_but
 
 from fxtune.errors import ConfigError
 from fxtune.models.load import Init, ModelConfig, load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import isolation, recurrent
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -119,7 +120,7 @@ def test_packing_can_be_demanded_and_is_proven(kind):
     pipeline = Pipeline()
     pipeline.lora.enabled = True
     chosen, _ = pipeline.resolved(facts_of(config_of(kind)))
-    prepared = chosen.build(config_of(kind), load_config(config_of(kind)), CPU, 0)
+    prepared = assemble(chosen, config_of(kind), load_config(config_of(kind)), CPU, 0)
     model = prepared.module
     evidence = chosen.prove(prepared, make_probe(model))
     (isolated,) = [observation for observation in evidence if "do not see each other" in observation.asked]

@@ -14,6 +14,7 @@ from fxtune.errors import ConfigError, HardwareError
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
@@ -59,7 +60,7 @@ def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
         mix={"attention": 1, "narrow": 1, "wide": 2},
         offload=Offloaded.kept,
     )
-    ours = pipeline.build(model, load_config(model), CPU, 0)
+    ours = assemble(pipeline, model, load_config(model), CPU, 0)
     with_random_lora_b(ours.module)
     ours.offload.min_bytes = 0
     ours.module = traced(ours.module)

@@ -9,6 +9,7 @@ from support.checkpointing import NARROW, checkpointed, gradients, seen, with_ra
 
 from fxtune.facts.options import Policy
 from fxtune.models.load import load_config
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.policy import group_of, weight_shape
 
 
@@ -57,13 +58,13 @@ def test_flash4_operator_is_saved_by_its_name():
     config = load_config(model)
     pipeline = checkpointed(lora(), policy=Policy.selective, save=["fxtune.flash4"])
     pipeline.attention.backend = "flash4"
-    ours = with_random_lora_b(pipeline.build(model, config, CPU, 0).module)
+    ours = with_random_lora_b(assemble(pipeline, model, config, CPU, 0).module)
     told = seen(pipeline, ours)
     assert "fxtune.flash4 2+0" in told
     assert "aten.mm (q_proj, o_proj) 4+4" in told
     plain = lora()
     plain.attention.backend = "flash4"
-    expected = gradients(with_random_lora_b(plain.build(model, config, CPU, 0).module))
+    expected = gradients(with_random_lora_b(assemble(plain, model, config, CPU, 0).module))
     assert all(torch.equal(expected[name], value) for name, value in gradients(ours).items())
 
 

@@ -25,6 +25,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, tower_layers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.units import GIB
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
@@ -165,7 +166,7 @@ def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(lev
     pipeline.attention.backend = "flash4"
     pipeline.checkpointing = Checkpointing(True)._uniform(level, ["gate_proj", "up_proj"])
     model = random_model("llama")
-    made = traced(pipeline.build(model, load_config(model), CPU, 0).module).train()
+    made = traced(assemble(pipeline, model, load_config(model), CPU, 0).module).train()
     kept, _ = verify.saved_bytes(made, decoder_layers(made)[1:], 24, lambda: made(**make_probe(made)).logits)
     facts = replace(facts_of(model), device="cuda", techniques=replace(pipeline, compile=Compile(enabled=True)))
     # cos, sin and positions, which all layers share. Level `everything` also keeps the factors of the norms.
@@ -193,7 +194,7 @@ def test_compiler_budget_applies_to_this_model_only():
     pipeline.compile.enabled = False
     model = random_model("llama", num_hidden_layers=1)
     plain = gradients(built(lora(), model))
-    ours = traced(pipeline.build(model, load_config(model), CPU, 0).module)
+    ours = traced(assemble(pipeline, model, load_config(model), CPU, 0).module)
     assert "a budget of 0 for the compiler | 0 while layers run" in seen(pipeline, ours)
     assert close(gradients(ours), plain, 1e-6)
     assert torch._functorch.config.activation_memory_budget == 1.0

@@ -39,6 +39,7 @@ from fxtune.export.save import save_model
 from fxtune.facts.run import Facts
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.liger import technique
 from fxtune.techniques.liger.modules import operation_of
 from fxtune.techniques.liger.technique import Liger
@@ -122,7 +123,7 @@ def test_adapters_and_checkpointing_wrap_liger_and_the_adapter_fits_the_plain_ba
     pipeline = lora(modules_to_save=["norm"])
     pipeline.checkpointing.enabled = True
     pipeline.liger = all_on(model)
-    prepared = pipeline.build(model, load_config(model), CPU, 0)
+    prepared = assemble(pipeline, model, load_config(model), CPU, 0)
     mine = prepared.module
     evidence = pipeline.prove(prepared, make_probe(mine))
     assert {observation.technique for observation in evidence} >= {"liger", "lora", "checkpointing"}

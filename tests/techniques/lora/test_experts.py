@@ -37,6 +37,7 @@ from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
 from fxtune.outputs.merge import merge
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.lora import technique
 from fxtune.techniques.lora.experts import compute_experts, grouped, make_space, observe_computed, observe_experts
@@ -144,7 +145,7 @@ def test_gpt_oss_with_all_that_makes_it_fast(monkeypatch):
         pipeline = enable(lora={"r": 4}, rope={"factor": 4.0, "original_max_position_embeddings": 32}, **techniques)
         pipeline.attention.backend = "flash4"  # which check() refuses on a CPU
         pipeline.attention._packed = True
-        return pipeline, uneven(pipeline.build(config, load_config(config), CPU, 0).module)
+        return pipeline, uneven(assemble(pipeline, config, load_config(config), CPU, 0).module)
 
     (_, plain), (pipeline, model) = made(), made(compile={}, checkpointing={})
     assert all(layer.expert_act is not None for layer in grouped(model))

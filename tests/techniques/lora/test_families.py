@@ -14,6 +14,7 @@ from fxtune.facts.options import Switch
 from fxtune.models import load as models
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers, skeleton
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.lora.families import MLP, mlp_activation
 
@@ -184,7 +185,7 @@ def test_a_wrong_entry_in_the_table_is_caught_by_numbers(family, monkeypatch):
     monkeypatch.setattr(models, "build", with_uneven_norms)
     pipeline.check(facts_of(model))
     attentions = [
-        layer.self_attn for layer in decoder_layers(pipeline.build(model, load_config(model), CPU, 0).module)
+        layer.self_attn for layer in decoder_layers(assemble(pipeline, model, load_config(model), CPU, 0).module)
     ]
     rotates = {attention.rotates for attention in attentions}
     assert rotates == {family not in ("qwen3", "gemma3")}

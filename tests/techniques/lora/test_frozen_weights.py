@@ -15,6 +15,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.quantize.technique import Quantize
 
 
@@ -43,7 +44,7 @@ def in_fp8(family: str):
     """Built without check(), which refuses fp8 on a CPU."""
     pipeline, model = lora(fused=Switch.on), random_model(family)
     pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32)
-    return pipeline.build(model, load_config(model), CPU, 0).module
+    return assemble(pipeline, model, load_config(model), CPU, 0).module
 
 
 @pytest.mark.parametrize(("base", "family"), [(in_float32, "phi3"), (in_fp8, "llama"), (in_int8, "qwen2")])

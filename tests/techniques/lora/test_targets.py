@@ -35,6 +35,7 @@ from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
 from fxtune.models.structure import backbone, projectors, skeleton, towers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.merge import merge
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.lora import targets
 from fxtune.techniques.pipeline import make_probe
 
@@ -95,7 +96,7 @@ def test_all_linear_means_every_linear_of_the_decoder_but_routers(kind):
 )  # fmt: skip
 def test_the_evidence_counts_adapters_and_what_was_left_out_by_kind(kind, texts):
     pipeline = lora()
-    prepared = pipeline.build(tiny_model(kind), load_config(tiny_model(kind)), CPU, 0)
+    prepared = assemble(pipeline, tiny_model(kind), load_config(tiny_model(kind)), CPU, 0)
     model = prepared.module
     first = next(iter(pipeline.lora.verify(prepared, make_probe(model, packing=False))))
     assert first.acted
@@ -293,7 +294,7 @@ SHOWN = [[4, (1, 2), 5], [6], [3, (2, 2), 3, (1, 3), 6]]
 def test_adapters_of_the_parts_for_images_learn(family):
     pipeline = lora(vision=True, projector=True)
     config = load_config(image_models.recipe(family))
-    prepared = pipeline.build(image_models.recipe(family), config, CPU, 0)
+    prepared = assemble(pipeline, image_models.recipe(family), config, CPU, 0)
     model, base = prepared.module, prepared.module.get_base_model()
     beside = {part for place in (*towers(model), *projectors(model)) for part in place.modules()}
     of_images = [name for name in adapted(model) if base.get_submodule(name) in beside]
@@ -332,7 +333,7 @@ def test_an_adapter_with_parts_for_images_loads_in_plain_peft(fused, tmp_path):
     load_tokenizer(ModelConfig()).save_pretrained(tmp_path / "base")
     config = ModelConfig(path=str(tmp_path / "base"))
     pipeline = lora(vision=True, projector=True, fused=Switch(fused))
-    prepared = pipeline.build(config, load_config(config), CPU, 0)
+    prepared = assemble(pipeline, config, load_config(config), CPU, 0)
     mine = trained(prepared.module)
     row, images = images_of(mine.config).row(mine)
     types = image_models.type_ids(mine, row)

@@ -1,6 +1,6 @@
 """techniques.quantize.type=fp8 without its speed: what it refuses, stores, computes and saves, on a CPU.
 
-check() refuses a CPU, so these tests call Pipeline.build(), and products run by the plain reference.
+check() refuses a CPU, so these tests call assemble(), and products run by the plain reference.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fxtune.models.load import ModelConfig, load_config, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.merge import merge
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
@@ -50,7 +51,7 @@ def fp8(
 
 def prepared_model(pipeline: Pipeline, model: ModelConfig) -> PreparedModel:
     """support's prepared_model() without check()."""
-    return pipeline.build(model, load_config(model), CPU, 0)
+    return assemble(pipeline, model, load_config(model), CPU, 0)
 
 
 def made(pipeline: Pipeline, model: ModelConfig) -> Any:
@@ -398,7 +399,7 @@ def test_a_large_model_is_quantized_row_by_row_as_it_is_read(fused, transpose, t
     models, weights = [], {"drawn": random_model("llama", **WIDE), "read": ModelConfig(path=str(base))}
     for config in weights.values():
         for size in (1, 10**15):
-            monkeypatch.setattr("fxtune.techniques.pipeline.bytes_of", lambda *_, size=size: size)
+            monkeypatch.setattr("fxtune.models.weights.bytes_of", lambda *_, size=size: size)
             pipeline = fp8(fused)
             pipeline.quantize.keeps_transposes, pipeline.quantize.head = transpose, True
             models.append(prepared_model(pipeline, config))

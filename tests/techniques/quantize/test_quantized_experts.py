@@ -1,6 +1,6 @@
 """Experts of a mixture in fp8 without their speed, and in 4 bits: what is stored, computed, saved and refused, on a CPU.
 
-check() refuses fp8 on a CPU, so its tests call Pipeline.build(), and products run by the plain reference.
+check() refuses fp8 on a CPU, so its tests call assemble(), and products run by the plain reference.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
 from fxtune.outputs.merge import merge
+from fxtune.techniques.assemble import assemble
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.estimate.memory import RecomputePlan, forecast
 from fxtune.techniques.estimate.step_time import layer_time
@@ -47,7 +48,7 @@ def fp8(experts: Switch = Switch.on, transposes: bool = True, **options: Any) ->
 
 def prepared_model(pipeline: Pipeline, model: ModelConfig) -> PreparedModel:
     """support's prepared_model() without check()."""
-    return pipeline.build(model, load_config(model), CPU, 0)
+    return assemble(pipeline, model, load_config(model), CPU, 0)
 
 
 def made(pipeline: Pipeline, model: ModelConfig) -> Any:

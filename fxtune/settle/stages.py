@@ -1,0 +1,65 @@
+"""What a run is, stage by stage: its data, the built model and the run itself decide what settle() could not.
+
+A stage is frozen. The next stage is made from it and leaves it as it is, so `Settled` stays what settle() returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxtune.config.root import Config
+from fxtune.facts.run import Facts
+from fxtune.settle import determinism
+from fxtune.settle.settled import Settled, renewed
+from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.withdrawal import Withdrawal
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The recipe, techniques and facts in force, and a line on each decision so far, with the reason."""
+
+    config: Config
+    techniques: Pipeline
+    facts: Facts
+    notes: tuple[str, ...]
+    withdrawn: tuple[Withdrawal, ...] = ()
+    """What turned out not to act on the built model."""
+
+    @classmethod
+    def first(cls, settled: Settled) -> Stage:
+        return cls(settled.config, settled.techniques, settled.facts, settled.notes)
+
+    def decided(self, notes: Iterable[str], **groups: Any) -> Stage:
+        """The stage after these groups of the config are decided."""
+        return replace(self, config=replace(self.config, **groups), notes=(*self.notes, *notes))
+
+    def with_images(self, features: int, decides: bool = True) -> Stage:
+        """The stage for data whose row with the most features of images has so many. `decides`: decide each `auto`
+        again, because images take memory."""
+        facts = replace(self.facts, image_features=features)
+        if features == self.facts.image_features or not decides:
+            return replace(self, facts=facts)
+        facts = replace(facts, techniques=self.config.techniques)
+        techniques, decided = self.config.techniques.possible(facts)[0].decided(facts)
+        new = [line for line in decided if line not in self.notes]
+        return replace(self, notes=renewed(self.notes, new), facts=facts).with_techniques(techniques)
+
+    def with_techniques(self, techniques: Pipeline) -> Stage:
+        return replace(self, techniques=techniques, facts=replace(self.facts, techniques=techniques))
+
+    def without(self, found: Withdrawal) -> Stage:
+        """The stage after a technique or an option was withdrawn."""
+        less = self.with_techniques(found.applied_to(self.techniques))
+        return replace(less, notes=(*self.notes, found.line()), withdrawn=(*self.withdrawn, found))
+
+    def without_determinism(self, operator: str) -> Stage:
+        """The stage with the fastest kernels, because `operator` of torch has no deterministic one."""
+        line = determinism.line(f"torch has no deterministic kernel for {operator}")
+        return replace(self, facts=replace(self.facts, deterministic=False), notes=renewed(self.notes, [line]))
+
+    def with_whole_gradients(self) -> Stage:
+        """The stage in which no weight is updated in the backward pass."""
+        return replace(self, facts=replace(self.facts, in_backward=False))

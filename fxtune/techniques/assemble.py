@@ -1,0 +1,131 @@
+"""The model of a run, in one function read from top to bottom: config, weights, modules, techniques, ranks.
+
+The order of the techniques, with the reasons, is the order of the fields of Pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from fxtune.distributed.sharding import materialize
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
+from fxtune.facts.options import AUTO, WeightFormat
+from fxtune.models import load as models
+from fxtune.models.load import Init, ModelConfig
+from fxtune.models.patch_embedding import replace_patch_embeddings
+from fxtune.models.prepared import PreparedModel
+from fxtune.models.routers import observe_routers
+from fxtune.models.shards import pieces_of
+from fxtune.models.structure import beside_text, for_images, skeleton
+from fxtune.models.weights import fits_whole
+from fxtune.techniques import divided_weights
+from fxtune.techniques.attention import tower
+from fxtune.techniques.lora import targets, trained_tokens
+from fxtune.techniques.lora.experts import compute_experts
+from fxtune.techniques.pipeline import Pipeline, acting
+from fxtune.techniques.quantize.selection import takes_rows
+
+
+def assemble(
+    techniques: Pipeline,
+    model: ModelConfig,
+    hf_config: Any,
+    world: World,
+    seed: int,
+    special_tokens: Sequence[int] = (),
+    trains_images: bool = False,
+) -> PreparedModel:
+    """The model of `hf_config` with each enabled technique of a resolved pipeline applied.
+
+    `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the ids
+    of the data's special tokens. techniques.lora.train_tokens=auto chooses among these tokens. `trains_images`:
+    whether full fine-tuning trains the parts for images, too.
+    """
+    lora, quantize, divided = techniques.lora, techniques.quantize, world.degrees.shard > 1
+    if model.adapter and not lora.enabled:
+        raise ConfigError(
+            f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the adapter."
+        )
+
+    # The adapters' tokens and start, before any weight is read.
+    tokenizer = cache(partial(models.load_tokenizer, model))
+    if lora.enabled:
+        lora.find_tokens(tokenizer, model.adapter, model.add_tokens)
+        shape = skeleton(hf_config.to_dict()) if model.add_tokens else None
+        if shape is not None and (reasons := targets.refusals(shape, lora, lora.token_ids)):
+            raise ConfigError("\n".join(f"techniques.lora.{reason}" for reason in reasons))
+    if model.adapter:
+        lora.check_start(model.adapter)
+
+    # The config, which constructors of modules read.
+    hf_config = copy.deepcopy(hf_config)
+    for _, technique in techniques.enabled():
+        technique.configure(hf_config)
+
+    # The model of transformers. Its weights have no memory yet if they are quantized as they are read, or divided.
+    by_rows = not divided and _quantizes_rows(techniques, model, hf_config, world)
+    if by_rows and lora.train_tokens == AUTO:
+        raise ConfigError(
+            "techniques.lora.train_tokens: auto looks at the rows of the base, which is quantized here while it is "
+            "read. Name the tokens."
+        )
+    built = models.build(model, hf_config, world, seed, quantize.enabled, by_rows)
+
+    # Modules that compute the same in another way. torch's grouped GEMM, which transformers calls, does not run
+    # without memory in float32.
+    if divided or not (lora.enabled or quantize.enabled):
+        compute_experts(built.module, everywhere=divided)
+    replace_patch_embeddings(built.module)
+    tower.prepare(built.module)
+    built.reads_sizes_on_host = True
+    if lora.enabled:
+        lora.choose_tokens(built.module, tokenizer, special_tokens)
+    built.routers = observe_routers(built.module, world.device)
+    if not lora.enabled:  # adapters freeze the whole base
+        trained = {*for_images(built.module)} if trains_images else set()
+        for parameter in beside_text(built.module):
+            parameter.requires_grad_(parameter in trained)
+
+    # The techniques, under training's autocast: adapters are compared with the base under it now and in verify().
+    elsewhere: dict[str, tuple[int, ...]] = {}
+    with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for name, technique in techniques.enabled():
+            with techniques.precision.context(world.device), acting(name, f"Building the model: {name}"):
+                if technique is quantize and by_rows and quantize.type is not WeightFormat.fp8:
+                    each_weight = partial(models.each_weight, model, hf_config, built, world, seed)
+                    elsewhere = quantize.apply_as_read(built, world, each_weight)
+                    continue
+                technique.apply(built, world)
+            if technique is lora and model.adapter:
+                lora.start_from(built, model.adapter)
+
+    # Memory for weights without it, divided over ranks or whole, and their values.
+    if by_rows or divided:
+        pieces = pieces_of(built.module)
+        if by_rows:
+            materialize(built.module, world.device)
+        else:
+            built.sharding = divided_weights.divide(built.module, world, techniques.precision)
+        models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
+        if lora.enabled and not model.adapter:
+            trained_tokens.read_rows(built.module)
+    return built
+
+
+def _quantizes_rows(techniques: Pipeline, model: ModelConfig, hf_config: Any, world: World) -> bool:
+    """Whether weights are quantized while they are read or drawn. They are if on some rank the unquantized model has
+    no place (fits_whole()), or if the checkpoint's experts stay in MXFP4."""
+    if models.ships_mxfp4(model, hf_config):
+        return techniques.keeps_mxfp4(hf_config.to_dict())
+    if not techniques.quantize.enabled or not takes_rows(techniques.lora, skeleton(hf_config.to_dict())):
+        return False
+    dtype = models.resolve_dtype(model, world.capability)
+    large = not fits_whole(hf_config, dtype, world, model.trust_remote_code, model.init is Init.random)
+    return any(world.gather(large, "choosing how weights are read"))

@@ -1,0 +1,80 @@
+"""What a finished run leaves for its user: the proven export, and a page about the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fxtune.checkpoint.run_folder import METRICS, REPORT
+from fxtune.data.batches.build import PreparedData
+from fxtune.data.formats.values import RowError
+from fxtune.data.tokenized.ends import short_question
+from fxtune.errors import first_line
+from fxtune.export.read_back import EndingProbe
+from fxtune.export.save import save_model
+from fxtune.models.prepared import PreparedModel
+from fxtune.models.probe import Answer
+from fxtune.models.proof import Proof
+from fxtune.training.builder import RunBuilder
+
+MORE_TOKENS = 16
+"""How many tokens longer than the right answer the answer in the proof of the export may be."""
+LARGE_METRICS = 200 * 2**20
+"""A run with more bytes in metrics.jsonl (some 300,000 log lines) writes no page when it ends."""
+
+
+def export(
+    prepared: PreparedModel,
+    tokenizer: Any,
+    output: Path,
+    card: dict[str, Any],
+    builder: RunBuilder,
+    question: EndingProbe | None,
+    checkpoints: Path,
+) -> Proof:
+    """Write the trained model or adapter to `output`, with `card` in its model card. Returns what was proven of the
+    files. `checkpoints`: where the trained weights stay if the export fails."""
+    proofs = list[Proof]()
+
+    def answer() -> Answer:
+        """The trained model's, with the precision of training."""
+        with builder.techniques.precision.context(builder.world.device):
+            return Answer.of(prepared.module)
+
+    save_model(
+        prepared,
+        tokenizer,
+        output,
+        card=card,
+        world=builder.world,
+        answer=answer,
+        question=question,
+        record=proofs.append,
+        keeps=f"The trained weights are in {checkpoints}: give the same command again.",
+    )
+    return proofs[0]
+
+
+def ending_probe(data: PreparedData, ends: list[int]) -> EndingProbe | None:
+    """A question of the data for the plain model; None if there is none, or its images have changed."""
+    question, processor = short_question(data.tables, ends), data.images
+    if question is None:
+        return None
+    try:
+        images = processor.read(question.images) if processor and question.images else {}
+    except RowError:
+        return None
+    return EndingProbe(question.prompt, question.answer_tokens + MORE_TOKENS, images)
+
+
+def write_report(folder: Path) -> str:
+    """Write report.html. Returns a line that says where the page is, or why there is none."""
+    from fxtune.reports import page
+
+    try:
+        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
+            return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
+        page.write_report([folder], folder / REPORT)
+    except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
+        return f"The page {folder / REPORT} could not be written: {first_line(error)}"
+    return f"A page about the run is in {folder / REPORT}"

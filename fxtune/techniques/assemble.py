@@ -17,8 +17,8 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import AUTO, WeightFormat
 from fxtune.models import load as models
+from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.load import Init, ModelConfig
-from fxtune.models.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of

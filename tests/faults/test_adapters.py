@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.architectures import lora, on_disk, prepared_model, trained
+from support.cases import pairs
 from support.harness import command, small_disk
 
 from fxtune.cli.main import main
@@ -136,16 +137,18 @@ def test_finite_numbers_whose_sum_is_not_are_refused(dtype, size, tmp_path):
     assert not list(tmp_path.glob("*merged*"))
 
 
-@pytest.mark.parametrize("suffix", ["partial", "old"])
 @pytest.mark.parametrize(
-    "make",
-    [
-        os.mkfifo,
-        lambda path: path.symlink_to("/dev/zero"),
-        lambda path: path.symlink_to(path.parent),
-        Path.touch,
-        lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
-    ],
+    ("make", "suffix"),
+    pairs(
+        [
+            os.mkfifo,
+            lambda path: path.symlink_to("/dev/zero"),
+            lambda path: path.symlink_to(path.parent),
+            Path.touch,
+            lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
+        ],
+        ["partial", "old"],
+    ),
     ids=["pipe", "device", "link", "file", "socket"],
 )
 def test_file_at_a_temporary_path_of_the_merge_is_an_error_and_does_not_block(

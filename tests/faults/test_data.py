@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support import harness
-from support.cases import slow_but
+from support.cases import pairs, slow_but
 from transformers import AutoTokenizer
 
 from fxtune.data.batches.build import plan_training
@@ -134,8 +134,10 @@ def test_special_file_is_an_error_and_never_blocks(read, tmp_path):
             read(tmp_path / "good.jsonl", chat_template=str(tmp_path / template))
 
 
-@pytest.mark.parametrize("name", ["table.json", "ids.npy", "bad_rows.jsonl", "", ".lock", ".staging"])
-@pytest.mark.parametrize("odd", ["pipe", "socket", "device"])
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    pairs(["pipe", "socket", "device"], ["table.json", "ids.npy", "bad_rows.jsonl", "", ".lock", ".staging"]),
+)
 def test_special_file_in_the_token_cache_is_an_error_and_never_blocks(odd, name, read, tmp_path):
     (tmp_path / "good.jsonl").write_bytes(lines(GOOD))
     folder = read(tmp_path / "good.jsonl").folder

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.cases import pairs
 
 from fxtune.checkpoint.run_folder import RunFolder, claim
 from fxtune.cli import main as program
@@ -341,12 +342,12 @@ def test_sizes_that_torch_refuses_are_a_model_error(values, stranger):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
-)
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, None],
-    ids=("endless", "deep", "long"),
+    ("name", "text"),
+    pairs(
+        ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"],
+        ["[" * 300_000, '{"a":' * 80 + "1" + "}" * 80, None],
+    ),
+    ids=["endless", "deep", "long", "endless index"],
 )
 def test_deeply_nested_model_json_is_refused(name, text, stranger):
     (stranger / name).write_text(text or "{")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import pairs
 from support.harness import ROOT, command
 
 from fxtune.distributed.world import World
@@ -63,8 +64,10 @@ def test_base_with_nan_is_refused_before_the_first_step(lora, base, tmp_path, ru
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    pairs([float("nan"), float("inf"), -float("inf")], [DType.float32, DType.bfloat16, DType.float16]),
+)
 def test_error_names_the_shard_of_the_tensor(number, dtype, base):
     put(base, **{UP: number})
     tensors = load_file(base / "model.safetensors")

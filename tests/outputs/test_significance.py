@@ -28,6 +28,7 @@ def test_equal_numbers_are_no_evidence():
     assert lower_mean(np.full(20, -1e-9), 0.0) < 0.01  # however small, if every pair agrees
 
 
+@pytest.mark.slow
 def test_rate_of_false_alarms_with_heavy_tails():
     draw = np.random.default_rng(1)
     alarms = sum(higher_mean(draw.lognormal(0, 2, 40), draw.lognormal(0, 2, 25), seed) <= 0.1 for seed in range(60))

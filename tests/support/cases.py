@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def pairs(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which each value occurs at least once, in place of the product: shorter lists are repeated."""
+    return [tuple(given[case % len(given)] for given in values) for case in range(max(map(len, values)))]
 
 
 def slow_but(cases: Iterable[Any], *fast: Any, mark: pytest.MarkDecorator | None = None) -> list[Any]:

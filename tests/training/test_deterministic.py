@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.architectures import enable
+from support.cases import slow_but
 from support.runs import history
 
 from fxtune.cli.main import main
@@ -92,7 +93,7 @@ class Mine(fxtune.Objective):
 """
 
 
-@pytest.mark.parametrize("after", [0, 3], ids=["in the proofs", "in a step"])
+@pytest.mark.parametrize("after", slow_but([0, 3], 3), ids=["in the proofs", "in a step"])
 def test_an_operator_without_a_deterministic_form_is_one_line(cwd, capsys, after):
     """A run that began with deterministic kernels on a GPU goes on with them on a CPU, until an operator has none."""
     Path("mine.py").write_text(WITHOUT_ORDER.replace("AFTER", str(after)))

@@ -255,6 +255,7 @@ def losses_of_pairs(run: str, *words: str) -> list[float]:
     return [line["train/loss"] for line in history(Path(run)) if "train/loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_on_pairs_keeps_the_layout_of_its_rows(cwd, monkeypatch):
     """Prompts computed once; and whole documents if the run was started where prompts could not be shared, or by a
     version that could not."""

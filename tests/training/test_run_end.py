@@ -352,6 +352,7 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     assert train.run(with_steps(stopping, 12)) == result, "a refused command changes nothing"
 
 
+@pytest.mark.slow
 def test_extended_run_takes_a_short_last_step_again_with_all_of_its_rows(stopping, cwd):
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.eval_every = 0, None, 0
     stopping.data.eval_sources, stopping.schedule.name = [], ScheduleName.constant

@@ -93,6 +93,7 @@ def test_a_reference_is_a_forward_pass_in_each_step_or_one_before_the_first():
     assert twice.step_seconds == pytest.approx(plain.step_seconds)
 
 
+@pytest.mark.slow
 def test_steps_of_dpo_have_the_tokens_and_the_work_that_a_run_counts(rows):
     """A run takes as many tokens a step, and what MFU counts for a reference is what the forecast adds."""
     write_pairs()

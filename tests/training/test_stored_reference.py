@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import slow_but
 from support.rows import write_jsonl
 from support.runs import history
 
@@ -39,8 +41,26 @@ WORDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with pairs, and two finished runs on them: `base`, with the reference in each step, and `stored`."""
+    home = tmp_path_factory.mktemp("finished")
+    torch.set_num_threads(1)  # as in the tests, whose runs must have the same bits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        write_pairs()
+        for run in ("base", "stored"):
+            train(run, f"objective.reference={run}")
+    return home
+
+
 @pytest.fixture(autouse=True)
-def rows(cwd):
+def runs(cwd, finished):
+    """A copy of `finished` is the working directory."""
+    shutil.copytree(finished, cwd, dirs_exist_ok=True)
+
+
+def write_pairs() -> None:
     draw, rows = random.Random(0), []
     for number in range(48):
         turns = [{"role": "user", "content": f"Which number is {number}?"}]
@@ -65,27 +85,31 @@ def stored() -> list[Path]:
     return sorted(Path("cache").rglob("reference-*.npy"))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_stored_numbers_are_those_of_the_step(packing):
-    words = [f"data.packing={packing}"]
-    in_step = train("in_step", "objective.reference=base", *words)
-    assert in_step[0][0] == pytest.approx(0.693147, abs=1e-6)
-    assert not stored()
-    found = train("stored", "objective.reference=stored", *words)
-    for one, other in zip(in_step, found, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-    evaluated = [
-        json.loads(Path(f"{run}/result.json").read_text())["eval/reward_margin"] for run in ("in_step", "stored")
-    ]
+def assert_alike(one: str, other: str) -> None:
+    """Two runs have the same steps and the same evaluation."""
+    for mine, theirs in zip(steps(one), steps(other), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    evaluated = [json.loads(Path(f"{run}/result.json").read_text())["eval/reward_margin"] for run in (one, other)]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-4)
+
+
+def test_stored_numbers_are_those_of_the_step():
+    assert steps("base")[0][0] == pytest.approx(0.693147, abs=1e-6)
+    assert_alike("base", "stored")
     assert len(stored()) == 1
     before = stored()[0].stat().st_mtime_ns
-    assert train("again", "objective.reference=stored", *words) == found
+    assert train("again", "objective.reference=stored") == steps("stored")
     assert stored()[0].stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
+def test_stored_numbers_are_those_of_the_step_without_packing():
+    for run in ("base", "stored"):
+        train(f"apart_{run}", f"objective.reference={run}", "data.packing=false")
+    assert_alike("apart_base", "apart_stored")
+
+
 def test_other_weights_or_cuts_never_read_a_stored_file():
-    train("first", "objective.reference=stored")
     train("other_weights", "objective.reference=stored", "run.seed=1")
     assert steps("other_weights")[0][0] == pytest.approx(0.693147, abs=1e-6)
     train("other_cut", "objective.reference=stored", "data.on_long=drop")
@@ -94,21 +118,19 @@ def test_other_weights_or_cuts_never_read_a_stored_file():
 
 
 def test_damaged_file_is_computed_again():
-    found = train("first", "objective.reference=stored")
     stored()[0].write_bytes(b"")
-    assert train("second", "objective.reference=stored") == found
+    assert train("second", "objective.reference=stored") == steps("stored")
 
 
 def test_continued_adapter_is_its_own_reference(capsys):
-    train("sft", "objective.reference=base")
-    capsys.readouterr()
-    train("auto", "model.adapter=sft/adapter", "train.max_steps=2")  # less than an epoch
+    sft = "model.adapter=base/adapter"
+    train("auto", sft, "train.max_steps=2")  # less than an epoch
     assert "reference: the model as it was at the start, in each step" in " ".join(capsys.readouterr().out.split())
-    continued = train("continued", "model.adapter=sft/adapter", "objective.reference=start")
+    continued = train("continued", sft, "objective.reference=start")
     assert continued[0][0] == pytest.approx(0.693147, abs=1e-6)
-    from_base = train("from_base", "model.adapter=sft/adapter", "objective.reference=base")
+    from_base = train("from_base", sft, "objective.reference=base", "train.max_steps=1")
     assert abs(from_base[0][0] - 0.693147) > 1e-3
-    kept = train("kept", "model.adapter=sft/adapter", "objective.reference=stored")
+    kept = train("kept", sft, "objective.reference=stored")
     for one, other in zip(continued, kept, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
@@ -119,33 +141,36 @@ def test_base_is_refused_where_the_adapter_holds_a_part_of_it(capsys):
     assert train("pissa", "techniques.lora.init=pissa", "objective.reference=start")[0][0] == pytest.approx(0.693147)
 
 
-def test_full_fine_tuning_stores(capsys):
+def test_full_fine_tuning_stores_and_its_export_without_its_start_names_the_checkpoints(capsys):
     full = "techniques.lora.enabled=false"
     assert main([*WORDS, full, "run.dir=refused", "objective.reference=base"]) == 2
     assert "objective.reference=stored" in capsys.readouterr().err
     assert train("full", full, "optimizer.lr=1e-3")[0][0] == pytest.approx(0.693147, abs=1e-6)
-    assert len(stored()) == 1
+    assert len(stored()) == 2
+    with pytest.raises(ConfigError, match="fxtune eval full/step-"):
+        reward_margin("full")
+    wanted = json.loads(Path("full/result.json").read_text())["eval/reward_margin"]
+    assert wanted > 0.01, "the trained model is not its own reference"
+    assert reward_margin("full/checkpoints/step-00000004") == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize("reference", ["base", "stored"])
+@pytest.mark.parametrize("reference", slow_but(["base", "stored"], "stored"))
 def test_run_resumes_bit_for_bit(reference):
     word = f"objective.reference={reference}"
-    train("whole", word)
     train("paused", word, "train.pause_after=2")
     for file in stored():
         file.unlink()  # computed again from the start's weights, not from the checkpoint's
-    assert train("paused", word) == steps("whole")
-    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "paused"))
+    assert train("paused", word) == steps(reference)
+    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in (reference, "paused"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["base", "stored"])
 def test_two_ranks_learn_what_one_process_learns(ranks, cwd, reference):
-    word = f"objective.reference={reference}"
-    alone = train("alone", word)
-    assert ranks.run([*WORDS, word, "data.cache_dir=other", "run.dir=together"], cwd) == [0, 0]
-    for one, other in zip(alone, steps("together"), strict=True):
+    words = [*WORDS, f"objective.reference={reference}", "data.cache_dir=other", "run.dir=together"]
+    assert ranks.run(words, cwd) == [0, 0]
+    for one, other in zip(steps(reference), steps("together"), strict=True):
         assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
 
 
@@ -153,14 +178,14 @@ def reward_margin(output: str) -> float:
     return of_output(output)["eval/reward_margin"]
 
 
-@pytest.mark.parametrize("word", ["", "techniques.lora.init=pissa", "model.adapter=sft/adapter"])
+@pytest.mark.parametrize("word", ["", "techniques.lora.init=pissa", "model.adapter=base/adapter"])
 def test_evaluation_of_an_export_compares_with_the_start_of_its_run(word):
-    if "sft" in word:
-        train("sft", "train.max_steps=1")
-    train("run", *filter(None, [word]))
-    wanted = json.loads(Path("run/result.json").read_text())["eval/reward_margin"]
+    run = "run" if word else "base"
+    if word:
+        train(run, word)
+    wanted = json.loads(Path(f"{run}/result.json").read_text())["eval/reward_margin"]
     assert wanted > 0.1
-    for output in ("run", "run/adapter", "run/checkpoints/step-00000004"):
+    for output in (run, f"{run}/adapter", f"{run}/checkpoints/step-00000004"):
         assert reward_margin(output) == pytest.approx(wanted, rel=1e-4)
 
 
@@ -169,12 +194,3 @@ def test_evaluation_never_compares_with_a_base_without_its_factored_part(capsys)
     words = [*WORDS, "techniques.lora.init=pissa", "model.adapter=pissa/adapter"]
     assert main(["eval", *words]) == 2
     assert "fxtune eval RUN" in capsys.readouterr().err
-
-
-def test_evaluation_of_an_export_without_its_start_names_the_checkpoints():
-    train("full", "techniques.lora.enabled=false", "optimizer.lr=1e-3")
-    with pytest.raises(ConfigError, match="fxtune eval full/step-"):
-        reward_margin("full")
-    wanted = json.loads(Path("full/result.json").read_text())["eval/reward_margin"]
-    assert wanted > 0.01, "the trained model is not its own reference"
-    assert reward_margin("full/checkpoints/step-00000004") == pytest.approx(wanted, rel=1e-4)

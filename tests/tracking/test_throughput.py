@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import image_models
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.data.batches.image_sizes import NO_IMAGES, ImageSizes
+from fxtune.data.batches.batch_images import NO_IMAGES, ImageSizes
 from fxtune.tracking.throughput import Meter, TrainingCost, memory_gib, training_cost
 
 SHAPE = dict(

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
+from fxtune.data.batches.batch_images import NO_IMAGES, ImageSizes, image_sizes
 from fxtune.data.batches.epochs import Epoch, EpochStream
 from fxtune.data.batches.growing_rows import GrowingRows
-from fxtune.data.batches.image_sizes import NO_IMAGES, ImageSizes, image_sizes
 from fxtune.data.batches.layout import BatchSizes, Layout, lay_out
 from fxtune.data.batches.overlap import notes_on_copies
 from fxtune.data.batches.segments import SegmentCounts, Spans

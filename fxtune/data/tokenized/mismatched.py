@@ -20,9 +20,8 @@ import numpy as np
 from fxtune.data.chat.encode import Document
 from fxtune.data.chat.pairs import shortened
 from fxtune.data.chat.split import SplitCounts
-from fxtune.data.images.placed import PlacedImage
 from fxtune.data.tokenized import cache
-from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
+from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, not_written
 
 GROUPS_AT_ONCE = 4096
@@ -91,57 +90,34 @@ def _shard(
     table: TokenTable, rows: np.ndarray, twins: np.ndarray, prompts: np.ndarray, longest: int | None, packing: bool
 ) -> EncodedShard:
     """The groups of `rows`. `twins`: for each, the row of its mismatched answer; `prompts`: as _prompt_lengths()."""
-    ids, supervised, kept, split = list[np.ndarray](), list[np.ndarray](), list[int](), SplitCounts()
-    images, count = list[PlacedImage](), 0
+    built, split = ShardBuilder(), SplitCounts()
+    assert table.prompts is not None
     for row, twin in zip(rows.tolist(), twins.tolist(), strict=True):
         begin, end = int(table.offsets[row]), int(table.offsets[row + 1])
         border = begin + int(prompts[row])
         other = slice(int(table.offsets[twin] + prompts[twin]), int(table.offsets[twin + 1]))
-        tokens, marks = (
-            [array[begin:end], np.concatenate([array[begin:border], array[other]])]
-            for array in (table.ids, table.supervised)
-        )
         own_images = table.placed_images(begin, end - begin)
         of_prompt = [image for image in own_images if image.end <= border - begin]
         of_other = table.placed_images(other.start, other.stop - other.start)
         of_other = [image._replace(start=image.start + border - begin) for image in of_other]
-        placed = [tuple(own_images), (*of_prompt, *of_other)]
-        lengths = [len(document) for document in tokens]
+        own, mismatched = (
+            [np.concatenate([array[begin:border], array[answer]]).tolist() for array in (table.ids, table.supervised)]
+            for answer in (slice(border, end), other)
+        )
+        placed = ((own, tuple(own_images)), (mismatched, (*of_prompt, *of_other)))
+        documents = [Document(tokens, marks, images=images) for (tokens, marks), images in placed]
+        lengths = [len(document.ids) for document in documents]
         if longest is not None and (sum if packing else max)(lengths) > longest:
-            documents = [
-                Document(own.tolist(), learned.tolist(), images=pictures)
-                for own, learned, pictures in zip(tokens, marks, placed, strict=True)
-            ]
             shorter = shortened(documents, longest, packing, table.beginning)
             if shorter is None:
                 split += SplitCounts(chats=1, dropped=1)
                 continue
             lost = lengths[0] - len(shorter[0].ids)
             split += SplitCounts(chats=1, pieces=1, truncated=1, lost_tokens=lost)
-            tokens = [np.asarray(document.ids) for document in shorter]
-            marks = [np.asarray(document.supervised) for document in shorter]
-            placed = [document.images for document in shorter]
-        for document, pictures in zip(tokens, placed, strict=True):
-            images += [image._replace(start=count + image.start) for image in pictures]
-            count += len(document)
-        ids += tokens
-        supervised += marks
-        kept.append(row)
-    labels = np.full(2 * len(kept), math.nan, np.float32)
-    if table.labels is not None:
-        labels[::2] = table.labels[kept]
-    assert table.prompts is not None
-    return EncodedShard(
-        ids=np.concatenate([np.zeros(0, np.int32), *ids]),
-        supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
-        lengths=np.array([len(tokens) for tokens in ids], np.int64),
-        digests=np.repeat(table.digests[kept], 2),
-        split=split,
-        group_sizes=np.full(len(kept), 2, np.int64),
-        labels=labels,
-        prompts=np.repeat(table.prompts[kept], 2),
-        images=images,
-    )
+            documents = shorter
+        label = math.nan if table.labels is None else float(table.labels[row])
+        built.add(documents, int(table.digests[row]), [label, math.nan], int(table.prompts[row]))
+    return built.shard(split=split)
 
 
 def _prompt_lengths(table: TokenTable) -> np.ndarray:

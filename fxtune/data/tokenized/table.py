@@ -312,6 +312,48 @@ class EncodedShard:
         return np.array(rows, np.uint64)
 
 
+class ShardBuilder:
+    """Collects the documents of a shard."""
+
+    def __init__(self) -> None:
+        self._ids, self._supervised = list[np.ndarray](), list[np.ndarray]()
+        self._digests, self._prompts, self._images = list[int](), list[int](), list[PlacedImage]()
+        self._group_sizes, self._labels = list[int](), list[float]()
+        self._tokens = 0
+
+    def add(
+        self, documents: Sequence[Any], digest: int, labels: Sequence[float] | None = None, prompt: int | None = None
+    ) -> None:
+        """The documents of a row (`ids`, `supervised` and `images`), which share `digest`: the documents of a group,
+        and the pieces of a chat, are on the same side of a hold-out. `labels`: of the documents of a group; `prompt`:
+        the hash of their prompt, for preferences."""
+        for document in documents:
+            self._images += [image._replace(start=self._tokens + image.start) for image in document.images]
+            self._tokens += len(document.ids)
+            self._ids.append(np.asarray(document.ids, np.int32))
+            self._supervised.append(np.asarray(document.supervised, np.bool_))
+        self._digests += [digest] * len(documents)
+        if documents and labels is not None:
+            self._group_sizes.append(len(documents))
+            self._labels += labels
+        if prompt is not None:
+            self._prompts += [prompt] * len(documents)
+
+    def shard(self, **counts: Any) -> EncodedShard:
+        """`counts`: the other fields of the shard."""
+        return EncodedShard(
+            ids=np.concatenate([np.zeros(0, np.int32), *self._ids]),
+            supervised=np.concatenate([np.zeros(0, np.bool_), *self._supervised]),
+            lengths=np.array([len(document) for document in self._ids], np.int64),
+            digests=np.array(self._digests, np.uint64),
+            group_sizes=np.array(self._group_sizes, np.int64) if self._group_sizes else None,
+            labels=np.array(self._labels, np.float32) if self._group_sizes else None,
+            prompts=np.array(self._prompts, np.uint64) if self._prompts else None,
+            images=self._images,
+            **counts,
+        )
+
+
 class TableWriter:
     """Writes a table front to back and holds nothing of it in memory."""
 

@@ -34,7 +34,7 @@ from fxtune.data.read.row import Row, file_and_place, row_shards
 from fxtune.data.read.sources import Shard, Source, open_source
 from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
-from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, TableWriter, TokenTable, read_meta
+from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, not_written
 from fxtune.plugins import ROW_FORMATS, require_unchanged
 from fxtune.system.console import say
@@ -281,15 +281,8 @@ def _worker_setup(encoder: bytes) -> Callable[[Shard], EncodedShard]:
 
 def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
     """Tokenize the rows of a shard. Rows that cannot be read or encoded are in `bad`, in order."""
-    ids: list[np.ndarray] = []
-    supervised: list[np.ndarray] = []
-    digests: list[int] = []
-    prompts: list[int] = []
-    bad: list[Row] = []
-    group_sizes: list[int] = []
-    labels: list[float] = []
-    images: list[PlacedImage] = []
-    tokens, escaped, rewritten, split = 0, 0, 0, SplitCounts()
+    built, bad = ShardBuilder(), list[Row]()
+    escaped, rewritten, split = 0, 0, SplitCounts()
     remarks: Counter[str] = Counter()
     # In batches, so that their Python lists of ids need little memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
@@ -309,45 +302,21 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
             rewritten += any(document.is_rewritten for document in documents)
             remarks.update(list(dict.fromkeys(remark for document in documents for remark in document.remarks)))
             if isinstance(sample, EncodedGroup):
-                digest, first = _group_digest(documents), documents[0]
-                end = prompt_tokens(first)
-                prompt = _digest(first.ids[:end], [image for image in first.images if image.start < end])
+                digest, first, prompt = _group_digest(documents), documents[0], None
+                if encoder.format.answers:
+                    end = prompt_tokens(first)
+                    prompt = _digest(first.ids[:end], [image for image in first.images if image.start < end])
                 if encoder.is_long(documents):
                     found = encoder.shorten(documents)
                     documents, split = found.pieces, split + found.counts
-                if documents:
-                    group_sizes.append(len(documents))
-                    labels += sample.labels
-                    prompts += [prompt] * len(documents)
-            else:
-                digest = _digest(sample.ids, sample.images)
-                is_long = encoder.longest is not None and len(sample.ids) > encoder.longest
-                if is_long or (encoder.by_question and sample.is_rewritten):
-                    found = encoder.split(row.value, sample, encoder.folders.get(file_and_place(row.where)[0]))
-                    documents, split = found.pieces, split + found.counts
-            assert all(len(document.ids) == len(document.supervised) > 0 for document in documents)
-            for document in documents:
-                images += [image._replace(start=tokens + image.start) for image in document.images]
-                tokens += len(document.ids)
-            ids += [np.asarray(document.ids, np.int32) for document in documents]
-            supervised += [np.asarray(document.supervised, np.bool_) for document in documents]
-            # The documents of a group, and the pieces of a chat, are on the same side of a hold-out.
-            digests += [digest] * len(documents)
-    return EncodedShard(
-        ids=np.concatenate([np.zeros(0, np.int32), *ids]),
-        supervised=np.concatenate([np.zeros(0, np.bool_), *supervised]),
-        lengths=np.array([len(document) for document in ids], np.int64),
-        digests=np.array(digests, np.uint64),
-        bad=bad,
-        escaped=escaped,
-        remarks=remarks,
-        rewritten=rewritten,
-        split=split,
-        group_sizes=np.array(group_sizes, np.int64) if group_sizes else None,
-        labels=np.array(labels, np.float32) if group_sizes else None,
-        prompts=np.array(prompts, np.uint64) if encoder.format.answers else None,
-        images=images,
-    )
+                built.add(documents, digest, sample.labels, prompt)
+                continue
+            is_long = encoder.longest is not None and len(sample.ids) > encoder.longest
+            if is_long or (encoder.by_question and sample.is_rewritten):
+                found = encoder.split(row.value, sample, encoder.folders.get(file_and_place(row.where)[0]))
+                documents, split = found.pieces, split + found.counts
+            built.add(documents, _digest(sample.ids, sample.images))
+    return built.shard(bad=bad, escaped=escaped, remarks=remarks, rewritten=rewritten, split=split)
 
 
 def _group_digest(documents: list[Document]) -> int:

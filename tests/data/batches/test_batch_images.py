@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.processors import FAMILIES, processor
+from support import image_models
+from support.processors import FAMILIES, processor, write_picture_rows
 
-from fxtune.data.batches import loader as loading
 from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.build import plan_training
-from fxtune.data.batches.loader import Loader, LoaderConfig, settle_loader
+from fxtune.data.batches.loader import Loader, LoaderConfig
 from fxtune.data.batches.shared_prompts import shared_tokens
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
@@ -28,6 +28,7 @@ from fxtune.data.tokenized.process_pool import map_in_order
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
+from fxtune.models.kinds.known import kind_of
 
 COLORS = ("red", "lime", "blue", "white")
 CPU = torch.device("cpu")
@@ -213,26 +214,6 @@ def test_bytes_lie_beside_the_table(tmp_path, qwen):
         assert table.image_processor is not None
 
 
-def test_one_image_a_row_in_a_column_of_datasets(tmp_path, qwen):
-    from datasets import Dataset, Features, List, Value
-    from datasets import Image as Feature
-
-    path = write_rows(tmp_path / "data", ROWS)
-    turn = {"role": Value("string"), "content": Value("string")}
-    features = Features({"messages": List(turn), "image": Feature(decode=False)})
-    content = [{"bytes": (path.parent / "red.png").read_bytes(), "path": "red.png"}, None]
-    chats = [
-        [{"role": turn["role"], "content": turn["content"]} for turn in ROWS[index]["messages"]] for index in range(2)
-    ]
-    made = Dataset.from_dict({"messages": chats, "image": content}, features)
-    made.to_parquet(tmp_path / "rows.parquet")
-    made.save_to_disk(tmp_path / "saved")
-    expected = table_of(qwen, path)
-    for source in (tmp_path / "rows.parquet", tmp_path / "saved"):
-        table = table_of(qwen, source)
-        assert table.ids.tolist() == expected.ids[: len(table.ids)].tolist()
-
-
 def test_rows_with_bad_images_are_quarantined_with_file_and_line(tmp_path, qwen):
     rows = [row("red"), row("missing"), row("red", "blue")]
     rows[2]["images"].pop()
@@ -339,20 +320,6 @@ def test_batches_that_are_ready_take_a_share_of_the_memory():
     assert config.bounded(100, plenty, 100).num_workers == 0
 
 
-def test_a_loader_keeps_as_many_batches_ready_as_fit(tmp_path, qwen, monkeypatch):
-    plan = plan_of(qwen, write_rows(tmp_path / "data", ROWS))
-    config = LoaderConfig(num_workers=2, prefetch_factor=4)
-    _, size = settle_loader(config, plan, CPU)
-    monkeypatch.setattr(loading, "memory", lambda: (0, 4 * 3 * size))
-    settled, _ = settle_loader(config, plan, CPU)
-    assert (settled.num_workers, settled.prefetch_factor) == (2, 1)
-    loader = Loader(plan, config, CPU)
-    try:
-        assert len([batch for step in loader.steps() for batch in step.micro_batches]) == plan.steps
-    finally:
-        loader.close()
-
-
 def test_workers_take_the_rest_of_a_small_file_with_images(tmp_path, qwen, monkeypatch):
     path = write_rows(tmp_path / "data", ROWS * 60)
     expected = table_of(qwen, path)
@@ -404,3 +371,36 @@ def test_images_in_a_row_may_be_larger_than_its_text(tmp_path, qwen, monkeypatch
         assert len(reasons) == 2
         assert "with its images" in reasons[0]
         assert "text alone" in reasons[1]
+
+
+MARKS = {"qwen2_5_vl": 0, "gemma3": 2, "internvl": 2}
+"""Tokens around the features of an image."""
+
+
+def plan_of_pictures(family, folder):
+    images = ImageProcessor(processor(family, folder / "model"))
+    data = data_config(write_picture_rows(folder / "data"), sequence_length=400)
+    table = tokenize(data.sources[0], data, images.processor.tokenizer, progress=False, images=images)
+    return plan_training([table], data, micro_batch_size=1, global_batch_size=4, epochs=1.0)
+
+
+@pytest.mark.parametrize("family", MARKS)
+def test_the_images_of_a_step_are_those_of_its_batches(family, tmp_path):
+    plan = plan_of_pictures(family, tmp_path)
+    table, config = plan.tables[0], image_models.config(family)
+    token = table.image_processor.feature_token
+    shape = kind_of(config).tower_shape(config)
+    steps = [plan.images(step) for step in range(plan.steps)]
+    assert sum(map(len, steps)) == len(table.images) == 36
+    for step, images in enumerate(steps):
+        batches = [plan.batch(step, micro) for micro in range(plan.micro_batches(step))]
+        assert images.features.sum() == sum(int((batch.input_ids == token).sum()) for batch in batches)
+        tensors = [batch.images for batch in batches if batch.images is not None]
+        work = shape.work(images.features, images.heights, images.widths)
+        if family == "qwen2_5_vl":
+            assert work.patches == sum(int(found["image_grid_thw"].prod(-1).sum()) for found in tensors)
+        else:
+            assert work.features == 4 * sum(len(found["pixel_values"]) for found in tensors)
+    features, heights, widths = table.image_sizes(np.arange(36))
+    assert (heights[0], widths[0]) == table.image(0).size
+    assert set(table.images["tokens"] - features) == {MARKS[family]}

@@ -131,20 +131,6 @@ def test_mixed_batch_is_a_function_of_plan_and_step(tables, share, packing):
         assert int(plan.stream.segments.length[plan.stream.rows(0, 3)[0][a:b]].sum()) <= LENGTH
 
 
-def test_scarce_kind_repeats_more_often_and_notes_say_so():
-    plan = mixed([documents(*[40] * 10, *[8] * 200)], 0.7)  # 400 long tokens, 1,600 short ones
-    seen = plan.summary()["mix"]
-    assert seen["share"] == pytest.approx(0.7, abs=0.02)
-    assert seen["long"] == dict(segments=10, tokens=400, repeats=pytest.approx(3.5))
-    assert seen["short"] == dict(segments=200, tokens=1600, repeats=pytest.approx(0.375))
-    assert seen["lowest"] > 0.7 - 1 / 4
-    assert seen["highest"] < 0.7 + 1 / 4
-    [note] = plan.notes()
-    assert "% of the tokens are in documents of more than 16 (" in note
-    assert "each of these 10 3.50 times, each of the 200 shorter ones 0.38 times" in note
-    assert training([documents(40, 8)], sequence_length=LENGTH).summary()["mix"] is None
-
-
 def test_fingerprint_depends_on_the_mix_and_is_unchanged_without_one():
     data = [documents(*[40] * 10, *[8] * 50)]
     prints = [

@@ -221,47 +221,13 @@ def test_text_of_other_roles_is_never_learned(style: str) -> None:
     check()
 
 
-KEYS = [
-    "messages",
-    "conversations",
-    "role",
-    "from",
-    "content",
-    "value",
-    "text",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-]
-KEYS += [
-    "output",
-    "input_ids",
-    "labels",
-    "assistant_masks",
-    "tools",
-    "tool_calls",
-    "function",
-    "arguments",
-    "weight",
-    "train",
-    "type",
-]
-WORDS = [
-    "user",
-    "assistant",
-    "system",
-    "tool",
-    "human",
-    "gpt",
-    "text",
-    "",
-    "\ud800",
-    "{}",
-    "[",
-    "<|im_end|>",
-    "</think>",
-]
+KEYS = """
+messages conversations role from content value text prompt completion instruction input output input_ids labels train
+assistant_masks tools tool_calls function arguments weight type chosen rejected rejected_response rejected_messages
+system question history margin score_chosen score_rejected label kto_tag documents chat_template_kwargs
+""".split()  # noqa: SIM905 - a table to read
+WORDS = ["", "\ud800", "[]", '[{"role": "user"}]', '[{"from": "gpt"}]', "\n\nHuman: a\n\nAssistant: b", "{}", "["]
+WORDS += ["user", "assistant", "system", "tool", "human", "gpt", "text", "<|im_end|>", "</think>"]
 LEAVES = st.none() | st.booleans() | st.integers(-2, 600) | st.floats() | st.sampled_from(WORDS) | st.text(max_size=4)
 JSON = st.recursive(
     LEAVES,
@@ -272,7 +238,11 @@ TURN = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | JSON, "content": st.text(max_size=4) | JSON},
     optional={"tool_calls": JSON, "reasoning_content": JSON, "weight": JSON, "train": JSON, "name": JSON},
 )
-ROW = JSON | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}, optional={"tools": JSON, "system": JSON})
+ROW = (
+    JSON
+    | st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}, optional={"tools": JSON, "system": JSON})
+    | st.dictionaries(st.sampled_from(KEYS), LEAVES | st.lists(TURN, max_size=3), max_size=7)
+)
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3", "llama31", "mistral"], "qwen3"))

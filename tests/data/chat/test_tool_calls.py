@@ -200,21 +200,8 @@ def test_other_roles_can_be_learned() -> None:
 
 
 WORDS = st.sampled_from(
-    [
-        "two",
-        " four\n",
-        '"',
-        "{}",
-        "\\",
-        "é😀",
-        "</tool_call>",
-        "<|im_end|>",
-        "[TOOL_CALLS] [",
-        "<｜Assistant｜>",
-        "</s>",
-        "```",
-    ]
-)
+    ["two", " four\n", '"', "{}", "\\", "é😀", "</tool_call>", "<|im_end|>", "[TOOL_CALLS] [", "<｜Assistant｜>", "</s>", "```"]
+)  # fmt: skip
 TEXT = st.lists(WORDS, min_size=1, max_size=4).map("".join)
 ARGUMENTS = st.dictionaries(TEXT, st.none() | st.integers() | TEXT | st.lists(TEXT, max_size=2), max_size=3)
 

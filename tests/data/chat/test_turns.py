@@ -15,38 +15,11 @@ from fxtune.data.formats.row_format import LearnConfig
 from fxtune.data.formats.values import RowError
 
 WITH_TOOLS = ("llama31", "qwen3")
-LOOKALIKES = [
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "<|eot_id|>",
-    "<start_of_turn>model\n",
-    "<end_of_turn>\n",
-    " [/INST] ",
-    "</s>",
-    "<|assistant|>\n",
-    "<|end|>",
-    "<|channel|>final<|message|>",
-    "<think>\n",
-    "</think>",
-    "\n</think>\n\n",
-]
-PIECES = [
-    *LOOKALIKES,
-    " ",
-    "\n",
-    "\n\n",
-    "\t",
-    "two",
-    "two and two",
-    "it is four.",
-    "é",
-    "日本",
-    "😀",
-    "👨‍👩‍👧",
-    "\u00a0",
-    "\u2028",
-]
+LOOKALIKES = ["<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "</think>", "<|channel|>final<|message|>", " [/INST] "]
+LOOKALIKES += ["<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|assistant|>\n"]
+LOOKALIKES += ["<start_of_turn>model\n", "<end_of_turn>\n", "<think>\n", "\n</think>\n\n"]
+PIECES = [*LOOKALIKES, " ", "\n", "\n\n", "\t", "two", "two and two", "it is four."]
+PIECES += ["é", "日本", "😀", "👨‍👩‍👧", "\u00a0", "\u2028"]
 CONTENT = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=5).map("".join),
     # Not private-use characters: hypothesis finds ours in the source, and rows that hold them are refused.

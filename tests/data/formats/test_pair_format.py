@@ -6,10 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fxtune.data.formats.registry import FORMATS, row_format
+from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
 from fxtune.data.formats.values import RowError
 
@@ -102,38 +100,6 @@ def test_rows_that_cannot_be_used_have_a_reason(row, reason) -> None:
     assert found is not None
     with pytest.raises(RowError, match=reason):
         found.read(row, LearnConfig())
-
-
-texts = st.sampled_from(
-    ["", " ", "two", "[]", '[{"role": "user"}]', '[{"from": "gpt"}]', "\n\nHuman: a\n\nAssistant: b", "\ud800"]
-)
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | texts,
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(
-            st.sampled_from(["role", "from", "content", "value", "tool_calls", "train"]), inner, max_size=3
-        )
-    ),
-    max_leaves=6,
-)
-turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "x"]), "content": anything})
-columns = ["prompt", "chosen", "rejected", "messages", "conversations", "rejected_response", "rejected_messages", "system",
-           "instruction", "question", "input", "history", "margin", "score_chosen", "score_rejected", "label", "kto_tag",
-           "completion", "tools", "chat_template_kwargs"]  # fmt: skip
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.dictionaries(st.sampled_from(columns), anything | texts | st.lists(turn, max_size=3), max_size=7))
-def test_any_row_is_read_or_has_a_reason(row) -> None:
-    for found in (format for format in FORMATS.values() if format.answers):
-        found.fits(row)
-        try:
-            content = found.read(row, LearnConfig())
-        except RowError:
-            continue
-        assert isinstance(content, Preference)
-        assert len(content.answers) == len(content.rows) == len(content.labels) == len(found.answers)
 
 
 def test_margins_and_scores_are_labels() -> None:

@@ -60,7 +60,7 @@ def run(
             chat.talk()
         else:
             for line in sys.stdin:
-                if (prompt := line.strip()) and chat.take(prompt):
+                if (prompt := line.strip()) and chat.handle_line(prompt):
                     chat.start_anew()
     except Stopped as stop:
         stop.outcome = "the chat is over."
@@ -95,10 +95,10 @@ class Chat:
                 if prompt == "/new":
                     self.start_anew()
                 elif prompt:
-                    self.take(prompt)
+                    self.handle_line(prompt)
         say("")
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Answer the prompt of a line, and return whether the line has a prompt. Images of the line (`/image FILE`)
         belong to its prompt, or else to the next prompt."""
         try:

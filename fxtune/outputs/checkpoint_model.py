@@ -30,7 +30,7 @@ from fxtune.training.run_state import copy_weights, trained_weights, weights_not
 from fxtune.upstream.transformers import set_attention
 
 
-def run_folder(checkpoint: Path) -> Path:
+def run_of(checkpoint: Path) -> Path:
     """The run that the checkpoint belongs to. Raises ConfigError if it lies in no run folder."""
     run = checkpoint.parent.parent
     if checkpoint.parent.name != CHECKPOINTS or not (run / "config.yaml").exists():
@@ -54,7 +54,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     Only adapters and RoPE scaling are applied, in the dtype of the run: nothing else changes the exported files. So a
     machine without a GPU can export. Raises as compose.of_run().
     """
-    run = run_folder(checkpoint)
+    run = run_of(checkpoint)
     config = compose.of_run(run, trust_remote_code)
     techniques = config.techniques
     lora = replace(techniques.lora, fused=Switch.off)

@@ -26,7 +26,7 @@ from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.load import ModelConfig
 from fxtune.models.structure import image_arguments
 from fxtune.outputs.adapter import open_adapter, stored_dtype
-from fxtune.outputs.checkpoint_model import exported_model, run_folder
+from fxtune.outputs.checkpoint_model import exported_model, run_of
 from fxtune.outputs.run_output import OutputKind, RunOutput
 from fxtune.settle.images import image_processor
 from fxtune.training.answers import question_of
@@ -63,7 +63,7 @@ def load_speakers(
     if output.kind is OutputKind.checkpoint:
         prepared, tokenizer, _ = exported_model(output.folder, trust_remote_code)
         tuned = prepared.module
-        source, hf_config = compose.of_run(run_folder(output.folder), trust_remote_code).model, tuned.config
+        source, hf_config = compose.of_run(run_of(output.folder), trust_remote_code).model, tuned.config
     elif output.kind is OutputKind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
         tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer

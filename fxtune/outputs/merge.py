@@ -24,7 +24,7 @@ from fxtune.export.save import save_model, staging_folders
 from fxtune.models import weights
 from fxtune.models.probe import Answer
 from fxtune.outputs.adapter import open_adapter
-from fxtune.outputs.checkpoint_model import exported_model, run_folder
+from fxtune.outputs.checkpoint_model import exported_model, run_of
 from fxtune.outputs.run_output import OutputKind, RunOutput, find_folder, find_output, is_run, unknown
 from fxtune.system.oom import out_of_memory_reason
 
@@ -85,7 +85,7 @@ def _find(name: str) -> RunOutput | None:
 
 def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, trust_remote_code: bool) -> Path:
     name = f"{'adapter' if unmerged else 'merged'}-step-{step_of(checkpoint)}"
-    out = run_folder(checkpoint) / name if out is None else Path(out)
+    out = run_of(checkpoint) / name if out is None else Path(out)
     _require_writable(out)
     model, tokenizer, card = exported_model(checkpoint, trust_remote_code)
     if unmerged or not hasattr(model.module, "peft_config"):

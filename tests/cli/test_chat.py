@@ -213,7 +213,7 @@ def test_an_image_stays_in_the_conversation(vision, monkeypatch):
     talk, speakers = chat.Chat(conversation), conversation.speakers
     pieces: list[str] = []
     for prompt in ("/image one.png Where?", "Why?"):
-        assert talk.take(prompt)
+        assert talk.handle_line(prompt)
     with_image = speakers[0].messages[-1]["content"]
     assert [message["role"] for message in speakers[0].messages] == ["user", "assistant"] * 2
     speakers[0].messages[0]["content"] = "Where?"

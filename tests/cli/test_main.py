@@ -216,25 +216,6 @@ def test_help_and_recipe_list_import_nothing_slow(cwd):
     assert done.stdout.endswith("set()\n")
 
 
-@pytest.mark.slow
-def test_mistake_is_reported_before_model_libraries_are_imported(cwd):
-    script = (
-        "import sys; from fxtune.cli.main import main; code = main(['+recipe=quickstart', 'optimizer.lrr=1']); "
-        "print({'transformers', 'peft', 'datasets', 'wandb'} & {*sys.modules}); sys.exit(code)"
-    )
-    done = fxtune("-c", script, cwd=cwd)
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == "set()"  # on a slow machine a line before says that libraries are loaded
-    assert done.stderr == "fxtune: on the command line: unknown key `optimizer.lrr`; did you mean `optimizer.lr`?\n"
-
-
-@pytest.mark.slow
-def test_module_is_the_command(cwd):
-    done = fxtune("-m", "fxtune", "+recipe=lama_lora", cwd=cwd)
-    assert done.returncode == 2
-    assert "did you mean `llama_lora`?" in done.stderr
-
-
 @pytest.mark.parametrize(
     "words", [["chats.jsonl"], ["train", "chats.jsonl"], ["preview", "+recipe=quickstart", "chats.jsonl"]]
 )

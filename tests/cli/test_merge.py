@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from support.architectures import ADAPTERS, logits, lora, on_disk, prepared_model, random_model, trained
+from support.architectures import ADAPTERS, logits, lora, on_disk, prepared_model, trained
 from support.cases import slow_but
 
 from fxtune.cli.merge import run
@@ -289,7 +289,7 @@ def test_a_failed_merge_leaves_no_folder(base, tmp_path):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int8", 3, {"": "float32"}], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", {"": "float32"}], ids=str)
 def test_a_base_in_an_unsupported_dtype_is_refused(dtype, tmp_path):
     folder = on_disk(tmp_path / "base")
     by_peft(folder, tmp_path / "adapter")
@@ -308,13 +308,3 @@ def test_attention_kernels_of_the_base_are_not_needed(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
     merged = plain(merge(tmp_path / "adapter", tmp_path / "merged"))
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=0, atol=1e-5)
-
-
-def test_an_adapter_trained_on_random_weights_has_no_base(tmp_path):
-    adapter = save_model(
-        prepared_model(lora(), random_model("llama")),
-        load_tokenizer(ModelConfig(path=str(on_disk(tmp_path / "base")))),
-        tmp_path / "adapter",
-    )
-    with pytest.raises(ConfigError, match="names no base model"):
-        merge(adapter, tmp_path / "out")

@@ -51,7 +51,8 @@ CPU = MachineFacts(
     packages=INSTALLED,
 )
 BARE = replace(
-    H200, packages=dict.fromkeys(("torch", "transformers", "peft", "datasets", "tokenizers", "wandb"), "0.1")
+    H200,
+    packages={name: INSTALLED[name] for name in ("torch", "transformers", "peft", "datasets", "tokenizers", "wandb")},
 )
 
 SIZES = "hidden_size:512,intermediate_size:1024,num_hidden_layers:2,num_attention_heads:4,vocab_size:1024"

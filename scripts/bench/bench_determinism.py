@@ -1,6 +1,6 @@
 """Measures what deterministic kernels cost on this GPU: whole steps, and attention's backward pass alone.
 
-    python scripts/bench/bench_determinism.py --kernels --json kernels.json   # the numbers of SLOWER in estimate/determinism.py
+    python scripts/bench/bench_determinism.py --kernels --json kernels.json   # the numbers of SLOWER in settle/determinism.py
     python scripts/bench/bench_determinism.py --cases 8b_4x4096,moe_4x4096    # cases of bench_peers.py with --layers layers
     python scripts/bench/bench_determinism.py --smoke                         # a tiny case on a CPU, where both modes are the same
 
@@ -52,8 +52,8 @@ def measure_steps(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
     from fxtune.config import compose
     from fxtune.data.batches.loader import Loader
+    from fxtune.settle import determinism
     from fxtune.system.determinism import use_deterministic_kernels
-    from fxtune.techniques.estimate import determinism
     from fxtune.training.builder import RunBuilder, steps_only
 
     shape = bench_peers.SHAPES[bench_peers.CASES[name].shape]

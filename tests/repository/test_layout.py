@@ -42,7 +42,6 @@ ELSEWHERE = {
     "facts/execution.py": "plain data; estimate/test_memory.py",
     "objectives/base.py": "a protocol",
     "objectives/registry.py": "test_plugins.py, with the other registries",
-    "techniques/lora/numbers.py": "estimate/test_memory.py, by models with adapters",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",
     "system/packages.py": "a table; test_package_checks.py runs its tests",

@@ -1,18 +1,43 @@
 """What `run.deterministic=auto` decides: the same bits each time where they cost next to nothing.
 
-It chooses kernels only. Clocks, free memory and other cards or versions are as with `false`.
+It chooses kernels only. Clocks, free memory and other cards or versions are as with `false`. In deterministic mode
+attention's backward pass adds up the gradients of queries in a fixed order, so its blocks wait for each other. The
+forecast counts this pass alone. docs/faults.md compares it with whole steps that were measured.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from fxtune.facts.run import Facts
-from fxtune.techniques.estimate.determinism import cost
+from fxtune.techniques.attention.backends.backend import head_widths
+from fxtune.techniques.attention.technique import attention_layers
+from fxtune.techniques.estimate.step_time import attention_backward_share
 from fxtune.techniques.pipeline import Pipeline
 
 MOST = 0.02
 """The largest share of a step that `auto` gives for the same bits."""
+
+SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
+    ("H[12]00", "flash4", 64): ((1024, 0.27), (4096, 0.10), (16384, 0.02), (65536, 0.02)),
+    ("H[12]00", "flash4", 128): ((1024, 0.18), (4096, 0.18), (16384, 0.12), (65536, 0.52)),
+    ("H[12]00", "flash4", 256): ((1024, 0.30), (4096, 0.31), (16384, 0.37), (65536, 0.77)),
+    ("H[12]00", "cudnn", 128): ((4096, 1.43), (65536, 2.2)),
+    ("H[12]00", "sdpa", 64): ((1024, 0.0), (4096, 0.13), (16384, 0.44), (65536, 0.44)),
+    ("H[12]00", "sdpa", 128): ((1024, 0.01), (4096, 0.13), (16384, 0.74), (65536, 0.76)),
+    ("H[12]00", "sdpa", 256): ((1024, 0.49), (4096, 0.97), (16384, 1.5), (65536, 1.5)),
+    ("H[12]00", "sdpa float32", 64): ((1024, 0.0), (4096, 0.0), (16384, 2.0)),
+    ("H[12]00", "sdpa float32", 128): ((1024, 0.0), (4096, 0.01), (16384, 2.7)),
+    ("H[12]00", "sdpa float32", 256): ((1024, 0.0), (4096, 0.74), (16384, 5.7)),
+}
+"""By card, attention backend and head size: (tokens of a document, time that the deterministic backward pass adds, as
+a share of the ordinary one). The larger of the figures of an H100 and an H200 (torch 2.11, flash-attn-4 4.0.0b36) by
+`python scripts/bench/bench_determinism.py`.
+The row of cuDNN is calculated: its kernel has no fixed order, so torch's FlashAttention-2 runs in its place, which is
+slower by the figures of attention/technique.py."""
+ONE_ORDER = ("eager", "flex")
+"""Backends whose backward pass is the same kernel in both modes."""
 
 
 def decide(asked: Pipeline, usual: Pipeline, facts: Facts) -> tuple[Pipeline | None, list[str]]:
@@ -43,3 +68,22 @@ def line(why: str) -> str:
         f"deterministic: off, because {why}; two runs, or a resumed one, may differ in their last digits "
         "(run.deterministic=true asks for the same bits)"
     )
+
+
+def cost(facts: Facts) -> float | None:
+    """The share of a step that deterministic kernels add, by forecast; None: SLOWER lacks this card, backend, head
+    size or length. `facts`: with techniques decided."""
+    attention = facts.techniques.attention
+    backend = attention.backend if attention.enabled else "sdpa"  # the choice of transformers
+    if backend in ONE_ORDER or not attention_layers(facts.text):
+        return 0.0
+    kernel = f"{backend} float32" if facts.compute_dtype == "float32" else backend
+    measured = [key for key in SLOWER if re.search(rf"\b{key[0]}\b", facts.device_name) and key[1] == kernel]
+    width = max(head_widths(facts), default=0)
+    key = min((key for key in measured if key[2] >= width), key=lambda key: key[2], default=None)
+    if key is None or facts.row_length > SLOWER[key][-1][0]:
+        return None
+    # Documents of a row may be shorter than the row.
+    end = next(length for length, _ in SLOWER[key] if length >= facts.row_length)
+    slower = max(share for length, share in SLOWER[key] if length <= end)
+    return max(slower, 0.0) * attention_backward_share(facts)

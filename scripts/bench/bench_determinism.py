@@ -1,6 +1,6 @@
 """Measures how much longer attention's backward pass takes with deterministic kernels on this GPU.
 
-    python scripts/bench/bench_determinism.py --json kernels.json    # the numbers of SLOWER in estimate/determinism.py
+    python scripts/bench/bench_determinism.py --json kernels.json    # the numbers of SLOWER in settle/determinism.py
 
 Causal attention of 16,384 tokens in documents of equal lengths, four query heads to a key head. Only the backward pass
 is timed. `bench_peers.py --tools fxtune --set run.deterministic=true` measures whole steps.

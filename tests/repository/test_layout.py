@@ -56,7 +56,6 @@ ELSEWHERE = {
     "facts/execution.py": "plain data; estimate/test_memory.py",
     "objectives/base.py": "a protocol",
     "objectives/registry.py": "test_plugins.py, with the other registries",
-    "techniques/lora/numbers.py": "estimate/test_memory.py, by models with adapters",
     "techniques/assemble.py": "test_pipeline.py, with the order of the techniques",
     "techniques/base.py": "a contract; its implementations are tested",
     "techniques/smoke_tests.py": "test_package_checks.py, with the checks",

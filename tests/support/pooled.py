@@ -28,20 +28,20 @@ class Pooler(Decoder):
     adapter_task = "FEATURE_EXTRACTION"
     writes = False
     auto_class = "AutoModel"
+    mapping = "MODEL_MAPPING"
     pipeline_tag = "feature-extraction"
 
+    @property
+    def families(self) -> Collection[str]:
+        return self.classes.keys() & Decoder().families
+
     def takes(self, config: Any, own_code: bool = True) -> bool:
-        return config.model_type in self.families and config.architectures == [_body(config.model_type)]
+        return config.model_type in self.families and config.architectures == [self.classes[config.model_type]]
 
     def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
         config = copy.deepcopy(config)
-        config.architectures = [_body(config.model_type)]
+        config.architectures = [self.classes[config.model_type]]
         return config
-
-    def model_class(self, config_class: type) -> Any:
-        from transformers import MODEL_MAPPING
-
-        return MODEL_MAPPING[config_class]
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         states: torch.Tensor = model(**inputs)[0]
@@ -49,12 +49,6 @@ class Pooler(Decoder):
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         return [name for name in unexpected if name.startswith("lm_head.")]
-
-
-def _body(family: str) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    return str(MODEL_MAPPING_NAMES[family])
 
 
 class Vectors(LanguageModel):

@@ -45,6 +45,8 @@ class Decoder:
     """Whether a plain forward pass tells padding by its token, so that the config must name it."""
     auto_class: str = "AutoModelForCausalLM"
     """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
+    mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING"
+    """The name of transformers' table of their classes."""
     images: Images | None = None
     """What such models know about images; None: they read tokens alone."""
     tokenizer_class: str = "AutoTokenizer"
@@ -53,11 +55,16 @@ class Decoder:
     """The hub's name of what models of this kind do."""
 
     @property
+    def classes(self) -> dict[str, str]:
+        """The names of transformers' classes of such models, by `model_type`."""
+        from transformers.models.auto import modeling_auto
+
+        return dict(getattr(modeling_auto, f"{self.mapping}_NAMES"))
+
+    @property
     def families(self) -> Collection[str]:
         """The values of `model_type` that this transformers has."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return self.classes
 
     def why_not(self, family: str) -> str:
         """Why a model of this `model_type` is not of this kind, as the end of a sentence."""
@@ -94,9 +101,9 @@ class Decoder:
 
     def model_class(self, config_class: type) -> Any:
         """The class of models with configs of this class. Raises KeyError if there is none."""
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        import transformers
 
-        return MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        return getattr(transformers, self.mapping)[config_class]
 
     def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
         """The tokenizer in `folder`. Raises what transformers raises."""

@@ -43,30 +43,26 @@ class Scorer(Decoder):
     trains_head = True
     pads_by_token = True
     auto_class = "AutoModelForSequenceClassification"
+    mapping = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
     pipeline_tag = "text-classification"
 
     @property
     def families(self) -> Collection[str]:
-        return _classes().keys() & super().families
+        return self.classes.keys() & Decoder().families
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
-        known = _classes().get(config.model_type)
+        known = self.classes.get(config.model_type)
         return config.model_type in self.families and known in (config.architectures or ())
 
     def why_not(self, family: str) -> str:
         return f"for which transformers has no head that scores documents ({self.auto_class})"
-
-    def model_class(self, config_class: type) -> Any:
-        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
 
     def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
         family = config.model_type
         if family not in self.families:
             raise ConfigError(f"{name} is a {family} model, {self.why_not(family)}. Use another.")
         config = copy.deepcopy(config)
-        config.architectures = [_classes()[family]]
+        config.architectures = [self.classes[family]]
         config.id2label, config.label2id = {0: "score"}, {"score": 0}
         config.problem_type = "regression"  # or pipelines of transformers would return sigmoid(score)
         with torch.device("meta"):
@@ -100,13 +96,6 @@ class Scorer(Decoder):
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         return [name for name in unexpected if name.startswith(LM_HEADS)]
-
-
-def _classes() -> dict[str, str]:
-    """The names of transformers' classes, by `model_type`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
-    return dict(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
 
 
 def _padding(tokenizer: Any) -> str:

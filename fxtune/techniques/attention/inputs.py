@@ -66,15 +66,10 @@ def model_inputs(
     positions = known.positions(config, position_ids, rope_positions) if known else position_ids
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
     if images is not None and known is not None:
-        if pieces > 1:
-            raise ConfigError("parallel.context: rows with images cannot be cut into pieces. Set it to 1.")
+        assert pieces == 1, "settle/images.py refuses rows with images that are cut"
         inputs.update(image_arguments(model, images))
         if (blocks := known.blocks(config, input_ids)) is not None:
-            if keys is not None:
-                raise ConfigError(
-                    f"data.share_prompts: the tokens of an image in {config.model_type} see each other, which needs "
-                    "the prompt of each answer in its row. Set it to false."
-                )
+            assert keys is None, "settle/images.py refuses shared prompts with such images"
             rows, length = input_ids.shape
             window = getattr(config.get_text_config(), "sliding_window", None) or 0
             masks = {

@@ -45,7 +45,6 @@ from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 from fxtune.techniques.lora.experts import group_experts, observe_experts
-from fxtune.techniques.lora.numbers import adapters_of
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
@@ -99,7 +98,7 @@ class Lora(LoraOptions, Technique):
         return "; ".join(filter(None, (self._resolve_fused(facts), self._resolve_products(facts)))) or None
 
     def describe(self, facts: Facts, execution: Execution) -> Execution:
-        return replace(execution, adapters=adapters_of(self, facts), fused=self.fused is Switch.on)
+        return replace(execution, adapters=targets.adapters_of(self, facts), fused=self.fused is Switch.on)
 
     def _resolve_fused(self, facts: Facts) -> str | None:
         if self.fused is not Switch.auto:

@@ -29,22 +29,16 @@ from fxtune.models.kinds.image_decoder.images import Images
 
 class ImageDecoder(Decoder):
     auto_class = "AutoModelForImageTextToText"
+    mapping = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"
     pipeline_tag = "image-text-to-text"
     images = Images()
 
     @property
     def families(self) -> Collection[str]:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-        return FAMILIES.keys() & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+        return FAMILIES.keys() & self.classes.keys()
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
         return config.model_type in self.families and getattr(config, "vision_config", None) is not None
-
-    def model_class(self, config_class: type) -> Any:
-        from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
 
     def body(self, model: Any) -> nn.Module:
         body: nn.Module = model.model

@@ -347,7 +347,7 @@ class Sweep:
         """Report the new losses of a run, and judge it. If its process has ended, record how."""
         job = self._jobs[index]
         code = job.process.poll()  # before the losses are read, so that none is missed
-        if not job.pruned and self._is_pruned(job):
+        if not job.pruned and (code is not None or self._has_passed_an_eighth(job.trial)) and self._is_pruned(job):
             job.pruned = True
             job.process.terminate()
         if code is None:
@@ -370,6 +370,11 @@ class Sweep:
             reason = failure(code, _tail(trial.log).decode(errors="replace"), 0).reason
             raise_if_it_ends_the_sweep(code, reason, bool(trial.losses))
             self._end(trial, job.asked, State.failed, reason)
+
+    def _has_passed_an_eighth(self, trial: Trial) -> bool:
+        """Whether the run is in an eighth whose loss is not known. To look for losses takes time in a long run."""
+        part = PARTS * trial.step() // trial.steps
+        return part > 0 and part not in trial.losses
 
     def _is_pruned(self, job: _Job) -> bool:
         """Report the losses of a run that are new to the study. Whether the pruner stops the run."""

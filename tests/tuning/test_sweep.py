@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from fxtune.tuning.sweep_space import parse
 SPACE = ["sweep.lr=loguniform(1e-4,1e-1)", "sweep.r=choice(2,4)"]
 PROGRAM = """
 import json, math, os, pathlib, sys, time
+def looks():
+    return pathlib.Path("looks").stat().st_size if pathlib.Path("looks").exists() else 0
+
 values = dict(word.split("=", 1) for word in sys.argv[1:])
 folder = pathlib.Path(values["run.dir"].strip("'"))
 (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -46,7 +50,9 @@ for step in range(len(lines) + 1, STEPS + 1):
         line["eval/loss"] = least + 1 / step
     with file.open("a") as out:
         out.write(json.dumps(line) + "\\n")
-    time.sleep(0.03 * (STEPS < 100))
+    before = looks()
+    while "eval/loss" in line and step < STEPS and looks() < before + 2:  # until the sweep has seen the loss
+        time.sleep(0.01)
 """
 STEPS = 16
 
@@ -65,11 +71,21 @@ def sweep_of(recipe, method=Method.halving, trials=4, space=SPACE, workers=1, te
     return Sweep(load(recipe), recipe, parse(space), method, trials, Path("sweep"), [{}] * workers, tell)
 
 
-def run(recipe, look=lambda: None, **options) -> Sweep:
-    made = sweep_of(recipe, **options)
+def train(made: Sweep, look: Callable[[], None] = lambda: None) -> Sweep:
+    """Run a sweep. The file `looks` has a byte for each look at the processes."""
+
+    def counted() -> None:
+        with Path("looks").open("a") as out:
+            out.write(".")
+        look()
+
     with made.opened():
-        made.run(look)
+        made.run(counted)
     return made
+
+
+def run(recipe, look: Callable[[], None] = lambda: None, **options) -> Sweep:
+    return train(sweep_of(recipe, **options), look)
 
 
 def states(made: Sweep) -> list[str]:
@@ -200,8 +216,7 @@ def test_run_that_something_else_ends_goes_on_and_fails_at_last(recipe):
                 Path("hold").unlink()
 
     made = sweep_of(recipe, trials=2)
-    with made.opened():
-        made.run(kill)
+    train(made, kill)
     assert states(made) == ["failed", "done"]
     assert "most likely because the host ran out of memory" in made.trials[0].reason
     assert len(killed) == engine.RESTARTS + 1
@@ -241,8 +256,8 @@ def test_configuration_that_cannot_go_on_ends_the_sweep_and_is_not_lost(recipe):
             os.kill(starts(made.trials[0])[0], signal.SIGKILL)
 
     made = sweep_of(recipe)
-    with made.opened(), pytest.raises(ConfigError, match="cannot be resumed with the same bits"):
-        made.run(change)
+    with pytest.raises(ConfigError, match="cannot be resumed with the same bits"):
+        train(made, change)
     Path("error").unlink()
     assert "failed" not in states(run(recipe))
 

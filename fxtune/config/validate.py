@@ -191,7 +191,8 @@ class Validator:
             word, shown = "on" if value else "off", _shown(value)  # a command line keeps `on` as it stands
             if self.from_file:
                 shown, remark = word, f" (YAML reads an unquoted `{word}` as {shown})"
-        hint = did_you_mean(word, choices) if nearest(word, choices) else "." * bool(others)
+        close = nearest(word, choices) and ("on" in choices or not isinstance(value, bool))
+        hint = did_you_mean(word, choices) if close else "." * bool(others)
         text = f"`{'.'.join(keys)}={shown}`{remark} is not one of {', '.join(choices)}{hint} {others}"
         self.add(keys, text.rstrip())
 

@@ -91,7 +91,7 @@ PACKAGES = {
             "quack.gemm",
             f"{TESTS}:quack",
             f"pip install 'quack-kernels[cu13]=={QUACK_VERSION}'",
-            "techniques.lora.matmul on Hopper",
+            "the products of fused adapters on Hopper",
             technique="lora",
         ),
         Package(
@@ -126,7 +126,12 @@ PACKAGES = {
             gpu=False,
         ),
         Package(
-            "torchao", "torchao.quantization", f"{TESTS}:torchao", QUANT, "the alternative to bitsandbytes", gpu=False
+            "torchao",
+            "torchao.quantization",
+            f"{TESTS}:torchao",
+            QUANT,
+            "8-bit AdamW with stochastic rounding",
+            gpu=False,
         ),
         Package("apex", "apex.normalization", f"{TESTS}:apex", APEX, "NVIDIA's fused optimizers, built from source"),
     )

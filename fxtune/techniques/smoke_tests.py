@@ -70,14 +70,12 @@ def quack(device: torch.device) -> str:
     """y = x W^T and dx = dy W of a linear, as fused adapters multiply."""
     if metadata.version("quack-kernels") != matmul.VERSION:
         raise NotTriedError(
-            f"imports; techniques.lora.matmul calls internal functions of {matmul.VERSION}, so cuBLAS is used instead"
+            f"imports; fused adapters call internal functions of {matmul.VERSION}, so cuBLAS is used instead"
         )
     capabilities = torch.cuda.get_device_capability(device), matmul.CAPABILITY
     card, needed = (".".join(map(str, capability)) for capability in capabilities)
     if card != needed:
-        raise NotTriedError(
-            f"imports; techniques.lora.matmul uses it on compute capability {needed}, and this GPU has {card}"
-        )
+        raise NotTriedError(f"imports; fused adapters use it on compute capability {needed}, and this GPU has {card}")
     matmul.prepare(device, torch.bfloat16, cache_home() / "quack")
     x, dy, w = (torch.randn(size, device=device).bfloat16() for size in ((512, 384), (512, 640), (640, 384)))
     y, dx = torch.empty_like(dy), torch.empty_like(x)
@@ -100,14 +98,11 @@ def bitsandbytes(device: torch.device) -> str:
 
 
 def torchao(device: torch.device) -> str:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.optim import AdamW8bit
 
-    layer = torch.nn.Linear(128, 64, bias=False, device=device)
-    weight = layer.weight.detach().clone()
-    quantize_(layer, Int8WeightOnlyConfig())
-    layer.requires_grad_(False)
-    require_same(layer, lambda x: x @ weight.T, [torch.randn(8, 128, device=device)])
-    return "a linear in 8 bits"
+    with torch.compiler.set_stance("force_eager"):
+        require_adamw_step(lambda weights: AdamW8bit(weights, lr=0.1, weight_decay=0.0), device)
+    return "AdamW in 8 bits"
 
 
 def apex(device: torch.device) -> str:

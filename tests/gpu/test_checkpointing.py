@@ -17,6 +17,7 @@ from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
 from fxtune.system.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.compile.report import MAX_RECOMPILES
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.pipeline import Pipeline
 
@@ -252,7 +253,7 @@ def test_mixes_and_offload_need_the_forecast_memory_and_keep_gradients(options, 
     assert off.keys() == usual.keys()
     far = {name: (error, usual[name]) for name, error in off.items() if error > 1.3 * usual[name] + 5e-3}
     peak, said = measured.peak(), expected(measured, BIG, 8192)
-    report, allowed = measured.pipeline.compile.report(), measured.pipeline.compile.max_recompiles
+    report, allowed = measured.pipeline.compile.report(), MAX_RECOMPILES
     host = getattr(measured.model, "offload", None)
     print(
         f"\nmeasured {peak / GIB:.2f} GiB, forecast {said / GIB:.2f} ({said / peak - 1:+.1%}); {report.graphs} graphs; "

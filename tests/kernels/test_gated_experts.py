@@ -157,11 +157,11 @@ def test_nothing_but_inputs_is_kept_on_request():
 
 
 def test_packed_experts_are_described_to_the_compiler_and_keep_only_codes():
-    trained, stored, matrices, _, biases = packed_case("mxfp4")
-    described([list(matrix) for matrix in matrices], trained, biases, GPT_OSS, stored)
+    trained, matrices, _, biases = packed_case("mxfp4")
+    described([list(matrix) for matrix in matrices], trained, biases, GPT_OSS, "mxfp4")
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        computed(trained, matrices, biases, stored)
+        computed(trained, matrices, biases, "mxfp4")
     of_weights = [tensor for tensor in kept if tensor.dtype is torch.uint8]
     assert {weight.data_ptr() for weight in of_weights} == {
         tensor.data_ptr() for matrix in matrices for tensor in matrix

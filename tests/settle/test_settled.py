@@ -345,7 +345,7 @@ CASES = [
         "offload without a GPU",
         CPU,
         "techniques.checkpointing.enabled=true",
-        "techniques.checkpointing.offload=true",
+        "techniques.checkpointing.offload=inputs",
         **{"techniques.checkpointing.offload": "GPU|CPU"},
     ),
     # what no host's memory holds

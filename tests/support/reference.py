@@ -325,10 +325,11 @@ def prepare_saved(
 
 def with_head(pipeline: Any, model: Any) -> Any:
     """The LanguageModel of a module that build() returned with `pipeline`."""
+    from fxtune.kernels.matmul import CUTE
     from fxtune.models.prepared import PreparedModel
     from fxtune.objectives.language_model import LanguageModel
 
-    gemm = pipeline.lora.matmul.value if pipeline.lora.enabled else ""
+    gemm = CUTE if pipeline.lora.enabled and pipeline.lora._by_quack else ""
     return LanguageModel(PreparedModel(model, gemm=gemm), pipeline.liger)
 
 

@@ -46,7 +46,7 @@ def changed(section: str, key: str, value: object) -> None:
 
 
 def test_unchanged_run_resumes_without_notes(unfinished_run, said):
-    sections = {"techniques", "model", "machine", "data", "built", "rows", "rate", "kernels"}
+    sections = {"techniques", "model", "machine", "data", "built", "products", "rows", "rate", "kernels"}
     assert set(json.loads(Path("run/setting.json").read_text())) == sections
     trainer.run(unfinished_run)
     assert not [text for text in said if "started this changed" in text]
@@ -104,7 +104,7 @@ def test_a_run_of_an_earlier_version_keeps_the_fastest_kernels(unfinished_run, m
     assert decided == [False]
 
 
-@pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "products", "cute")])
+@pytest.mark.parametrize(("section", "key", "value"), [("model", "dtype", "bfloat16"), ("built", "revision", "main")])
 def test_another_model_is_refused_with_each_difference(unfinished_run, section, key, value):
     changed(section, key, value)
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: {value} -> "):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,30 +61,6 @@ def test_planning_for_a_gpu_does_not_touch_the_gpu(monkeypatch):
     assert (
         len({json.dumps(candidate.identity, sort_keys=True, default=str) for candidate in planned(*h200(LLAMA))}) > 10
     )
-
-
-@pytest.mark.usefixtures("with_compiler")
-@pytest.mark.parametrize("matmul", ["auto", "cublas"])
-def test_the_matmul_axis_needs_two_kernels(matmul):
-    def tried(config: Config, context: SearchContext) -> list[str]:
-        return [
-            candidate.title
-            for candidate in planned(config, context, "matmul")
-            if candidate.title.startswith("lora.matmul")
-        ]
-
-    config, context = h200([*FAST, f"techniques.lora.matmul={matmul}"])
-    assert not tried(config, context), "quack-kernels is not installed"
-    packages = {**context.facts.packages, "quack-kernels": "0.6.5"}
-    with_quack = replace(context, facts=replace(context.facts, packages=packages))
-    assert tried(config, with_quack) == [f"lora.matmul={'cublas' if matmul == 'auto' else 'cute'}"], (
-        "the other one, once"
-    )
-    older = replace(with_quack, facts=replace(with_quack.facts, capability=(8, 0)))
-    config.techniques.lora.fused = Switch.off
-    assert not tried(config, with_quack)
-    config.techniques.lora.fused = Switch.on
-    assert not tried(config, older)
 
 
 @pytest.mark.slow

@@ -111,11 +111,13 @@ class Lora(LoraOptions, Technique):
 
     def _resolve_products(self, facts: Facts) -> str | None:
         """Decide which kernel multiplies by 16-bit weights of fused adapters and of the fused loss's head."""
-        if self.fused is not Switch.on or facts.device == "cpu":
+        if self.fused is not Switch.on:
             return None
         why = fusing.refusal(facts) or gemm_backend.refusal(facts)
         self._by_quack = not why
-        return f"products by cuBLAS ({why})" if why else "large products by quack's kernel, the faster one here"
+        if why:
+            return f"products by cuBLAS ({why})" if facts.device != "cpu" else None
+        return "large products by quack's kernel, the faster one here"
 
     def packages(self, facts: Facts) -> Iterator[str]:
         yield "torchao"  # transformers imports it where it is installed

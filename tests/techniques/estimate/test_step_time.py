@@ -18,7 +18,7 @@ from fxtune.techniques.pipeline import Pipeline, make_probe
 
 def test_lower_levels_take_less_memory_and_more_time():
     for change in ({}, {"num_key_value_heads": 32}, {"intermediate_size": 4096}, {"hidden_size": 2048}):
-        for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8", "double": True}}):
+        for techniques in (TECHNIQUES, PEFT, {**TECHNIQUES, "quantize": {"type": "fp8"}}):
             facts = card(139, 16384, model={**LLAMA, **change}, techniques=techniques)
             kept = [forecast(facts, RecomputePlan(level)).kept for level in LEVELS]
             times = [step_time.overhead(facts, RecomputePlan(level)) for level in LEVELS]

@@ -9,6 +9,7 @@ import pytest
 
 from fxtune.facts.options import Switch
 from fxtune.techniques.lora import gemm_backend
+from fxtune.tracking.tracker import DisplayKind
 
 
 @pytest.mark.slow
@@ -19,7 +20,7 @@ def test_a_resumed_run_says_that_another_kernel_multiplies(small, cwd, monkeypat
         raise TypeError("no such architecture")
 
     small.techniques.lora.fused, small.train.max_steps, small.checkpoint.every = Switch.on, 2, 1
-    small.run.dir = "run"
+    small.run.dir, small.tracking.display = "run", DisplayKind.plain
     monkeypatch.setattr(gemm_backend, "refusal", lambda facts: None)
     with monkeypatch.context() as patch:
         patch.setattr(gemm_backend, "prepare", broken)

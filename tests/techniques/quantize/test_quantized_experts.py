@@ -220,6 +220,7 @@ def test_one_decision_says_whether_linears_are_in_fp8_beside_experts(monkeypatch
         monkeypatch.setattr(quantized_experts, "SMALL", small)
         pipeline = fp8(Switch.auto, False)
         pipeline.quantize, said = resolved(model, pipeline)
+        pipeline.quantize.keeps_transposes = False
         assert ("other linears stay in bfloat16 (all are small)" in said) is bool(small)
         facts = dataclasses.replace(facts_of(model, **H200), techniques=pipeline)
         seen.append((forecast(facts, RecomputePlan()).weights, layer_time(facts).narrow))

@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.formats.row_format import LearnConfig, PlainText, Preference
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import UserError
 from fxtune.system.redact import redact_arguments
 
 ENDS = "end_tokens"
@@ -53,8 +55,12 @@ def prompts_are_texts(tables: Sequence[TokenTable], data: DataConfig) -> bool:
     def is_text(source: SourceConfig, table: TokenTable) -> bool:
         if table.format.needs_template or table.format.name in ("text", "tokens"):
             return False
-        row = next(usable_rows(source, table, data)).value
-        content = table.format.read(row or {}, LearnConfig(), source.unused)
+        row = None
+        with suppress(UserError, OSError):  # the tokens are cached, and the file may have gone
+            row = next(usable_rows(source, table, data), None)
+        if row is None:
+            return False
+        content = table.format.read(row.value or {}, LearnConfig(), source.unused)
         first = content.answers[0] if isinstance(content, Preference) else content
         return isinstance(first, PlainText)
 

@@ -16,7 +16,6 @@ from fxtune.data.config import DataConfig
 from fxtune.distributed.parallel import Degrees, ParallelConfig
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
-from fxtune.models.load import ModelConfig
 from fxtune.objectives.base import Objective
 from fxtune.objectives.needs import Needs
 from fxtune.plugins import files_used
@@ -76,8 +75,7 @@ def test_degrees_that_the_recipe_refuses_are_not_chosen():
     facts = card(80, 4096, techniques=FULL_KEPT)
     given = config(8, 4096, techniques=FULL_KEPT)
     assert share(given, facts, [2])[0] == Degrees(shard=2)
-    grown = replace(given, model=ModelConfig(add_tokens=["<step>"]))  # divided weights cannot grow
-    assert share(grown, facts, [2])[0].shard == 1
+    assert share(given, replace(facts, adds_tokens=True), [2])[0].shard == 1  # divided weights cannot grow
 
 
 @dataclass

@@ -307,5 +307,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     if plugins := config.plugins():
         check.compare("plugins", plugins)
     check.compare("kernels", {"deterministic": builder.facts.deterministic})
+    if builder.techniques.quantize.enabled:  # another free memory may decide otherwise
+        check.compare("quantize", {"keeps_transposes": builder.techniques.quantize.keeps_transposes}, refuse=False)
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check

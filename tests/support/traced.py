@@ -74,7 +74,7 @@ def watch(file: str, last_operation: int = 0) -> None:
     from fxtune.checkpoint.manager import Checkpoints
     from fxtune.checkpoint.run_folder import RunFolder
     from fxtune.data.batches import build
-    from fxtune.training import evaluation, trainer
+    from fxtune.training import evaluation, run_export, trainer
     from fxtune.training.answers import AnswerEvaluation
     from fxtune.training.builder import RunBuilder
 
@@ -98,7 +98,7 @@ def watch(file: str, last_operation: int = 0) -> None:
         (Checkpoints, "save", "copying"),
         (folder, "write", "saving"),
         (folder, "remove", "pruning"),
-        (trainer, "save_model", "exporting"),
+        (run_export, "save_model", "exporting"),
         (RunFolder, "finish", "finishing"),
     ):
         trace.phase(owner, name, phase)

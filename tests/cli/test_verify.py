@@ -118,17 +118,17 @@ def test_a_technique_that_does_nothing_is_named_and_the_exit_code_is_1(cwd, monk
 
 
 def test_an_adapter_that_no_gradient_reaches_is_named(cwd, monkeypatch):
-    from fxtune.techniques.pipeline import Pipeline
+    from fxtune.training import builder
 
-    original = Pipeline.build
+    original = builder.assemble
 
-    def build(self, *arguments):
-        model = original(self, *arguments)
+    def assemble(*arguments, **named):
+        model = original(*arguments, **named)
         module = model.module.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
         module.register_forward_hook(lambda module, inputs, output: output.detach())
         return model
 
-    monkeypatch.setattr(Pipeline, "build", build)
+    monkeypatch.setattr(builder, "assemble", assemble)
     code, found = verified(cwd)
     assert code == 1
     parameters = row(found, "parameters", "adapters")

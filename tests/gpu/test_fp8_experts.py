@@ -108,7 +108,7 @@ def test_experts_that_are_quantized_as_they_are_read_have_the_bits_of_a_model_th
     drawn = mixture("qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_experts=8)
     model = ModelConfig(path=str(on_disk(tmp_path, dtype=torch.bfloat16, model=drawn)), dtype=DType.bfloat16)
     whole = assemble(over_fp8(), model, load_config(model), World(GPU), 0).module
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     monkeypatch.setattr("fxtune.models.weights.read", None)
     pipeline = over_fp8()
     prepared = assemble(pipeline, model, load_config(model), World(GPU), 0)

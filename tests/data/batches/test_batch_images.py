@@ -28,7 +28,7 @@ from fxtune.data.tokenized.process_pool import map_in_order
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.known import images_of
 
 COLORS = ("red", "lime", "blue", "white")
 CPU = torch.device("cpu")
@@ -389,7 +389,7 @@ def test_the_images_of_a_step_are_those_of_its_batches(family, tmp_path):
     plan = plan_of_pictures(family, tmp_path)
     table, config = plan.tables[0], image_models.config(family)
     token = table.image_processor.feature_token
-    shape = kind_of(config).tower_shape(config)
+    shape = images_of(config).shape(config)
     steps = [plan.images(step) for step in range(plan.steps)]
     assert sum(map(len, steps)) == len(table.images) == 36
     for step, images in enumerate(steps):

@@ -25,7 +25,7 @@ from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.outputs.merge import merge
-from fxtune.techniques.pipeline import Pipeline, make_probe
+from fxtune.techniques.pipeline import make_probe
 from fxtune.tracking.throughput import training_cost
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder
@@ -199,7 +199,7 @@ def test_rows_of_a_base_that_is_quantized_as_it_is_read_are_the_base_s(tmp_path,
     pipeline.quantize.enabled, pipeline.quantize.type = True, WeightFormat.int8
     pipeline, _ = pipeline.resolved(facts_of(model))
     whole = built(pipeline, model)
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     prepared = prepared_model(pipeline, model)
     mine = prepared.module
     pipeline.prove(prepared, make_probe(mine))

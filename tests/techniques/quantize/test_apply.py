@@ -17,7 +17,7 @@ from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models import weights
 from fxtune.models.load import DType, ModelConfig, load_config
-from fxtune.techniques.pipeline import Pipeline, make_probe
+from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.quantize import apply
 
 
@@ -56,7 +56,7 @@ def test_a_model_that_fits_nowhere_is_quantized_as_it_is_read(kind, pretrained, 
     model.dtype = DType.bfloat16
     pipeline = qlora(kind, ComputeDtype.bfloat16)
     whole = built(pipeline, model)
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     held, most = weakref.WeakSet(), [0]
     real = apply.quantized
 
@@ -81,6 +81,6 @@ def test_broken_weight_is_found_as_it_is_quantized(tmp_path, monkeypatch):
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     with pytest.raises(StorageError, match=r"hold NaN .* in model\.layers\.1\.mlp\.up_proj\.weight"):
         built(qlora(), ModelConfig(path=str(folder)))

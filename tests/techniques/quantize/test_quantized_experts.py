@@ -366,7 +366,7 @@ def test_experts_of_a_model_that_fits_nowhere_are_quantized_as_they_are_read(kin
         pipeline.quantize.experts = Switch.off if kind == "linears alone" else Switch.on
         pipeline, _ = decided(pipeline, model)
     whole = made(pipeline, model)
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     monkeypatch.setattr("fxtune.models.weights.read", None)
     prepared = prepared_model(pipeline, model)
     mine = prepared.module
@@ -387,7 +387,7 @@ def test_drawn_experts_that_fit_nowhere_are_packed_one_tensor_at_a_time(family, 
     model = mixture(family, **SIZES, **({"moe_intermediate_size": 64} if kind == "nf4" else {}))
     pipeline, _ = decided(packing(kind), model)
     whole = made(pipeline, model)
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     prepared = prepared_model(pipeline, model)
     proven(pipeline, prepared)
     assert torch.equal(logits(prepared.module), logits(whole))
@@ -404,7 +404,7 @@ def test_a_damaged_expert_is_found_as_the_experts_are_read(kind, tmp_path, monke
     stored[name][0, 0] = torch.inf
     save_file(stored, file, {"format": "pt"})
     model = ModelConfig(path=str(tmp_path))
-    monkeypatch.setattr(Pipeline, "_quantizes_rows", lambda *_: True)
+    monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     pipeline = fp8() if kind == "fp8" else decided(packing(kind), model)[0]
     with pytest.raises(StorageError, match=rf"hold NaN or infinite numbers.*, in {name}\. Use"):
         prepared_model(pipeline, model)

@@ -41,6 +41,7 @@ from fxtune.diagnostics.benchmark import measure_in_process  # noqa: E402
 from fxtune.facts.recomputation import RecomputePlan, pinned_bytes  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.load import load_config  # noqa: E402
+from fxtune.optim.optimizer import state_of  # noqa: E402
 from fxtune.system.facts import PACKAGES  # noqa: E402
 from fxtune.system.host import memory  # noqa: E402
 from fxtune.system.units import GIB  # noqa: E402
@@ -244,7 +245,7 @@ def facts_of(length: int, args: argparse.Namespace, hardware: dict[str, Any]) ->
         sequence_length=length,
         rows=(length,),
         micro_batch_size=1,
-        optimizer=config.optimizer.name.value,
+        optimizer=state_of(config.optimizer),
     )
     techniques, _ = config.techniques.decided(facts)
     return replace(facts, techniques=techniques), techniques.checkpointing.plan

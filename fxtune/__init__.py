@@ -13,7 +13,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from fxtune.system import remote_code
+from fxtune.system.files import remote_code
 
 if TYPE_CHECKING:
     from fxtune.api import Run, load_recipe, plan, preview, train, verify

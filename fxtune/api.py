@@ -33,7 +33,7 @@ from fxtune.distributed.files import require_writable, write_json
 from fxtune.errors import ConfigError, RankError, StorageError
 from fxtune.outputs.run_output import find_output, run_folder
 from fxtune.reports.run_files import RunFiles
-from fxtune.system.atomic_files import read_json
+from fxtune.system.files.atomic_files import read_json
 from fxtune.techniques.base import Evidence
 
 
@@ -90,10 +90,10 @@ def plan(
     gpus: int = 1,
     tokens: int | None = None,
 ) -> Any:
-    """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/run_forecast.py). `tokens`:
-    those of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
+    """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/forecast/run_forecast.py).
+    `tokens`: of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
     from fxtune.techniques.estimate.machines import machine
-    from fxtune.training.run_forecast import forecast_run, with_lengths
+    from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 
     config = _config(recipe, overrides)
     card = machine(gpu, 128, config.run.memory_gib)

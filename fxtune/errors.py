@@ -55,7 +55,7 @@ class HardwareError(UserError):
 
 
 class MemoryShortError(HardwareError):
-    """Memory ran out. Where it can, the caller repeats the work with fewer rows at once (system/oom.py)."""
+    """Memory ran out. Where it can, the caller repeats the work with fewer rows at once (system/process/oom.py)."""
 
 
 class NumbersError(UserError):

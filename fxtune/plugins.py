@@ -313,7 +313,7 @@ def summary() -> str:
 def _blamed(plugin: Plugin) -> Iterator[None]:
     """An error of the body is one message that names the plugin's file and line. Memory that runs out is no error of
     the plugin, and fxtune's own errors stay as they are."""
-    from fxtune.system.oom import out_of_memory_reason
+    from fxtune.system.process.oom import out_of_memory_reason
 
     try:
         yield

@@ -23,7 +23,7 @@ import torch
 
 from fxtune.checkpoint.parts import Chunks, StoredTensor, StoredTensors, chunks_of, torch_record
 from fxtune.distributed.chunks import Chunk
-from fxtune.system.atomic_files import (
+from fxtune.system.files.atomic_files import (
     DTYPES,
     Damage,
     FileDigest,

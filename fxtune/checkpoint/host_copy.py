@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fxtune.system.host import memory
-from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
+from fxtune.system.machine.host import memory
+from fxtune.system.process.oom import MemoryExhausted, catch_out_of_memory
 
 BLOCK = 64 * 2**20
 """Small tensors share pinned blocks of this many bytes: each pinned allocation is slow, and torch rounds it up to a

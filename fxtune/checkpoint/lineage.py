@@ -23,7 +23,7 @@ from typing import Any
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
 from fxtune.errors import ConfigError, StorageError, not_written
-from fxtune.system.atomic_files import read_json, replace_text, sync
+from fxtune.system.files.atomic_files import read_json, replace_text, sync
 
 SUFFIX = ".refresh"
 CURRENT, LINEAGE = "current", "lineage.json"

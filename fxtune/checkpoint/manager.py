@@ -35,9 +35,9 @@ from fxtune.checkpoint.train_state import TrainState, without_clock
 from fxtune.distributed.background import BackgroundGroup
 from fxtune.distributed.chunks import Coordinates, chunk_of, coordinates, is_divided, local
 from fxtune.errors import StorageError
-from fxtune.system.atomic_files import read_json
-from fxtune.system.oom import out_of_memory_reason
-from fxtune.system.units import format_bytes
+from fxtune.system.files.atomic_files import read_json
+from fxtune.system.process.oom import out_of_memory_reason
+from fxtune.system.terminal.units import format_bytes
 
 
 @dataclass

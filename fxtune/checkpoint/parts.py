@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fxtune.distributed.chunks import Chunk
-from fxtune.system.atomic_files import DTYPES
+from fxtune.system.files.atomic_files import DTYPES
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
 Chunks = dict[str, dict[str, list[int]]]

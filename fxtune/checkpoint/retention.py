@@ -14,7 +14,7 @@ from pathlib import Path
 from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.folder import damage_of, step_of
 from fxtune.errors import StorageError
-from fxtune.system.units import format_bytes
+from fxtune.system.terminal.units import format_bytes
 
 SPARE = 2**20
 """Bytes that a save leaves free on the disk, for metrics and other small files."""

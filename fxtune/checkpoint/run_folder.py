@@ -24,7 +24,7 @@ import yaml
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
 from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of, not_written
-from fxtune.system.atomic_files import read_json, replace_text
+from fxtune.system.files.atomic_files import read_json, replace_text
 
 FREE_ON_RESUME = (
     "run.deterministic",  # setting.json has what it decided
@@ -65,7 +65,7 @@ RESULT = "result.json"
 METRICS = "metrics.jsonl"
 """The figures of a run, one JSON object for each log line."""
 SETTING = "setting.json"
-"""The run's decisions on what its recipe left open, its data and its machine (training/resume_check.py)."""
+"""The run's decisions on what its recipe left open, its data and its machine (training/run/resume_check.py)."""
 EVIDENCE = "evidence.json"
 """For each option: what the recipe asked for, and what was observed."""
 ABOUT = "about.json"

@@ -24,7 +24,7 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.folder import MOMENTS, WEIGHTS, Part, damage_of, step_of
 from fxtune.checkpoint.retention import Retention
 from fxtune.distributed.background import BackgroundGroup
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 
 Result = TypeVar("Result")
 SHOWN_WITHIN = 15.0

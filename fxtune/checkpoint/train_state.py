@@ -18,7 +18,7 @@ class TrainState:
     """Real tokens seen, without padding."""
     supervised_tokens: int = 0
     numbers: dict[str, Any] = field(default_factory=dict)
-    """The state of training/step_monitor.py: counts of skipped steps, and the loss window of spike detection."""
+    """The state of training/step_monitor.py: skipped steps, and the losses that spike detection keeps."""
     evaluation_due: bool = False
     """Whether a signal interrupted the evaluation due at this step."""
     best_loss: Optional[float] = None
@@ -33,9 +33,9 @@ class TrainState:
     schedule: dict[str, int] = field(default_factory=dict)
     """The lengths of optim/schedule.py's Schedule: where the run ends, and later decisions about its end."""
     ending: dict[str, Any] = field(default_factory=dict)
-    """The state of training/run_end.py: how long no evaluation has been better, and why the run ends early."""
+    """The state of training/run/end.py: how long no evaluation has been better, and why the run ends early."""
     clock: dict[str, float] = field(default_factory=dict)
-    """The state of training/run_clock.py: seconds of the run so far."""
+    """The state of training/monitors/clock.py: seconds of the run so far."""
     figures: dict[str, Any] = field(default_factory=dict)
     """The last value of each metric."""
     wandb_id: Optional[str] = None
@@ -45,7 +45,7 @@ class TrainState:
     """The parts of the optimizer's state that are not tensors."""
     rows: dict[str, int] = field(default_factory=dict)
     """Rows per batch of `training`, `evaluation` and `questions`, if running out of memory reduced them
-    (system/oom.py)."""
+    (system/process/oom.py)."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """float16's loss scale and its count of good steps; empty for other dtypes."""
 

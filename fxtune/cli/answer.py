@@ -27,7 +27,7 @@ from fxtune.config import discovery
 from fxtune.distributed.files import as_json, require_writable, write_json
 from fxtune.distributed.ranks import ProcessRank, process_rank
 from fxtune.errors import ConfigError, UserError, first_line
-from fxtune.system.redact import redact_text
+from fxtune.system.terminal.redact import redact_text
 
 CODES = {1: "check", 2: "config", 3: "data", 4: "hardware", 5: "numbers", 6: "storage", 7: "rank"}
 CODES |= {75: "stopped", 130: "stopped"}

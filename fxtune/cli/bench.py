@@ -22,9 +22,9 @@ from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.diagnostics.benchmark import STEPS, WARM_UP, measure, measure_in_process
 from fxtune.errors import CheckError, ConfigError
-from fxtune.system.console import say, table
-from fxtune.system.profiler import short_name
-from fxtune.system.startup import SHOWN
+from fxtune.system.process.profiler import short_name
+from fxtune.system.terminal.console import say, table
+from fxtune.system.terminal.startup import SHOWN
 
 TOP_KERNELS = 25
 

@@ -35,8 +35,8 @@ from fxtune.data.formats.values import RowError
 from fxtune.errors import Stopped
 from fxtune.outputs.conversation import Conversation
 from fxtune.outputs.run_output import find_output
-from fxtune.system import progress
-from fxtune.system.console import console, plain, say
+from fxtune.system.terminal import progress
+from fxtune.system.terminal.console import console, plain, say
 
 COMMAND = "/image"
 

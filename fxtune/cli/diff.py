@@ -15,7 +15,7 @@ from typing import Any
 from fxtune.cli.answer import ANSWER
 from fxtune.outputs.run_output import run_folder
 from fxtune.reports.run_difference import Difference, Parting, compare_runs
-from fxtune.system.console import say, table
+from fxtune.system.terminal.console import say, table
 
 
 def run(first: str, second: str) -> None:

@@ -28,12 +28,12 @@ from fxtune.cli.answer import ANSWER
 from fxtune.diagnostics import links, system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
-from fxtune.system.console import plain, say, table, unicode
-from fxtune.system.host import cores
-from fxtune.system.packages import CHECKS, PACKAGES, Package
-from fxtune.system.redact import redact
-from fxtune.system.tested_versions import WITHIN, outside_tested_range, refusals
-from fxtune.system.units import GIB
+from fxtune.system.machine.host import cores
+from fxtune.system.machine.packages import CHECKS, PACKAGES, Package
+from fxtune.system.machine.tested_versions import WITHIN, outside_tested_range, refusals
+from fxtune.system.terminal.console import plain, say, table, unicode
+from fxtune.system.terminal.redact import redact
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques import package_checks
 from fxtune.techniques.package_checks import TIMEOUT_GPU, run_check
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.outputs.evaluation import Evaluation, evaluate, evaluate_output
-from fxtune.system.console import answers_table, say, table
+from fxtune.system.terminal.console import answers_table, say, table
 
 
 def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, float]:

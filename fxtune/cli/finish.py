@@ -27,8 +27,8 @@ from fxtune.distributed.ranks import LAUNCHER, process_rank
 from fxtune.errors import ConfigError, Ended, StorageError
 from fxtune.outputs.run_output import run_folder
 from fxtune.settle.ranks import ranks_of
-from fxtune.system.console import say
-from fxtune.training.run_end import FINISH
+from fxtune.system.terminal.console import say
+from fxtune.training.run.end import FINISH
 
 DONE = "done"
 """The answer of _prepare() for a run that needs no training by this command."""

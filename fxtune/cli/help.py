@@ -34,7 +34,7 @@ from fxtune.config.validate import OTHER_NAMES, Validator, command_line_only, ex
 from fxtune.errors import ConfigError
 from fxtune.objectives.base import Objective
 from fxtune.objectives.registry import OBJECTIVES
-from fxtune.system.console import plain, say, table
+from fxtune.system.terminal.console import plain, say, table
 
 PACKAGE = Path(fxtune.__file__).parent
 SHOWN_FILES = 4

@@ -25,7 +25,7 @@ from fxtune.drafts import recipe
 from fxtune.errors import ConfigError, StorageError, did_you_mean
 from fxtune.migration import axolotl, llamafactory, openai, swift, trl
 from fxtune.migration.account import Fate, read
-from fxtune.system.console import say, table
+from fxtune.system.terminal.console import say, table
 
 TOOLS = {module.TOOL.name: module.TOOL for module in (axolotl, openai, trl, llamafactory, swift)}
 """The tools whose keys are the surest marks first."""

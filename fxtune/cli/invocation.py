@@ -31,11 +31,11 @@ from fxtune.distributed import choice, failure
 from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import process_rank
 from fxtune.errors import ConfigError, Ended, RankError, UserError
-from fxtune.system import progress
-from fxtune.system.atomic_files import read_json
-from fxtune.system.console import show_error
-from fxtune.system.redact import redact, redact_text
-from fxtune.system.startup import STARTUP
+from fxtune.system.files.atomic_files import read_json
+from fxtune.system.terminal import progress
+from fxtune.system.terminal.console import show_error
+from fxtune.system.terminal.redact import redact, redact_text
+from fxtune.system.terminal.startup import STARTUP
 
 
 def invoke(command: Command, options: argparse.Namespace, own: dict[str, Any]) -> None:

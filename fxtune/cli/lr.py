@@ -22,7 +22,7 @@ from fxtune.distributed.files import require_writable, write_text
 from fxtune.errors import ConfigError
 from fxtune.reports.plots import Series
 from fxtune.reports.plots import plot as svg
-from fxtune.system.console import say, table, unicode
+from fxtune.system.terminal.console import say, table, unicode
 from fxtune.tuning.lr_finder import STEPS, RangeTest, range_test
 
 ROWS = 16

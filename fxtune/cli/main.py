@@ -30,11 +30,11 @@ from fxtune.config import discovery
 from fxtune.distributed.failure import conclude, keeps_connections
 from fxtune.distributed.ranks import LAUNCHER, act_alone, end_with_launcher, process_rank
 from fxtune.errors import ConfigError, Ended, Stopped, StorageError, UserError, did_you_mean
-from fxtune.system.host import process_age
-from fxtune.system.library_log import LIBRARY_LOG
-from fxtune.system.redact import redacted_output
-from fxtune.system.signals import SIGNALS
-from fxtune.system.startup import STARTUP
+from fxtune.system.machine.host import process_age
+from fxtune.system.process.signals import SIGNALS
+from fxtune.system.terminal.library_log import LIBRARY_LOG
+from fxtune.system.terminal.redact import redacted_output
+from fxtune.system.terminal.startup import STARTUP
 from fxtune.upstream.tokenizers import panics_as_errors
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -116,7 +116,7 @@ def _told(error: BaseException) -> UserError | Stopped | None:
         return Stopped(signal.SIGINT, "interrupted. The same command continues from the newest checkpoint.")
     if not isinstance(error, (MemoryError, RuntimeError)):
         return None
-    from fxtune.system.oom import process_out_of_memory
+    from fxtune.system.process.oom import process_out_of_memory
 
     return process_out_of_memory(error)
 
@@ -125,7 +125,7 @@ def _show(error: UserError | Stopped) -> None:
     if isinstance(error, Stopped):
         print(f"\nfxtune: {error}", file=sys.stderr)
         return
-    from fxtune.system.console import show_error
+    from fxtune.system.terminal.console import show_error
 
     show_error(error)
 
@@ -170,7 +170,7 @@ def _run_parsed(
     if not (command.ranks and own.keys().isdisjoint(command.alone_with)) and not act_alone():
         return
     if process_rank().rank:
-        from fxtune.system.console import console
+        from fxtune.system.terminal.console import console
 
         console().quiet = True  # rank 0 talks to the user
     named = [text for text in options.overrides if not _is_key(text)]
@@ -247,7 +247,7 @@ def _call_positional(name: str, function: str, words: list[str], own: dict[str, 
             for item in parameters
         )
         raise ConfigError(f"usage: fxtune {name} {names}") from error
-    from fxtune.system import progress
+    from fxtune.system.terminal import progress
 
     with (
         progress.shown("none" if COMMANDS[name].positional_only or process_rank().rank else "auto"),
@@ -318,7 +318,7 @@ def _run_command(command: Command, options: argparse.Namespace, own: dict[str, A
     if command.config_optional and not (options.overrides or options.cfg or options.info):
         importlib.import_module(command.module).run(None, **own)
         return
-    from fxtune.system import progress
+    from fxtune.system.terminal import progress
 
     # A recipe may set the display, too, but that is known only when the libraries are there.
     typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]

@@ -20,10 +20,10 @@ from rich.text import Text
 from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
-from fxtune.system.console import plain, say, table, unicode
-from fxtune.system.units import GIB, format_bytes, format_seconds
+from fxtune.system.terminal.console import plain, say, table, unicode
+from fxtune.system.terminal.units import GIB, format_bytes, format_seconds
 from fxtune.techniques.estimate.machines import CARD_MODELS, card_name, machine
-from fxtune.training.run_forecast import (
+from fxtune.training.forecast.run_forecast import (
     Lengths,
     RunForecast,
     changes_to_fit,

@@ -26,9 +26,9 @@ from fxtune.errors import ConfigError, HubError, StorageError, first_line
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.outputs.merge import merge
 from fxtune.outputs.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
-from fxtune.system.console import say
-from fxtune.system.hub import Origin
-from fxtune.system.redact import redact
+from fxtune.system.files.hub import Origin
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.redact import redact
 
 CARD = "README.md"
 UPLOADED = (

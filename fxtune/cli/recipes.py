@@ -8,7 +8,7 @@ from fxtune import plugins
 from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, StorageError
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 
 _USAGE = (
     "fxtune recipes                      list the recipes\nfxtune recipes copy NAME mine.yaml  copy one, to edit it"

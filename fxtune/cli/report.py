@@ -18,7 +18,7 @@ from fxtune.checkpoint.run_folder import REPORT, holds_run
 from fxtune.cli.answer import ANSWER
 from fxtune.outputs.run_output import run_folder
 from fxtune.reports.page import write_report
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 
 
 def run(run: str, *more: str, output: Optional[Path] = None) -> None:

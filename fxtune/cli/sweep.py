@@ -39,13 +39,13 @@ from fxtune.config.root import Config
 from fxtune.config.validate import OUTPUT_KEYS
 from fxtune.errors import ConfigError
 from fxtune.reports.plots import Series, plot
-from fxtune.system import console, progress
-from fxtune.system.atomic_files import replace_text
-from fxtune.system.console import say
-from fxtune.system.redact import redact_arguments
-from fxtune.system.threads import VARIABLES, share
+from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.process.threads import VARIABLES, share
+from fxtune.system.terminal import console, progress
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.redact import redact_arguments
 from fxtune.tracking.tracker import DisplayKind
-from fxtune.training.run_energy import Used, sentence
+from fxtune.training.monitors.energy import Used, sentence
 from fxtune.tuning import recipe_writer, sweep_space
 from fxtune.tuning.sweep import Method, State, Sweep, Trial, refuse, shown
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.run_folder import write_json
-from fxtune.system import console
+from fxtune.system.terminal import console
 
 FILE = "sweep.json"
 COLUMNS = {

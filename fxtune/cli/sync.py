@@ -10,7 +10,7 @@ from filelock import Timeout
 
 from fxtune.errors import StorageError
 from fxtune.outputs.run_output import run_folder
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 from fxtune.tracking import tracker
 
 

@@ -15,7 +15,7 @@ from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.outputs.run_output import find_output
 from fxtune.training import trainer
-from fxtune.training.run_log import next_commands
+from fxtune.training.run.log import next_commands
 
 
 def run(config: Config) -> dict[str, Any]:

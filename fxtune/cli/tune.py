@@ -29,10 +29,10 @@ from fxtune.cli.answer import ANSWER
 from fxtune.config import discovery
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HardwareError, did_you_mean
-from fxtune.system.console import say, table
-from fxtune.system.host import cache_home
-from fxtune.system.redact import redact_arguments
-from fxtune.system.units import GIB
+from fxtune.system.machine.host import cache_home
+from fxtune.system.terminal.console import say, table
+from fxtune.system.terminal.redact import redact_arguments
+from fxtune.system.terminal.units import GIB
 from fxtune.tuning import recipe_writer
 from fxtune.tuning.search import TOLERANCE, Search
 from fxtune.tuning.search_space import AXES, Candidate, SearchContext, apply_deltas

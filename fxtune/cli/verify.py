@@ -23,7 +23,7 @@ from fxtune.diagnostics.verification import verify
 from fxtune.errors import CheckError
 from fxtune.models.proof import PROOF, changed_since
 from fxtune.outputs.run_output import ADAPTER_FILE, find_folder, find_output, is_checkpoint, unknown
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 
 
 def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any]:

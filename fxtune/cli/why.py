@@ -16,7 +16,7 @@ from fxtune.outputs.run_output import run_folder
 from fxtune.reports.bottlenecks import find_bottlenecks, sentences
 from fxtune.reports.run_files import RunFiles, as_written
 from fxtune.reports.time_shares import time_shares
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 
 
 def run(run: str) -> None:

@@ -24,13 +24,13 @@ import torch
 from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
-from fxtune.system.energy import EnergyMeter
-from fxtune.system.profiler import kernel_times
-from fxtune.system.progress import phase
-from fxtune.system.startup import FIRST_STEPS, STARTUP
+from fxtune.system.machine.energy import EnergyMeter
+from fxtune.system.process.profiler import kernel_times
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.startup import FIRST_STEPS, STARTUP
 from fxtune.tracking.throughput import memory_gib
 from fxtune.training.builder import RunBuilder, steps_only
-from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.step import Metrics, TrainStep
 from fxtune.training.step_monitor import StepStatistics
 from fxtune.tuning import trial
@@ -84,7 +84,7 @@ class Measured:
     second_step_seconds: Optional[float]
     """None if the second step was a measured step: the process does not wait for the end of such a step."""
     startup_seconds: dict[str, float]
-    """second_step_seconds, or else first_step_seconds, by part of the work (fxtune/system/startup.py)."""
+    """second_step_seconds, or else first_step_seconds, by part of the work (fxtune/system/terminal/startup.py)."""
     compile_seconds: Optional[float]
     """Time in torch.compile, forward and backward; None: it is off."""
     loss: Optional[float]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.diagnostics.system_report import Finding, State
-from fxtune.system.process_group import run_process
+from fxtune.system.process.process_group import run_process
 
 TIMEOUT = 120.0
 SECONDS = 1.0

@@ -36,15 +36,15 @@ from fxtune.models.load import load_tokenizer
 from fxtune.settle.images import image_processor
 from fxtune.settle.settled import settle
 from fxtune.settle.stages import Stage
-from fxtune.system import console as screen
-from fxtune.system.units import GIB, format_seconds
+from fxtune.system.terminal import console as screen
+from fxtune.system.terminal.units import GIB, format_seconds
 from fxtune.techniques.estimate.cards import rates
 from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.estimate.step_time import micro_batch_seconds
 from fxtune.techniques.estimate.traffic import step_traffic
-from fxtune.training.run_data import data_notes, held_out_note, run_data
-from fxtune.training.run_forecast import micro_batch_images, seconds_here
-from fxtune.training.step_count import few_steps
+from fxtune.training.data.run_data import data_notes, held_out_note, run_data
+from fxtune.training.forecast.run_forecast import micro_batch_images, seconds_here
+from fxtune.training.forecast.step_count import few_steps
 
 HEAD, TAIL = 300, 150
 WIDE = 80

@@ -18,9 +18,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Optional
 
-from fxtune.system.host import cores, memory
-from fxtune.system.redact import redact
-from fxtune.system.units import GIB
+from fxtune.system.machine.host import cores, memory
+from fxtune.system.terminal.redact import redact
+from fxtune.system.terminal.units import GIB
 from fxtune.tracking import client
 
 TIMEOUT = 3.0

@@ -25,13 +25,13 @@ from fxtune.models.dims import Shape
 from fxtune.models.structure import beside_text, for_images, is_adapter, parameter_counts, without_dropout
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.system.console import say, table, tick
-from fxtune.system.units import GIB
+from fxtune.system.terminal.console import say, table, tick
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora import trained_tokens
 from fxtune.tracking.display import evidence_table
 from fxtune.training.builder import RunBuilder
-from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.forecast.oom_advice import MemoryPhase
 
 STEPS = 4
 """Steps whose rows are examined. The model gets the first micro-batch only."""

@@ -60,7 +60,7 @@ class Failure:
             return Failure(rank, error.outcome, error.exit_code, signal=int(error.signal), at=now)
         if isinstance(error, UserError):
             return Failure(rank, str(error), error.exit_code, lost=isinstance(error, LostRankError), at=now)
-        from fxtune.system.oom import process_out_of_memory
+        from fxtune.system.process.oom import process_out_of_memory
 
         if shortage := process_out_of_memory(error):
             return Failure(rank, str(shortage), shortage.exit_code, at=now)

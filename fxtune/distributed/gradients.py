@@ -40,7 +40,7 @@ from fxtune.distributed.parallel import Compression, ParallelConfig
 from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
-from fxtune.system.signals import SIGNALS
+from fxtune.system.process.signals import SIGNALS
 from fxtune.upstream import torch as upstream
 
 Item = TypeVar("Item")

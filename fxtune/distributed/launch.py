@@ -29,8 +29,8 @@ from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.ranks import HEARTBEATS, LAUNCHER
 from fxtune.distributed.watch import AGAIN, Watch
 from fxtune.errors import ConfigError, HardwareError, RankError, Stopped, UserError
-from fxtune.system.signals import HANDLED
-from fxtune.system.threads import PROCESSES
+from fxtune.system.process.signals import HANDLED
+from fxtune.system.process.threads import PROCESSES
 
 
 def ranks_here(gpus: str, cpu: bool) -> list[int]:

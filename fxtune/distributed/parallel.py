@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fxtune.errors import ConfigError
-from fxtune.system.units import MIB
+from fxtune.system.terminal.units import MIB
 
 AUTO = "auto"
 DEGREES = ("replicate", "shard", "context")

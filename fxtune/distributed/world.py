@@ -32,13 +32,13 @@ from fxtune.distributed.parallel import DEGREES, Degrees
 from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeting_time, process_rank
 from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
 from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line, shortened
-from fxtune.system.console import say
-from fxtune.system.facts import BROKEN, MachineFacts, installed_packages
-from fxtune.system.gpu_processes import gpu_processes
-from fxtune.system.host import cores, memory
-from fxtune.system.oom import out_of_memory_reason
-from fxtune.system.threads import set_threads
-from fxtune.system.units import GIB
+from fxtune.system.machine.facts import BROKEN, MachineFacts, installed_packages
+from fxtune.system.machine.gpu_processes import gpu_processes
+from fxtune.system.machine.host import cores, memory
+from fxtune.system.process.oom import out_of_memory_reason
+from fxtune.system.process.threads import set_threads
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.units import GIB
 from fxtune.upstream import torch as upstream
 
 if TYPE_CHECKING:

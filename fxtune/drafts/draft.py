@@ -18,9 +18,9 @@ from fxtune.drafts.rows import Rows, spread
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
-from fxtune.system.facts import MachineFacts
-from fxtune.system.units import GIB
-from fxtune.training.run_forecast import RunForecast, forecast_run
+from fxtune.system.machine.facts import MachineFacts
+from fxtune.system.terminal.units import GIB
+from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 
 EPOCHS = ((1_000, 3), (10_000, 2))
 """(rows below which, epochs); else 1."""

@@ -23,7 +23,7 @@ from fxtune.export.weights import Mismatch
 from fxtune.models.peft_adapter import FACTORED, WEIGHTS
 from fxtune.models.shards import key_of
 from fxtune.models.weights import readable_files
-from fxtune.system.hub import Origin
+from fxtune.system.files.hub import Origin
 from fxtune.upstream.transformers import renamed
 
 PREFIX = "base_model.model."

@@ -13,8 +13,8 @@ from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
-from fxtune.system.atomic_files import read_json
-from fxtune.system.redact import redact
+from fxtune.system.files.atomic_files import read_json
+from fxtune.system.terminal.redact import redact
 
 
 def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:

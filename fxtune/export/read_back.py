@@ -43,7 +43,7 @@ from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
 from fxtune.models.replacement import PackedExperts, PackedLinear
 from fxtune.models.structure import image_arguments
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.upstream.peft import alone
 from fxtune.upstream.torch import without_class
 from fxtune.upstream.transformers import set_attention

@@ -24,7 +24,7 @@ from fxtune.models.load import ModelConfig, tokenizer_folder
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer
 from fxtune.models.proof import Proof, write_proof
-from fxtune.system.atomic_files import replace_folder, sync
+from fxtune.system.files.atomic_files import replace_folder, sync
 
 
 def staging_folders(folder: Path) -> tuple[Path, Path]:

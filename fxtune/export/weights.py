@@ -24,7 +24,7 @@ from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.prepared import PreparedModel
-from fxtune.system.atomic_files import DTYPES, write_tensors
+from fxtune.system.files.atomic_files import DTYPES, write_tensors
 from fxtune.upstream.transformers import as_stored, saved_names
 
 Result = TypeVar("Result")

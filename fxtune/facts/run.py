@@ -10,7 +10,7 @@ from typing import Any
 from fxtune.distributed.parallel import Degrees
 from fxtune.facts.execution import Execution, OptimizerState
 from fxtune.facts.options import Techniques
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts
 
 
 @dataclass(frozen=True)

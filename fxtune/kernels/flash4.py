@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.errors import StorageError
-from fxtune.system import packages
-from fxtune.system.host import cache_home
+from fxtune.system.machine import packages
+from fxtune.system.machine.host import cache_home
 from fxtune.upstream import flash_attn
 
 VERSION = packages.FLASH4_VERSION

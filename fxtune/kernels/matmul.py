@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fxtune.system import packages
+from fxtune.system.machine import packages
 
 CUBLAS, CUTE = "cublas", "cute"
 VERSION = packages.QUACK_VERSION

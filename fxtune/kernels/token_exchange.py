@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxtune.errors import LostRankError, first_line
 from fxtune.kernels.grouped_matmul import OwnRouting
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.upstream import torch as upstream
 
 _TOKENS: dict[str, list[int]] = {}

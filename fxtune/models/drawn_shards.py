@@ -18,7 +18,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.shards import Piece, fill, fill_piece
-from fxtune.system.progress import phase
+from fxtune.system.terminal.progress import phase
 from fxtune.upstream.torch import TorchDispatchMode, changes_arguments, storage_id
 
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_"}

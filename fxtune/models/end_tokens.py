@@ -13,7 +13,7 @@ from typing import Any
 
 from fxtune.errors import StorageError, first_line
 from fxtune.models.prepared import PreparedModel
-from fxtune.system.atomic_files import read_json
+from fxtune.system.files.atomic_files import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -31,10 +31,10 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.shipped import config_without_hub
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
-from fxtune.system import remote_code
-from fxtune.system.hub import ModelSource, Origin, is_commit, locate_all
-from fxtune.system.library_log import take_loggers
-from fxtune.system.progress import phase
+from fxtune.system.files import remote_code
+from fxtune.system.files.hub import ModelSource, Origin, is_commit, locate_all
+from fxtune.system.terminal.library_log import take_loggers
+from fxtune.system.terminal.progress import phase
 from fxtune.upstream.transformers import forget_conversions, read_processor
 
 QUANTIZATION = "quantization_config"
@@ -428,7 +428,7 @@ def _found(model: ModelConfig, built: PreparedModel) -> Origin:
 def silence_libraries() -> None:
     """Turn off the log and the progress bars of libraries. What matters in them is an error here.
 
-    In a command, warnings go to the run's folder instead (system/library_log.py).
+    In a command, warnings go to the run's folder instead (system/terminal/library_log.py).
     """
     import huggingface_hub
     import transformers

@@ -21,8 +21,8 @@ from torch import nn
 from fxtune.errors import ConfigError, StorageError, shortened
 from fxtune.models.proof import require_unchanged
 from fxtune.models.weights import misfits
-from fxtune.system.console import say
-from fxtune.system.hub import Origin, fetch, locate_adapter
+from fxtune.system.files.hub import Origin, fetch, locate_adapter
+from fxtune.system.terminal.console import say
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 FACTORED = ("pissa", "olora")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fxtune.errors import StorageError, shortened
-from fxtune.system.atomic_files import FileDigest, digest, find_damage, read_json
-from fxtune.system.hub import Origin
+from fxtune.system.files.atomic_files import FileDigest, digest, find_damage, read_json
+from fxtune.system.files.hub import Origin
 
 PROOF = "proof.json"
 UNPROVEN = {PROOF, "README.md"}

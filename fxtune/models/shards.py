@@ -34,8 +34,8 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models import weights
 from fxtune.models.kinds.known import kind_of
-from fxtune.system.hub import Origin
-from fxtune.system.progress import phase
+from fxtune.system.files.hub import Origin
+from fxtune.system.terminal.progress import phase
 from fxtune.upstream.transformers import EXPERTS_APART, TURNED_EXPERTS, find_conversions, not_in_files, renamed, words
 
 MARK = "stored_pieces"

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 from fxtune.errors import HubError, did_you_mean
-from fxtune.system.console import say
-from fxtune.system.hub import GatedError, locate
+from fxtune.system.files.hub import GatedError, locate
+from fxtune.system.terminal.console import say
 
 
 @dataclass(frozen=True)

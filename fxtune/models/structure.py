@@ -17,7 +17,7 @@ from torch import nn
 from fxtune.distributed.chunks import LinearWeights
 from fxtune.errors import ConfigError, first_line
 from fxtune.models.kinds.known import kind_of
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -13,8 +13,8 @@ import torch
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models.kinds.known import kind_of
-from fxtune.system.hub import Origin, fetch
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.files.hub import Origin, fetch
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.upstream.transformers import forget_conversions
 
 

@@ -34,7 +34,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import relative_distance
 from fxtune.models.reference import ReferenceModel
 from fxtune.models.structure import backbone, body, running_on_text, without_dropout
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.liger.technique import Liger

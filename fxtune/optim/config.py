@@ -11,7 +11,7 @@ from omegaconf import FloatNode
 
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
-from fxtune.system.facts import APEX, MachineFacts, c_compiler
+from fxtune.system.machine.facts import APEX, MachineFacts, c_compiler
 
 AUTO = "auto"
 SCHEDULEFREE, BITSANDBYTES, TORCHAO = "schedulefree", "bitsandbytes", "torchao"

@@ -29,7 +29,7 @@ from fxtune.optim.config import BITSANDBYTES, TORCHAO, TRAITS, OptimizerConfig, 
 from fxtune.optim.divided_muon import DividedMuon, Matrix
 from fxtune.optim.skip_nonfinite import MAX_BYTES, NonfiniteGuard, adamw_8bit_without_sync
 from fxtune.optim.stochastic_adamw import StochasticAdamW
-from fxtune.system.compiler_cache import use_cache_folder
+from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.upstream import torch as upstream
 
 Scalar = int | float | bool

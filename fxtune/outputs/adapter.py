@@ -17,8 +17,8 @@ from fxtune.models.load import DType, ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.untrusted import inspect_folder
-from fxtune.system.hub import Origin, locate, locate_adapter
-from fxtune.system.resource_limits import LimitExceeded, limit_resources
+from fxtune.system.files.hub import Origin, locate, locate_adapter
+from fxtune.system.process.resource_limits import LimitExceeded, limit_resources
 from fxtune.upstream.peft import alone
 from fxtune.upstream.transformers import set_attention
 

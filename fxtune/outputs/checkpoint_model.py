@@ -21,12 +21,12 @@ from fxtune.models import load as models
 from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
 from fxtune.models.load import DType
 from fxtune.models.prepared import PreparedModel
-from fxtune.system.atomic_files import read_json
-from fxtune.system.hub import locate_adapter
+from fxtune.system.files.atomic_files import read_json
+from fxtune.system.files.hub import locate_adapter
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.about import ENDS
-from fxtune.training.run_state import copy_weights, trained_weights, weights_note
+from fxtune.training.run.about import ENDS
+from fxtune.training.run.state import copy_weights, trained_weights, weights_note
 from fxtune.upstream.transformers import set_attention
 
 

@@ -30,14 +30,14 @@ from fxtune.models.weights import bytes_of
 from fxtune.objectives.base import GroupObjective, Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
-from fxtune.system import console
-from fxtune.system.oom import RowsPerPass, out_of_memory_message
-from fxtune.system.progress import phase
-from fxtune.system.units import GIB
+from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
+from fxtune.system.terminal import console
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.precision import Precision
 from fxtune.training.builder import RunBuilder
 from fxtune.training.evaluation import evaluation_sums
-from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.forecast.oom_advice import MemoryPhase
 
 Found = TypeVar("Found")
 

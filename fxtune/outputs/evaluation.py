@@ -18,13 +18,13 @@ from fxtune.models import load as models
 from fxtune.outputs.checkpoint_model import load_checkpoint
 from fxtune.outputs.run_output import OutputKind, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
-from fxtune.system import console
-from fxtune.system.oom import RowsPerPass, out_of_memory_message
+from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
+from fxtune.system.terminal import console
 from fxtune.techniques.lora.trained_tokens import ids_of_adapter
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
-from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.forecast.oom_advice import MemoryPhase
 
 
 @dataclass(frozen=True)

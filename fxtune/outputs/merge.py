@@ -26,7 +26,7 @@ from fxtune.models.probe import Answer
 from fxtune.outputs.adapter import open_adapter
 from fxtune.outputs.checkpoint_model import exported_model, run_of
 from fxtune.outputs.run_output import OutputKind, RunOutput, find_folder, find_output, is_run, unknown
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 
 MIB = 2**20
 

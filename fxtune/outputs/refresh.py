@@ -29,9 +29,9 @@ from fxtune.objectives.reference import Reference
 from fxtune.outputs.refresh_data import RefreshData
 from fxtune.outputs.run_output import ADAPTER_FILE, run_folder
 from fxtune.settle.ranks import ranks_of
-from fxtune.system.atomic_files import replace_text
-from fxtune.system.console import say, table
-from fxtune.system.redact import redact, redact_arguments
+from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.terminal.console import say, table
+from fxtune.system.terminal.redact import redact, redact_arguments
 
 PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "replaced"
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"

@@ -44,8 +44,8 @@ from fxtune.objectives.reference import Reference, WithReference
 from fxtune.outputs.document_losses import DocumentLosses, MeasuredDocuments, measure, store_common_reference
 from fxtune.outputs.significance import higher_mean, least_pairs, lower_mean
 from fxtune.settle.images import image_processor
-from fxtune.system.atomic_files import read_json, replacing
-from fxtune.training.resume_check import describe_tables
+from fxtune.system.files.atomic_files import read_json, replacing
+from fxtune.training.run.resume_check import describe_tables
 
 PATIENCE = 3
 """train.stop.patience of a refresh whose run had none."""

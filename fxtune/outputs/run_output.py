@@ -22,8 +22,8 @@ from fxtune.checkpoint import folder as stored
 from fxtune.checkpoint.run_folder import ABOUT, CHECKPOINTS, RUNS, holds_run, read_config
 from fxtune.config import discovery
 from fxtune.errors import ConfigError, did_you_mean
-from fxtune.system.atomic_files import read_json
-from fxtune.training.about import TEXTS
+from fxtune.system.files.atomic_files import read_json
+from fxtune.training.run.about import TEXTS
 
 ADAPTER_FILE = "adapter_config.json"
 STEP = re.compile(r"step-(\d+)")

@@ -28,7 +28,7 @@ from fxtune.reports.charts import Chart, Line, draw
 from fxtune.reports.run_difference import NAMES, flat
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION, RunFiles, as_written
 from fxtune.reports.time_shares import TimeShare, time_shares
-from fxtune.system.atomic_files import replace_text
+from fxtune.system.files.atomic_files import replace_text
 
 WIDE = ("Loss", "Gradient norm")
 """Charts that may have a logarithmic scale."""

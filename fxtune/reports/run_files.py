@@ -14,7 +14,7 @@ from typing import Any
 
 from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, PICTURES, RESULT, SETTING, metric_rows, read_config
 from fxtune.errors import FILE, ConfigError, StorageError, UserError, kind_of
-from fxtune.system.atomic_files import read_json
+from fxtune.system.files.atomic_files import read_json
 
 STEP = "train/step"
 ANSWERS = 6

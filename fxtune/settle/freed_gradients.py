@@ -11,7 +11,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerName
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
 """Optimizers that count steps for all weights together."""

@@ -26,7 +26,7 @@ from fxtune.plugins import load_all
 from fxtune.settle.degrees import choose, fits, memory_need, possible
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 
 SHORT = 8192
 """Tokens of a micro-batch that any card holds, so that its rows need not be divided."""

@@ -14,7 +14,7 @@ from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.kinds.known import kind_of
 from fxtune.optim.optimizer import state_of
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.attention import isolation
 
 

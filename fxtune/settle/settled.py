@@ -28,8 +28,8 @@ from fxtune.settle.degrees import with_degrees
 from fxtune.settle.ranks import open_counts, share
 from fxtune.settle.refusals import refusals
 from fxtune.settle.rows import decide_rows
-from fxtune.system import tested_versions
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine import tested_versions
+from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.estimate.memory import divides_experts
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable

@@ -22,7 +22,7 @@ from fxtune.facts.options import ApexOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
-from fxtune.system.facts import APEX
+from fxtune.system.machine.facts import APEX
 from fxtune.techniques.base import Evidence, Technique
 
 CLOSE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}

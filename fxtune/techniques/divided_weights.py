@@ -27,7 +27,7 @@ from fxtune.models.structure import (
     skeleton,
     without_dropout,
 )
-from fxtune.system.profiler import OperatorCounter
+from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.experts import (
     EXCHANGE,

@@ -29,7 +29,7 @@ from fxtune.kernels import fp8_training
 from fxtune.kernels.fp8_training import MULTIPLE
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, is_named, skeleton, without_dropout
-from fxtune.system.profiler import observe_operators, short_name
+from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
 

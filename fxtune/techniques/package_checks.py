@@ -38,13 +38,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fxtune.system import facts as system_facts
-from fxtune.system import process_group
-from fxtune.system.facts import APEX, MachineFacts
-from fxtune.system.host import cache_home
-from fxtune.system.packages import CHECKS, SOME_HEADS, THESE_HEADS, Heads, NotTriedError
-from fxtune.system.progress import phase
-from fxtune.system.redact import redact
+from fxtune.system.machine import facts as system_facts
+from fxtune.system.machine.facts import APEX, MachineFacts
+from fxtune.system.machine.host import cache_home
+from fxtune.system.machine.packages import CHECKS, SOME_HEADS, THESE_HEADS, Heads, NotTriedError
+from fxtune.system.process import process_group
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.redact import redact
 
 PROGRAM = Path(__file__)
 TIMEOUT_GPU = 180.0
@@ -200,7 +200,7 @@ def record(
     `heads`: the heads that were tried. A package that works with other heads alone is recorded for these heads only; a
     package that works with none, for all heads, so that `fxtune doctor` can replace the result.
     """
-    from fxtune.system.atomic_files import add_cached  # which imports torch
+    from fxtune.system.files.atomic_files import add_cached  # which imports torch
 
     lasting = {name: answer for name, answer in answers.items() if not PASSING.search(answer["seen"])}
     now = time.time()
@@ -218,7 +218,7 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     """The recorded results that still hold for these heads. A package that did not work is checked again as soon as
     any package was installed, repaired or removed, even if no version has changed.
     """
-    from fxtune.system.atomic_files import read_cached
+    from fxtune.system.files.atomic_files import read_cached
 
     cached = read_cached(cache_home() / RESULTS)
     found = {name: cached[key] for name, key in _keys(names, device_name, heads).items() if key in cached}

@@ -22,8 +22,8 @@ from fxtune.models.dims import position_limit
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import skeleton
-from fxtune.system.progress import phase
-from fxtune.system.units import GIB
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques import divided_weights
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.attention import context, recurrent

@@ -27,7 +27,7 @@ from fxtune.facts.options import Autocast, PrecisionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype, decoder_layers, without_dropout
-from fxtune.system.profiler import OperatorCounter
+from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream import torch as upstream
 

@@ -1,7 +1,7 @@
 """Smoke tests of packages: each compares a tiny forward and backward pass through a package with plain torch.
 
-fxtune/system/packages.py lists the packages, and package_checks.py runs the tests. The tests of attention kernels are
-in the files of their backends.
+system/machine/packages.py lists the packages, and package_checks.py runs the tests. The tests of attention kernels
+are in the files of their backends.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fxtune.kernels import matmul
-from fxtune.system.host import cache_home
-from fxtune.system.packages import SOME_HEADS, Heads, NotTriedError
+from fxtune.system.machine.host import cache_home
+from fxtune.system.machine.packages import SOME_HEADS, Heads, NotTriedError
 
 TOLERANCE = 2e-2
 """Relative distance from float32 that bfloat16 operators may have: five times the rounding error of bfloat16."""

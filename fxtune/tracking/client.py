@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fxtune.system.redact import redact_arguments, without_user
+from fxtune.system.terminal.redact import redact_arguments, without_user
 from fxtune.tracking import worker
 
 END_TIMEOUT = 30.0  # seconds that the end of a run waits for a tracker in total

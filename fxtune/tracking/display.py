@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtune.errors import ConfigError
-from fxtune.system import progress
-from fxtune.system.console import answers_table, console, is_live, plain, say, table, tick, unicode
+from fxtune.system.terminal import progress
+from fxtune.system.terminal.console import answers_table, console, is_live, plain, say, table, tick, unicode
 from fxtune.techniques.base import Evidence
 
 BEHIND = 0.05

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from fxtune.system.atomic_files import replacing
+from fxtune.system.files.atomic_files import replacing
 from fxtune.tracking.worker import HISTORY, STEP
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from fxtune.models.dims import Shape, matmul_sizes
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.estimate.cards import peak_flops
 from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost, weight_flops
 from fxtune.techniques.lora.experts import follows_interface, used_experts

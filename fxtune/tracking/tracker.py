@@ -24,10 +24,10 @@ from filelock import FileLock
 from fxtune.checkpoint.run_folder import read_config, require_own_files
 from fxtune.errors import ConfigError, Stopped, StorageError
 from fxtune.facts.run import Facts
-from fxtune.system.atomic_files import replace_text
-from fxtune.system.progress import phase
-from fxtune.system.redact import redact
-from fxtune.system.signals import SIGNALS
+from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.process.signals import SIGNALS
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.redact import redact
 from fxtune.tracking.client import Notes, TrackerClient, api_key_at_hand
 from fxtune.tracking.jsonl import MetricsFile
 from fxtune.tracking.worker import GOES_ON, STEP, TRACKERS

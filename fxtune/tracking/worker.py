@@ -1,7 +1,7 @@
 """The process of a tracker: it follows metrics.jsonl and sends the tracker one row for each step.
 
 Each tracker has a process of its own, so its library cannot stop, slow or block training. Another tracker is a class
-here, in `TRACKERS` under its key; its package in system/facts.py; and its key in tracker.py.
+here, in `TRACKERS` under its key; its package in system/machine/facts.py; and its key in tracker.py.
 
 Input, one JSON object a line: first `{"tracker", "options", "argv", "pid", "history"}`, at the end
 `{"finish": exit_code, "summary": {...}}`. If the input ends without "finish", the training process died, and the run

@@ -11,8 +11,8 @@ from typing import TypeVar, cast
 
 from fxtune.distributed.world import World, lost_connection
 from fxtune.errors import HardwareError, LostRankError, MemoryShortError, RankError, Stopped, UserError, first_line
-from fxtune.system.oom import MemoryExhausted, catch_out_of_memory
-from fxtune.system.signals import SIGNALS
+from fxtune.system.process.oom import MemoryExhausted, catch_out_of_memory
+from fxtune.system.process.signals import SIGNALS
 
 Result = TypeVar("Result")
 

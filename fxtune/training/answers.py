@@ -40,9 +40,9 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import cache_keyword, image_arguments, without_dropout
 from fxtune.plugins import METRICS
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION
-from fxtune.system.atomic_files import replacing
-from fxtune.system.oom import RowsPerPass
-from fxtune.system.progress import phase
+from fxtune.system.files.atomic_files import replacing
+from fxtune.system.process.oom import RowsPerPass
+from fxtune.system.terminal.progress import phase
 from fxtune.training.agreement import together
 
 Tokens = list[list[int]]

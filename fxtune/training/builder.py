@@ -44,14 +44,14 @@ from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.settled import settle_here
 from fxtune.settle.stages import Stage
-from fxtune.system.console import say
-from fxtune.system.determinism import (
+from fxtune.system.process.determinism import (
     nondeterministic_operator,
     prepare_deterministic_kernels,
     use_deterministic_kernels,
 )
-from fxtune.system.oom import out_of_memory_reason
-from fxtune.system.progress import phase
+from fxtune.system.process.oom import out_of_memory_reason
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.progress import phase
 from fxtune.techniques import divided_weights
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context, recurrent
@@ -64,12 +64,13 @@ from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
-from fxtune.training import in_backward, oom_advice
+from fxtune.training import in_backward
+from fxtune.training.data.run_data import documents_padding, run_data
+from fxtune.training.data.stored_reference import store_reference
 from fxtune.training.evaluation import HeldOutEvaluation
-from fxtune.training.oom_advice import MemoryPhase
-from fxtune.training.run_data import documents_padding, run_data
+from fxtune.training.forecast import oom_advice
+from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.step import TrainStep
-from fxtune.training.stored_reference import store_reference
 
 CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
 """Techniques whose options change log-probabilities by more than the rounding of another order of sums."""

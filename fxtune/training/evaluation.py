@@ -13,7 +13,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.distributed.world import World
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.system.progress import phase
+from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
 from fxtune.training.agreement import together
 

@@ -30,10 +30,10 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.compile.cuda_graphs import Recorder
 from fxtune.techniques.precision import LossScale, Precision
-from fxtune.training import noise_scale
 from fxtune.training.in_backward import InBackward
-from fxtune.training.rank_report import UPDATE, RankReport
-from fxtune.training.spikes import THRESHOLD, WINDOW, SpikeWindow
+from fxtune.training.monitors import noise_scale
+from fxtune.training.monitors.rank_report import UPDATE, RankReport
+from fxtune.training.monitors.spikes import THRESHOLD, WINDOW, SpikeWindow
 from fxtune.upstream import torch as upstream
 
 Metrics = dict[str, torch.Tensor]

@@ -14,10 +14,10 @@ import torch
 
 from fxtune.config.root import Spikes, TrainConfig
 from fxtune.errors import NumbersError
-from fxtune.training.bad_batches import BadBatches
-from fxtune.training.noise_scale import NAMES, NoiseScale
+from fxtune.training.monitors.bad_batches import BadBatches
+from fxtune.training.monitors.noise_scale import NAMES, NoiseScale
+from fxtune.training.monitors.step_record import MONITORED, StepRecord
 from fxtune.training.step import TrainStep
-from fxtune.training.step_record import MONITORED, StepRecord
 
 
 class StepStatistics:

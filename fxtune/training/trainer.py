@@ -38,35 +38,35 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import Schedule
 from fxtune.settle.freed_gradients import refuse_halved
 from fxtune.settle.ranks import require_possible
-from fxtune.system import progress
-from fxtune.system.library_log import LIBRARY_LOG
-from fxtune.system.oom import MemoryExhausted, RowsPerPass, catch_out_of_memory, out_of_memory_message
-from fxtune.system.progress import MICRO_BATCHES, STEPS, phase
-from fxtune.system.redact import redact
-from fxtune.system.signals import SIGNALS
-from fxtune.system.startup import FIRST_STEPS, STARTUP
-from fxtune.system.tested_versions import outside_tested_range
+from fxtune.system.machine.tested_versions import outside_tested_range
+from fxtune.system.process.oom import MemoryExhausted, RowsPerPass, catch_out_of_memory, out_of_memory_message
+from fxtune.system.process.signals import SIGNALS
+from fxtune.system.terminal import progress
+from fxtune.system.terminal.library_log import LIBRARY_LOG
+from fxtune.system.terminal.progress import MICRO_BATCHES, STEPS, phase
+from fxtune.system.terminal.redact import redact
+from fxtune.system.terminal.startup import FIRST_STEPS, STARTUP
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.tracking import tracker
 from fxtune.tracking.display import Display, display
 from fxtune.tracking.worker import GOES_ON
-from fxtune.training.about import describe_run, prompts_are_texts
 from fxtune.training.agreement import shared, together
 from fxtune.training.answers import AnswerEvaluation
-from fxtune.training.bad_batches import BadBatches
+from fxtune.training.data.special_tokens import teach_ends, untrained_tokens
 from fxtune.training.evaluation import HeldOutEvaluation
-from fxtune.training.oom_advice import MemoryPhase
-from fxtune.training.rank_report import UPDATE
-from fxtune.training.resume_check import ResumeCheck, build_for_run
-from fxtune.training.run_clock import RunClock
-from fxtune.training.run_end import Decision, RunEnd, require_extendable
-from fxtune.training.run_energy import RunEnergy, sentence
-from fxtune.training.run_export import ending_probe, export, write_report
-from fxtune.training.run_forecast import FORWARD
-from fxtune.training.run_log import RunLog, conclusion, introduction, next_commands
-from fxtune.training.run_start import claim_folder, require_same_recipe
-from fxtune.training.run_state import RunState, weights_note
-from fxtune.training.special_tokens import teach_ends, untrained_tokens
+from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.forecast.run_forecast import FORWARD
+from fxtune.training.monitors.bad_batches import BadBatches
+from fxtune.training.monitors.clock import RunClock
+from fxtune.training.monitors.energy import RunEnergy, sentence
+from fxtune.training.monitors.rank_report import UPDATE
+from fxtune.training.run.about import describe_run, prompts_are_texts
+from fxtune.training.run.end import Decision, RunEnd, require_extendable
+from fxtune.training.run.export import ending_probe, export, write_report
+from fxtune.training.run.log import RunLog, conclusion, introduction, next_commands
+from fxtune.training.run.resume_check import ResumeCheck, build_for_run
+from fxtune.training.run.start import claim_folder, require_same_recipe
+from fxtune.training.run.state import RunState, weights_note
 from fxtune.training.step import Metrics
 from fxtune.training.step_monitor import StepMonitor
 from fxtune.training.trial import Trial

@@ -21,9 +21,9 @@ from fxtune.data.batches.loader import Loader
 from fxtune.errors import ConfigError
 from fxtune.optim.config import OptimizerName, no_rule
 from fxtune.optim.learning_rate import guess
-from fxtune.system.progress import phase
+from fxtune.system.terminal.progress import phase
 from fxtune.training.builder import RunBuilder, steps_only
-from fxtune.training.oom_advice import MemoryPhase
+from fxtune.training.forecast.oom_advice import MemoryPhase
 
 STEPS = 50
 LEAST_STEPS = 20

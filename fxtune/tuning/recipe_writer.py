@@ -22,8 +22,8 @@ from fxtune.config.overrides import Choice, ChoiceKind, RecipeStore
 from fxtune.config.root import Config
 from fxtune.config.validate import command_line_only
 from fxtune.errors import ConfigError, StorageError
-from fxtune.system.atomic_files import replace_text
-from fxtune.system.redact import redact
+from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.terminal.redact import redact
 
 MARK = "# Found by: fxtune "
 """A line in the header of every file that is written here."""

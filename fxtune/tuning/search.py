@@ -21,8 +21,8 @@ from typing import Any
 from fxtune import __version__
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
-from fxtune.system import code_digest
-from fxtune.system.units import GIB
+from fxtune.system.files import code_digest
+from fxtune.system.terminal.units import GIB
 from fxtune.tuning import search_space, trial
 from fxtune.tuning.search_space import AXES, MICRO_BATCH, Candidate, Deltas, SearchContext, hydra_value
 from fxtune.tuning.trial import Outcome, TrialCache, TrialResult

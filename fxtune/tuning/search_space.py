@@ -27,7 +27,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.structure import decoder_layers, skeleton
 from fxtune.settle.settled import settle
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.estimate.memory import forecast

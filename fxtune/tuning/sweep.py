@@ -40,10 +40,10 @@ from fxtune.config.compose import load
 from fxtune.config.root import Config, Export, Resume, completed
 from fxtune.distributed.parallel import AUTO, DEGREES
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError, UserError
-from fxtune.system.process_group import end_process, run_process, start_process
-from fxtune.system.redact import redact, redact_text
-from fxtune.system.signals import SIGNALS
-from fxtune.training.run_energy import Used
+from fxtune.system.process.process_group import end_process, run_process, start_process
+from fxtune.system.process.signals import SIGNALS
+from fxtune.system.terminal.redact import redact, redact_text
+from fxtune.training.monitors.energy import Used
 from fxtune.tuning.sweep_space import REFUSED, Dimension, combinations, listed
 from fxtune.tuning.trial import failure
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.system.atomic_files import replace_text
-from fxtune.system.process_group import run_process
-from fxtune.system.redact import redact_text
+from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.process.process_group import run_process
+from fxtune.system.terminal.redact import redact_text
 
 WARM_UP = 3
 """Steps before the measured ones; the first steps compile and fill caches."""

@@ -354,7 +354,7 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
 
         def uuid(self) -> Any:
             # This need not identify the code of `change`: each state of it has its own cache folder
-            # (system/compiler_cache.py).
+            # (system/files/compiler_cache.py).
             names = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in before]
             return (name, *names) if all(names) else None
 

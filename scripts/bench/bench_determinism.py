@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fxtune.system.determinism import use_deterministic_kernels
+from fxtune.system.process.determinism import use_deterministic_kernels
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS
 

@@ -408,7 +408,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
 
 def show_kernels(kernels: list[tuple[str, float, float]]) -> None:
     """A step by kernel, the longest first. Kernels with a smaller share than SHOWN are added up in the last line."""
-    from fxtune.system.profiler import short_name
+    from fxtune.system.process.profiler import short_name
 
     total = sum(seconds for _, seconds, _ in kernels)
     shown = [kernel for kernel in kernels if kernel[1] > SHOWN * total]

@@ -40,8 +40,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from fxtune.kernels import matmul  # noqa: E402
 from fxtune.kernels.linear_cross_entropy import chunk_sizes, linear_cross_entropy  # noqa: E402
-from fxtune.system.host import cache_home  # noqa: E402
-from fxtune.system.profiler import kernel_times, short_name  # noqa: E402
+from fxtune.system.machine.host import cache_home  # noqa: E402
+from fxtune.system.process.profiler import kernel_times, short_name  # noqa: E402
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The mean cross-entropy of hidden states [tokens, d], a weight [vocabulary, d] and labels [tokens]."""

@@ -42,9 +42,9 @@ from fxtune.facts.recomputation import RecomputePlan, pinned_bytes  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.load import load_config  # noqa: E402
 from fxtune.optim.optimizer import state_of  # noqa: E402
-from fxtune.system.facts import PACKAGES  # noqa: E402
-from fxtune.system.host import memory  # noqa: E402
-from fxtune.system.units import GIB  # noqa: E402
+from fxtune.system.machine.facts import PACKAGES  # noqa: E402
+from fxtune.system.machine.host import memory  # noqa: E402
+from fxtune.system.terminal.units import GIB  # noqa: E402
 from fxtune.techniques.checkpointing.technique import HOST_SHARE  # noqa: E402
 from fxtune.techniques.estimate.memory import forecast  # noqa: E402
 

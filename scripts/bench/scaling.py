@@ -30,7 +30,7 @@ import baselines  # noqa: E402
 import bench_peers  # noqa: E402
 from baselines import Measurement  # noqa: E402
 
-from fxtune.system.process_group import run_process  # noqa: E402
+from fxtune.system.process.process_group import run_process  # noqa: E402
 from fxtune.tuning import trial  # noqa: E402
 
 

@@ -21,7 +21,7 @@ from fxtune.cli.main import main
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.distributed.world import World
 from fxtune.kernels import matmul
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques import package_checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,11 +221,13 @@ def test_a_run_takes_what_doctor_found_on_the_gpu(cwd, checked, torch_answer, mo
         "flash-attn-4": {"state": "broken", "seen": "ImportError: No CTK flavor"},
     }
     monkeypatch.setenv("XDG_CACHE_HOME", str(cwd / "cache"))
-    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    monkeypatch.setattr("fxtune.system.machine.facts.BROKEN", {})
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     works = {"state": "works", "seen": "ran"}
     monkeypatch.setattr(doctor, "run_check", lambda name, *_: answers.get(name, works))
-    monkeypatch.setattr("fxtune.system.process_group.Captured", lambda command: pytest.fail(f"{command} ran again"))
+    monkeypatch.setattr(
+        "fxtune.system.process.process_group.Captured", lambda command: pytest.fail(f"{command} ran again")
+    )
     findings(code=1)
     facts = MachineFacts(device="cuda", device_name="H100", packages={"flash-attn-4": "4", "torchao": "0.18"})
     assert package_checks.unusable(facts, facts.packages) == {"flash-attn-4": "ImportError: No CTK flavor"}

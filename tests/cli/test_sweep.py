@@ -52,7 +52,7 @@ def test_help_shows_the_options_and_an_example(capsys):
 def test_each_worker_has_a_card_or_its_share_of_the_cores(monkeypatch):
     config = load(["run.device=cpu"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("fxtune.system.threads.cores", lambda: 8)
+    monkeypatch.setattr("fxtune.system.process.threads.cores", lambda: 8)
     torch.set_num_threads(6)
     assert environments(config, None) == [{"OMP_NUM_THREADS": "6"}]
     assert environments(config, 2) == [{"OMP_NUM_THREADS": "4"}] * 2

@@ -11,7 +11,7 @@ from support.tuning import TINY
 
 from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.diagnostics import benchmark
-from fxtune.system.startup import STARTUP
+from fxtune.system.terminal.startup import STARTUP
 from fxtune.training import trainer
 from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.step import TrainStep

@@ -14,7 +14,7 @@ import pytest
 from fxtune.diagnostics import system_report
 from fxtune.diagnostics.system_report import State
 from fxtune.distributed.world import Device, World
-from fxtune.system import host
+from fxtune.system.machine import host
 
 CANARY = "hf_canary0123456789abcdef"
 

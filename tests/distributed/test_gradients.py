@@ -25,7 +25,7 @@ from fxtune.distributed.parallel import Compression, Degrees, ParallelConfig
 from fxtune.distributed.powersgd import PowerSGD
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
-from fxtune.system.threads import PROCESSES
+from fxtune.system.process.threads import PROCESSES
 
 
 class Twins(World):

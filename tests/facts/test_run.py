@@ -8,7 +8,7 @@ import pytest
 from support.architectures import CPU, enable
 
 from fxtune.facts.run import Facts
-from fxtune.system.facts import APEX, MachineFacts
+from fxtune.system.machine.facts import APEX, MachineFacts
 
 
 def test_facts_of_a_world_have_its_machine_and_the_given_fields():

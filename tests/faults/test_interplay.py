@@ -29,7 +29,7 @@ from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError
 from fxtune.facts.options import Policy
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.optimizer import Optimizer
-from fxtune.system.oom import RowsPerPass
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.tracking.tracker import Tracker
 from fxtune.training import builder, evaluation, trainer

@@ -18,7 +18,7 @@ from support.endings import Ending
 from support.harness import command, kill, start, user_environment, wait_for
 from support.killing import Aim, Reference, disturb, prepare, tail
 
-from fxtune.system.host import cores
+from fxtune.system.machine.host import cores
 
 PHASES = ("tokenising", "building", "proving", "asking", "training", "evaluating", "saving", "exporting")
 TWICE = {"full": (8, 2), "packed": (6, 2), "bucketed": (10, 2)}

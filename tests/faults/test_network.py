@@ -13,7 +13,7 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"{}" * 500, "model.safetensors
 
 CHILD = """
 import sys
-from fxtune.system import hub
+from fxtune.system.files import hub
 from fxtune.errors import UserError
 hub.REQUEST_SECONDS = float(sys.argv[3])
 hub.PAUSE_SECONDS = 600.0
@@ -101,7 +101,7 @@ def test_complete_commit_in_the_cache_is_not_asked_for(hub, cache):
     hub.requests.clear()
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
     code = (
-        f"from fxtune.system import hub; origin = hub.locate('nobody/tiny', '{COMMIT}');"
+        f"from fxtune.system.files import hub; origin = hub.locate('nobody/tiny', '{COMMIT}');"
         "hub.fetch(origin, ['model.safetensors']); print(origin.revision)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
@@ -140,7 +140,8 @@ def test_download_says_how_many_bytes_have_come(hub, tmp_path):
     hub.mode = "works"
     code = """
 import huggingface_hub
-from fxtune.system import hub, progress
+from fxtune.system.files import hub
+from fxtune.system.terminal import progress
 download = huggingface_hub.snapshot_download
 def fetched(*arguments, **options):
     folder = download(*arguments, **options)

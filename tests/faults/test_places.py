@@ -37,8 +37,8 @@ from fxtune.errors import (
     StorageError,
 )
 from fxtune.models.load import ModelConfig, load_tokenizer
-from fxtune.system.host import cache_home
-from fxtune.system.hub import locate
+from fxtune.system.files.hub import locate
+from fxtune.system.machine.host import cache_home
 from fxtune.training import trainer
 
 RUN = ["+recipe=quickstart", "run.dir=run"]

@@ -42,8 +42,8 @@ from fxtune.export.save import save_model
 from fxtune.models import load as models
 from fxtune.models.load import Init, ModelConfig, load_tokenizer
 from fxtune.outputs.merge import merge
-from fxtune.system.hub import locate
-from fxtune.system.resource_limits import limit_resources
+from fxtune.system.files.hub import locate
+from fxtune.system.process.resource_limits import limit_resources
 from fxtune.tracking.tracker import DisplayKind, Tracker, TrackingConfig, WandbMode, run_id
 from fxtune.training.trainer import run as train
 

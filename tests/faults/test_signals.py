@@ -194,7 +194,7 @@ import os, signal, sys
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fxtune.system.signals import SIGNALS, Stopped
+from fxtune.system.process.signals import SIGNALS, Stopped
 
 @triton.jit
 def kernel(to, SIZE: tl.constexpr):

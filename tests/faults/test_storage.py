@@ -25,7 +25,7 @@ from fxtune.checkpoint.folder import damage_of, paths, step_of
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.errors import StorageError
-from fxtune.system.atomic_files import FileDigest, write_text
+from fxtune.system.files.atomic_files import FileDigest, write_text
 
 MIB = 2**20
 

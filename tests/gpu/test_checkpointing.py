@@ -15,7 +15,7 @@ from support import reference
 
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import MAX_RECOMPILES
 from fxtune.techniques.estimate.memory import forecast

@@ -15,7 +15,7 @@ import torch
 from support import reference
 
 from fxtune.facts.options import Autocast, Policy, Switch
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.technique import Compile
 from fxtune.techniques.lora import gemm_backend

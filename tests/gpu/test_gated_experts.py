@@ -16,7 +16,7 @@ from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.models.load import DType, load_config
-from fxtune.system.host import cache_home
+from fxtune.system.machine.host import cache_home
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.lora.experts import grouped, no_adapter, observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe

@@ -17,7 +17,7 @@ from fxtune.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_log_probs,
 )
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline
 

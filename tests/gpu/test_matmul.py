@@ -18,8 +18,8 @@ from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.kernels.matmul import CUTE, is_served, mm
 from fxtune.models.load import DType, Init, ModelConfig, load_config
-from fxtune.system.host import cache_home
-from fxtune.system.profiler import observe_operators
+from fxtune.system.machine.host import cache_home
+from fxtune.system.process.profiler import observe_operators
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.lora import gemm_backend
 from fxtune.techniques.pipeline import Pipeline, make_probe

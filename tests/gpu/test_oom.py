@@ -27,7 +27,7 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.errors import HardwareError
 from fxtune.facts.options import CompileMode, Offloaded, Policy, Scope, Switch
 from fxtune.models.load import DType, Init, ModelConfig
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.tracking.display import display
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import trainer as train

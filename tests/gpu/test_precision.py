@@ -14,7 +14,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import Autocast
 from fxtune.models.load import DType
 from fxtune.models.prepared import PreparedModel
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.precision import LossScale, Precision
 

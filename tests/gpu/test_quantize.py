@@ -12,7 +12,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.load import DType, Init, ModelConfig, load_config
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.pipeline import Pipeline, make_probe

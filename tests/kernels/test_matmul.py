@@ -26,7 +26,7 @@ from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE, augment
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp
 from fxtune.kernels.matmul import CUBLAS, CUTE, is_served, mm, utilization
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.system.facts import PACKAGES
+from fxtune.system.machine.facts import PACKAGES
 from fxtune.techniques.lora import fused_modules, gemm_backend
 from fxtune.techniques.pipeline import make_probe
 

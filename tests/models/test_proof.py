@@ -11,7 +11,7 @@ from fxtune.errors import StorageError
 from fxtune.export.save import save_model
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.models.proof import changed_since, require_unchanged
-from fxtune.system.hub import Origin
+from fxtune.system.files.hub import Origin
 
 
 @pytest.fixture

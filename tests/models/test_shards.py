@@ -21,7 +21,7 @@ from fxtune.models import shards, weights
 from fxtune.models.load import ModelConfig, build, fill, load_config
 from fxtune.models.shards import Piece
 from fxtune.models.structure import decoder_layers
-from fxtune.system.hub import Origin, locate
+from fxtune.system.files.hub import Origin, locate
 
 
 @pytest.fixture(scope="module")

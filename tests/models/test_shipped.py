@@ -11,7 +11,7 @@ from fxtune.models import shipped
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, ships_mxfp4, with_shipped_config
 from fxtune.models.shipped import ShippedConfig, config_without_hub, shipped_configs
-from fxtune.system.hub import GatedError, Origin
+from fxtune.system.files.hub import GatedError, Origin
 
 FIRST = {entry.ids[0]: entry for entry in shipped_configs().values()}
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -120,7 +120,7 @@ def test_run_interrupted_during_the_export_of_the_best_weights_resumes_with_the_
         def interrupted(*_, **__):
             raise KeyboardInterrupt
 
-        patch.setattr("fxtune.training.run_export.save_model", interrupted)
+        patch.setattr("fxtune.training.run.export.save_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.run(run_)
     last = saved(6)

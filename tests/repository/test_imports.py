@@ -49,6 +49,8 @@ Every package may import `fxtune` itself, which holds the version.
 FOLDERS = {
     "data": "formats read images chat tokenized batches",
     "models": "kinds",
+    "system": "machine terminal process files",
+    "training": "monitors data forecast run",
     "techniques": "attention lora quantize liger estimate checkpointing compile",
 }
 """Package -> its folders, lowest first: a folder imports only folders before it."""

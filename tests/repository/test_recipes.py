@@ -20,7 +20,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.load import DType
 from fxtune.optim.optimizer import state_of
 from fxtune.settle.degrees import fits
-from fxtune.system.facts import PACKAGES
+from fxtune.system.machine.facts import PACKAGES
 
 SHIPPED = sorted(path.stem for path in discovery.shipped("recipes").glob("*.yaml"))
 GROUPS = [[f"{group}={option}" for option in options] for group, options in discovery.groups().items()]

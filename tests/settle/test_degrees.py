@@ -6,7 +6,7 @@ from support.forecasts import LLAMA, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.settle.degrees import choose, fits, memory_need, possible
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 
 LLAMA_70B = dict(LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 TRIED = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}

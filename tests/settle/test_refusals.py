@@ -10,7 +10,7 @@ from fxtune.config.compose import load as compose
 from fxtune.errors import ConfigError
 from fxtune.techniques.estimate.machines import machine
 from fxtune.training.builder import RunBuilder
-from fxtune.training.run_forecast import forecast_run
+from fxtune.training.forecast.run_forecast import forecast_run
 
 WORDS = (
     "model.tokenizer=builtin:tiny",

@@ -16,9 +16,9 @@ from fxtune.config.compose import load
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError, UserError
 from fxtune.settle.settled import Settled, settle
-from fxtune.system import facts as machine_facts
-from fxtune.system.facts import PACKAGES, MachineFacts, installed_packages
-from fxtune.system.tested_versions import WITHIN
+from fxtune.system.machine import facts as machine_facts
+from fxtune.system.machine.facts import PACKAGES, MachineFacts, installed_packages
+from fxtune.system.machine.tested_versions import WITHIN
 
 GB = 10**9
 INSTALLED = {

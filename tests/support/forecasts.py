@@ -9,7 +9,7 @@ from typing import Any
 from support.architectures import enable
 
 from fxtune.facts.run import Facts
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 
 LLAMA = dict(
     model_type="llama",

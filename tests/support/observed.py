@@ -31,10 +31,10 @@ from fxtune.optim.schedule import Schedule
 from fxtune.outputs.document_losses import DocumentLosses
 from fxtune.outputs.refresh_data import RefreshData, find_drift, judge
 from fxtune.settle.ranks import ranks_of
-from fxtune.system.oom import RowsPerPass
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.tracking import tracker
 from fxtune.training.builder import RunBuilder
-from fxtune.training.run_clock import RunClock
+from fxtune.training.monitors.clock import RunClock
 from fxtune.training.step import TrainStep
 from fxtune.training.trainer import train
 

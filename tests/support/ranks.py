@@ -10,7 +10,7 @@ from pathlib import Path
 from support.injected import VARIABLE
 from support.killing import Forked, ForkServer, tail
 
-from fxtune.system.threads import PROCESSES
+from fxtune.system.process.threads import PROCESSES
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """For runs whose bits are compared: by default each of two ranks has half of the threads of one process, and another

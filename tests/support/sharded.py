@@ -34,7 +34,7 @@ from fxtune.distributed.chunks import Chunk, chunk_of, divided_like, is_divided,
 from fxtune.distributed.world import World
 from fxtune.errors import RankError, StorageError
 from fxtune.models.prepared import PreparedModel
-from fxtune.training.run_state import copy_weights
+from fxtune.training.run.state import copy_weights
 
 SERVER = multiprocessing.get_context("forkserver")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from fxtune.system.hub import locate
+from fxtune.system.files.hub import locate
 
 AUTO = sorted(name for name in dir(transformers) if name.startswith("Auto") and name != "AutoBackbone")
 """The auto classes of transformers."""

@@ -74,9 +74,10 @@ def watch(file: str, last_operation: int = 0) -> None:
     from fxtune.checkpoint.manager import Checkpoints
     from fxtune.checkpoint.run_folder import RunFolder
     from fxtune.data.batches import build
-    from fxtune.training import evaluation, run_export, trainer
+    from fxtune.training import evaluation, trainer
     from fxtune.training.answers import AnswerEvaluation
     from fxtune.training.builder import RunBuilder
+    from fxtune.training.run import export as run_export
 
     trace = Trace(file)
     trace.write(enter="starting")

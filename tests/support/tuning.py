@@ -8,7 +8,7 @@ from typing import Any
 from fxtune.config.compose import load
 from fxtune.config.root import Config
 from fxtune.settle.settled import settle
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts
 from fxtune.training.builder import RunBuilder
 from fxtune.tuning.search_space import SearchContext
 from fxtune.tuning.trial import Outcome, TrialResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from fxtune.system.atomic_files import add_cached, read_cached
+from fxtune.system.files.atomic_files import add_cached, read_cached
 
 
 def test_results_that_are_added_at_the_same_time_all_stay(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.system.facts import APEX
+from fxtune.system.machine.facts import APEX
 from fxtune.techniques.apex import Apex
 from fxtune.techniques.pipeline import make_probe
 

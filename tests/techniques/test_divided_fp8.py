@@ -172,7 +172,7 @@ def test_experts_in_fp8_are_divided_by_expert_and_learn_what_the_whole_base_lear
 def test_a_base_that_is_not_finite_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from fxtune.system.hub import locate
+    from fxtune.system.files.hub import locate
 
     folder = tmp_path / "base"
     shutil.copytree(locate("builtin:tiny").folder, folder)

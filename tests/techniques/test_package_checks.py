@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fxtune.facts.run import Facts
 from fxtune.kernels import matmul
-from fxtune.system.packages import CHECKS, THESE_HEADS, Heads, NotTriedError
+from fxtune.system.machine.packages import CHECKS, THESE_HEADS, Heads, NotTriedError
 from fxtune.techniques import package_checks, smoke_tests
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.liger.technique import Liger
@@ -225,8 +225,8 @@ def recorded(monkeypatch, tmp_path):
     site = tmp_path / "site"
     (site / "torchao-0.18.0.dist-info").mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("fxtune.system.process_group.Captured", Check)
-    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    monkeypatch.setattr("fxtune.system.process.process_group.Captured", Check)
+    monkeypatch.setattr("fxtune.system.machine.facts.BROKEN", {})
     # Not the real folders: other test processes may write into them.
     monkeypatch.setattr(sys, "path", [str(site), *(folder for folder in sys.path if "site-packages" not in folder)])
     for module in ("torchao", "torchao.quantization", "flash_attn.cute"):
@@ -311,7 +311,7 @@ def test_a_check_that_waits_gets_the_heads_of_the_run_or_ends_with_its_input(mon
     (site / "flash_attn" / "cute.py").write_text("raise ImportError('No CTK flavor')\n")
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("fxtune.system.facts.BROKEN", {})
+    monkeypatch.setattr("fxtune.system.machine.facts.BROKEN", {})
     facts = Facts(device="cuda", device_name="H100", packages={"flash-attn-4": "4"})
     for machine, techniques in ((replace(facts, device="cpu"), ["attention"]), (facts, ["lora"])):
         with package_checks.import_ahead(machine, techniques) as ahead:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxtune.errors import ConfigError
-from fxtune.system.console import console
+from fxtune.system.terminal.console import console
 from fxtune.techniques.base import Evidence
 from fxtune.tracking.display import (
     TimeLeft,

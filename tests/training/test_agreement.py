@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxtune.errors import HardwareError, MemoryShortError, Stopped
-from fxtune.system.signals import SIGNALS
+from fxtune.system.process.signals import SIGNALS
 from fxtune.training.agreement import OUT_OF_MEMORY, together
 
 

@@ -13,8 +13,9 @@ from fxtune.cli.main import main
 from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, UnavailableError
-from fxtune.system.facts import MachineFacts
-from fxtune.training import builder, run_data
+from fxtune.system.machine.facts import MachineFacts
+from fxtune.training import builder
+from fxtune.training.data import run_data
 
 ATTENTION = "techniques.attention.backend"
 

@@ -19,7 +19,7 @@ from support.harness import wait_for
 
 from fxtune.config.compose import load
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError
-from fxtune.system.signals import SIGNALS
+from fxtune.system.process.signals import SIGNALS
 from fxtune.tuning import sweep as engine
 from fxtune.tuning.sweep import PARTS, Method, State, Sweep, refuse
 from fxtune.tuning.sweep_space import parse

@@ -114,7 +114,7 @@ def test_however_the_search_ends_its_trial_ends(cwd, program, number):
     script = cwd / "search.py"
     script.write_text(f"""
 import signal, sys
-from fxtune.system.signals import SIGNALS
+from fxtune.system.process.signals import SIGNALS
 from fxtune.tuning import trial
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with SIGINT ignored
 trial.bench_command = lambda *_: [sys.executable, {str(bench)!r}]

@@ -21,7 +21,7 @@ from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.stages import stages
 from fxtune.data.tokenized.tokenize import TokenTable, tokenize
 from fxtune.errors import ConfigError
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 
 
 def plan_training(

@@ -31,7 +31,7 @@ from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.data.tokenized.rows import place_of_row
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.system.atomic_files import replacing
+from fxtune.system.files.atomic_files import replacing
 
 SHINGLE = 5
 """Tokens of a shingle."""

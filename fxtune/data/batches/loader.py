@@ -37,9 +37,9 @@ from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
-from fxtune.system.host import cores, memory, reuse_freed_memory
-from fxtune.system.library_log import LIBRARY_LOG
-from fxtune.system.signals import leave_signals_to_main_process
+from fxtune.system.machine.host import cores, memory, reuse_freed_memory
+from fxtune.system.process.signals import leave_signals_to_main_process
+from fxtune.system.terminal.library_log import LIBRARY_LOG
 from fxtune.upstream.torch import end_workers, workers
 
 MAX_WORKER_DEATHS = 3

@@ -21,7 +21,7 @@ from fxtune.data.formats.image_parts import IMAGE
 from fxtune.data.formats.row_format import BEGUN, OPEN
 from fxtune.data.formats.values import RowError
 from fxtune.errors import DataError
-from fxtune.system.resource_limits import LimitExceeded, limit_resources
+from fxtune.system.process.resource_limits import LimitExceeded, limit_resources
 
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None

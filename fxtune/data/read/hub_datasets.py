@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub, as memory-mapped Arrow tables.
 
 `datasets` retries an unreachable hub for half a minute for each file, so the hub gets one short request first
-(system/hub.py). If it does not answer, a copy that an earlier run left in the cache of `datasets` is used.
+(system/files/hub.py). If it does not answer, a copy that an earlier run left in the cache of `datasets` is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fxtune.data.config import SourceConfig
 from fxtune.data.read.arrow import arrow_rows, media_columns, rows_at_once, without_decoding
 from fxtune.data.read.row import Row
 from fxtune.errors import DataError
-from fxtune.system import hub
-from fxtune.system.console import say
+from fxtune.system.files import hub
+from fxtune.system.terminal.console import say
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

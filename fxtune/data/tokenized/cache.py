@@ -18,7 +18,7 @@ from typing import IO
 
 from fxtune.data.config import DataConfig
 from fxtune.errors import FILE, FOLDER, StorageError, kind_of
-from fxtune.system.host import cache_home
+from fxtune.system.machine.host import cache_home
 
 META = "table.json"
 

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxtune.system.library_log import LIBRARY_LOG
-from fxtune.system.signals import leave_signals_to_main_process
+from fxtune.system.process.signals import leave_signals_to_main_process
+from fxtune.system.terminal.library_log import LIBRARY_LOG
 from fxtune.upstream.tokenizers import panics_as_errors
 
 Task = TypeVar("Task")

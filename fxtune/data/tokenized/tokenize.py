@@ -37,9 +37,9 @@ from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, not_written
 from fxtune.plugins import ROW_FORMATS, require_unchanged
-from fxtune.system.console import say
-from fxtune.system.host import cores
-from fxtune.system.progress import phase
+from fxtune.system.machine.host import cores
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.progress import phase
 from fxtune.upstream.transformers import import_code_of_models
 
 ENCODING_VERSION = 12

@@ -36,7 +36,7 @@ from fxtune.kernels.autocast import compute_dtype
 from fxtune.models.dims import Shape, position_limit
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import without_dropout
-from fxtune.system.profiler import OperatorCounter
+from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.attention.backends.backend import SINKS, Backend, offers
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence

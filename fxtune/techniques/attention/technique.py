@@ -38,7 +38,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import without_dropout
-from fxtune.system.profiler import Observed, observe_operators, short_name
+from fxtune.system.process.profiler import Observed, observe_operators, short_name
 from fxtune.techniques.attention import context, isolation, recurrent, tower
 from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER

@@ -28,7 +28,7 @@ from fxtune.kernels import flash4 as kernel
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.models.kinds.known import images_of
 from fxtune.models.structure import tower_layers, towers
-from fxtune.system.profiler import observe_operators
+from fxtune.system.process.profiler import observe_operators
 from fxtune.techniques.attention.backends.backend import Backend
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.backends.sdpa import BY_DOCUMENTS

@@ -27,7 +27,7 @@ from torch import nn
 
 from fxtune.errors import MemoryShortError
 from fxtune.facts.recomputation import pinned_piece
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device."""

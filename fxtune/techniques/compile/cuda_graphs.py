@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fxtune.errors import ConfigError
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 
 MAX_SHAPES = 64
 

@@ -21,7 +21,7 @@ CUDA graphs write their results to the same memory each time. So each call of a 
 gradients are added to memory that the optimizer owns (`keep_gradients`): torch would take the recorded backward pass's
 memory as the first micro-batch's gradient and add nothing to it (pytorch#169545, #96693).
 
-Compiled code is kept on disk for later starts (system/compiler_cache.py). A forward pass with a KV cache (generation)
+Compiled code is kept on disk for later starts (compiler_cache.py). A forward pass with a KV cache (generation)
 runs uncompiled, because every token would be a new shape.
 """
 
@@ -48,8 +48,8 @@ from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers, towers, without_dropout
-from fxtune.system.compiler_cache import use_cache_folder
-from fxtune.system.facts import c_compiler
+from fxtune.system.files.compiler_cache import use_cache_folder
+from fxtune.system.machine.facts import c_compiler
 from fxtune.techniques.attention import recurrent, tower
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import NO_IMAGE, Evidence, Technique

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts
 
 
 @dataclass(frozen=True)

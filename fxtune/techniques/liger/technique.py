@@ -28,8 +28,8 @@ from fxtune.facts.options import AUTO, LigerKernel, LigerOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
-from fxtune.system.profiler import observe_operators
-from fxtune.system.units import GIB
+from fxtune.system.process.profiler import observe_operators
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.liger import modules
 from fxtune.techniques.liger.modules import Family

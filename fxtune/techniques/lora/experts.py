@@ -35,7 +35,7 @@ from fxtune.kernels.token_exchange import Exchange
 from fxtune.models.dims import experts_used
 from fxtune.models.replacement import InPlaceOf
 from fxtune.models.structure import outputs, without_dropout
-from fxtune.system.profiler import OperatorCounter
+from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.lora.frozen_weights import ADAPTER
 from fxtune.upstream.peft import specialize

@@ -22,7 +22,7 @@ from fxtune.kernels.rotary import apply_rotary
 from fxtune.models.prepared import Fusion
 from fxtune.models.replacement import places, put
 from fxtune.models.structure import projectors, skeleton, towers
-from fxtune.system.profiler import OperatorCounter
+from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.lora.experts import grouped, wrappers
 from fxtune.techniques.lora.families import (
     ATTENTION,

@@ -18,8 +18,8 @@ from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.frozen_base import DENSE, DENSE_CUTE
 from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION, is_served, mm, prepare
 from fxtune.models.dims import Shape
-from fxtune.system.host import cache_home
-from fxtune.system.profiler import observe_operators
+from fxtune.system.machine.host import cache_home
+from fxtune.system.process.profiler import observe_operators
 from fxtune.techniques.lora.experts import grouped, make_space
 from fxtune.techniques.lora.fused_modules import groups
 

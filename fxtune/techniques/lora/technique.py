@@ -40,7 +40,7 @@ from fxtune.models.structure import (
     without_dropout,
 )
 from fxtune.models.untrained_tokens import untrained_rows
-from fxtune.system.console import say
+from fxtune.system.terminal.console import say
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
@@ -126,7 +126,7 @@ class Lora(LoraOptions, Technique):
         """Wrap the module in a PeftModel and freeze the base. The random state of the caller decides A.
 
         If quack's kernel does not compile, cuBLAS multiplies. The two round differently: a resumed run says if the
-        kernel has changed (training/resume_check.py).
+        kernel has changed (training/run/resume_check.py).
         """
         base = model.module
         if reasons := targets.refusals(base, self, self.token_ids):

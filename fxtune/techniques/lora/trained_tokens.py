@@ -22,7 +22,7 @@ from fxtune.models.added_tokens import mean_of_rows
 from fxtune.models.peft_adapter import fetch_adapter, read_options
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import outputs, without_dropout
-from fxtune.system.hub import locate_adapter
+from fxtune.system.files.hub import locate_adapter
 
 KEY = "techniques.lora.train_tokens"
 

@@ -15,8 +15,8 @@ from fxtune.errors import ConfigError
 from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
 from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import places, put
-from fxtune.system.progress import phase
-from fxtune.system.units import GIB
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.quantize.quantized_experts import (
     TENSORS,
     QuantizedExperts,

@@ -11,7 +11,7 @@ from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFo
 from fxtune.facts.run import Facts
 from fxtune.kernels.quantized import MXFP4
 from fxtune.models.structure import is_named, output_head, skeleton
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.quantize.selection import (
     expert_weights,

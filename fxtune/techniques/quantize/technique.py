@@ -33,7 +33,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import skeleton
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.quantize import check, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model

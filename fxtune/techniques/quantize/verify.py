@@ -14,8 +14,8 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows
 from fxtune.models.structure import without_dropout
-from fxtune.system.profiler import observe_operators, short_name
-from fxtune.system.units import GIB
+from fxtune.system.process.profiler import observe_operators, short_name
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.quantize.quantized_experts import TENSORS, QuantizedExperts
 from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts

@@ -28,7 +28,7 @@ from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import ConfigError
-from fxtune.system.host import cores
+from fxtune.system.machine.host import cores
 
 CPU = torch.device("cpu")
 

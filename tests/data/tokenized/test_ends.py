@@ -13,7 +13,7 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized import ends
 from fxtune.data.tokenized.tokenize import tokenize
-from fxtune.system.hub import locate
+from fxtune.system.files.hub import locate
 
 START, END = 1, 2
 """`<|im_start|>` and `<|im_end|>` of the built-in tokenizer, whose end of text is `<|im_end|>`."""

@@ -18,7 +18,7 @@ from fxtune.data.tokenized.mismatched import with_mismatched
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
-from fxtune.system.hub import locate
+from fxtune.system.files.hub import locate
 
 TOKENIZER = AutoTokenizer.from_pretrained(locate("builtin:tiny").folder)
 

@@ -24,7 +24,7 @@ from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, tower_layers
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.technique import Checkpointing

@@ -142,7 +142,7 @@ def test_second_start_uses_the_disk_cache_unless_our_operators_changed(monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reports = []
     for code in ("a" * 12, "a" * 12, "b" * 12):
-        monkeypatch.setattr("fxtune.system.code_digest.digest", lambda *parts, code=code: code)
+        monkeypatch.setattr("fxtune.system.files.code_digest.digest", lambda *parts, code=code: code)
         torch._dynamo.reset()
         technique, model = compiled(architecture=ONE)
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxtune.system.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.estimate import cards
 from fxtune.techniques.estimate.cards import peak_flops, rates
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fxtune.errors import ConfigError
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.estimate.cards import CARDS, GENERATIONS, peak_flops, rates
 from fxtune.techniques.estimate.machines import CARD_MODELS, machine
 

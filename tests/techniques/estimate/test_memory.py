@@ -17,7 +17,7 @@ from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels import frozen_base, fused_lora
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, state_of
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.estimate.memory import forecast, trained_parameters
 
 

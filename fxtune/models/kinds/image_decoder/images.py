@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxtune.models.kinds.image_decoder.families import FAMILIES, Tensors, in_one_row
 from fxtune.models.kinds.image_decoder.positions import rope_positions
 from fxtune.models.kinds.image_decoder.tower_shape import TowerShape
-from fxtune.system.oom import out_of_memory_reason
+from fxtune.system.process.oom import out_of_memory_reason
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
 """Options of configs: tokens whose embeddings are replaced."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
-from fxtune.system.packages import Package
+from fxtune.system.machine.packages import Package
 from fxtune.techniques.attention import packed
 from fxtune.techniques.attention.packed import Core
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
 from fxtune.techniques.attention.packed import document_mask
 

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from fxtune.system.packages import PACKAGES
+from fxtune.system.machine.packages import PACKAGES
 from fxtune.techniques.attention.backends.backend import Backend
 from fxtune.techniques.smoke_tests import require_attention
 

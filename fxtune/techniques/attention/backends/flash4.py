@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxtune.facts.run import Facts
 from fxtune.kernels import flash4 as kernel
-from fxtune.system.packages import PACKAGES, SOME_HEADS, THESE_HEADS, Heads
+from fxtune.system.machine.packages import PACKAGES, SOME_HEADS, THESE_HEADS, Heads
 from fxtune.techniques.attention.backends.backend import SINKS, Backend, Reason, head_widths, kind_of
 from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.techniques.smoke_tests import require_attention

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fxtune.system.compiler_cache import use_cache_folder
+from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.techniques.attention.backends.backend import Backend
 
 

@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from fxtune.errors import ConfigError
-from fxtune.system.packages import PACKAGES
+from fxtune.system.machine.packages import PACKAGES
 from fxtune.techniques.attention.backends.backend import Backend
 from fxtune.upstream.transformers import load_hub_attention
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxtune.facts.run import Facts
-from fxtune.system.units import GIB
+from fxtune.system.terminal.units import GIB
 from fxtune.techniques.attention.backends import flash4
 from fxtune.techniques.attention.backends.backend import Backend, Reason, mask_bytes
 from fxtune.techniques.attention.packed import document_mask, one_document_a_row

@@ -12,7 +12,7 @@ from support.attention import using
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_config
-from fxtune.system.facts import PACKAGES
+from fxtune.system.machine.facts import PACKAGES
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.pipeline import Pipeline, make_probe

@@ -1,0 +1,1 @@
+"""Files and caches on disk, and models found on disk or on the hub."""

@@ -1,0 +1,1 @@
+"""This machine: its memory, cores, cards and installed packages."""

@@ -1,0 +1,1 @@
+"""A run before it starts: its memory, its steps, its time, and single changes that let it fit."""

@@ -1,0 +1,1 @@
+"""What a run observes of its own steps: time, energy, loss, and steps that go wrong."""

@@ -1,0 +1,412 @@
+"""When a run ends: after its last step, early because evaluations have not improved for long, by `fxtune finish RUN`,
+or in time for a deadline (`train.max_minutes`).
+
+With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable
+phase: it goes back to their checkpoint and takes the steps that follow it in the data plan, at a falling rate. So the
+model is the one that a shorter run would have trained. With other schedules the run ends at once.
+
+A decision that depends on a clock is taken by rank 0, is part of the state, and is saved at once: a run that is killed
+afterwards repeats the decision and ends with the same bits. A run that is killed before the save decides anew.
+
+A run with a deadline looks at the clock after its first two steps, which time a step, and then whenever half of the
+steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run of
+N steps the host waits for the device about log2(N) times more than without a deadline.
+
+A run that is given more steps after its start (train.max_steps, train.epochs) has its schedule extended. If the
+learning rate has decayed already, or the last step was short, it goes on from the checkpoint before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from fxtune.checkpoint.run_folder import RunFolder
+from fxtune.checkpoint.train_state import TrainState
+from fxtune.config.root import Config, StopMetric
+from fxtune.data.batches.plan import Plan
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError
+from fxtune.optim.schedule import EXTENDABLE, Schedule
+from fxtune.training.monitors.clock import RunClock
+
+FINISH = "finish"
+"""A file of this name in the run's folder tells the run to end (`fxtune finish`)."""
+EVALUATIONS = 20
+"""Evaluations of a run with train.stop whose train.eval_every is 0."""
+FOREVER = 2**31
+"""More steps than any run has."""
+SLACK = 0.1
+"""A decay is cut off for the deadline only if more than this share of it would be late."""
+LATE = 0.02
+"""An end that is late by more than this share of the deadline is called late."""
+EVAL_SHARE = 0.05
+"""train.eval_share of a run with train.stop."""
+
+
+class Reason(IntEnum):
+    """Why a run ends before its last planned step. The highest one counts where several hold."""
+
+    none = 0
+    deadline = 1
+    finish = 2
+    early = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The run ends as `schedule` says, from the weights of the checkpoint of `origin`; None: from the weights now."""
+
+    reason: Reason
+    schedule: Schedule
+    origin: int | None
+    text: str
+    """What was decided and why, for the user."""
+
+
+class RunEnd:
+    """Decides where a run ends. What it must remember is in `state.ending`, which checkpoints hold."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        world: World,
+        clock: RunClock,
+        state: TrainState,
+        compiles: bool = False,
+        evaluation_steps: float = 0.0,
+    ) -> None:
+        """`compiles`: the first step and the first evaluation include compilation. `evaluation_steps`: about how many
+        steps take as long as an evaluation, for as long as none was measured.
+        """
+        self.config, self.world, self.clock, self.state = config, world, clock, state
+        self.compiles, self.evaluation_steps = compiles, evaluation_steps
+        self.file = folder / FINISH
+        train = config.train
+        self.stop = train.stop
+        self.deadline = None if train.max_minutes is None else 60 * train.max_minutes
+        """Seconds of the run after which it is to be done."""
+        self.next_look = state.step + 1
+        """With a deadline: the step after which to look at the clock, whether or not a log line is due."""
+        share = EVAL_SHARE if self.stop.patience and not config.run.strict else 0.0
+        self.share = share if train.eval_share is None else train.eval_share
+        """The largest share of the time that evaluations may take; 0: any."""
+
+    def evaluation_due(self, step: int, schedule: Schedule) -> bool:
+        """Whether to evaluate after `step` steps."""
+        interval = self.state.ending.get("interval") or self._least_interval(schedule)
+        return step == schedule.last or (interval > 0 and step % interval == 0)
+
+    def _least_interval(self, schedule: Schedule) -> int:
+        every = self.config.train.eval_every
+        return every or (max(1, schedule.planned // EVALUATIONS) if self.stop.patience else 0)
+
+    def looks(self, step: int) -> bool:
+        """Whether a log line is due after `step` steps because decide() must then look at the clock."""
+        return self.deadline is not None and step == self.next_look
+
+    def evaluated(self, figures: Mapping[str, float], schedule: Schedule) -> bool:
+        """Take the figures of an evaluation. Returns whether the state must be saved: these weights are the best so
+        far, or the interval of evaluations was decided.
+        """
+        state, ending = self.state, self.state.ending
+        ending["evaluations"] = ending.get("evaluations", 0) + 1
+        save = self._decide_interval(schedule, 2 if self.compiles else 1)
+        quality, tie = self._quality(figures)
+        best = state.best_match if self.judged else None if state.best_loss is None else -state.best_loss
+        best_tie = -math.inf if state.best_loss is None else -state.best_loss
+        if quality > (-math.inf if best is None else best) or (self.judged and quality == best and tie > best_tie):
+            state.best_step, state.best_loss = state.step, figures.get("eval/loss")
+            state.best_match = quality if self.judged else None
+            save = save or self.config.checkpoint.keep_best
+        ending["last_evaluation"] = state.step
+        if self._decays(schedule):
+            return save
+        if quality > ending.get("branch_quality", -math.inf):
+            ending["branch_quality"] = quality
+            if schedule.branches and self.config.checkpoint.keep_best:
+                state.branch_step, save = state.step, True
+        if quality > ending.get("reference", -math.inf) + self.stop.min_delta:
+            ending["reference"], ending["since"] = quality, 0
+        else:
+            ending["since"] = ending.get("since", 0) + 1
+        return save
+
+    def begins_end(self, schedule: Schedule, full_steps: int) -> bool:
+        """Whether a longer run would go on otherwise from here, because the planned decay or a short last step begins.
+        The checkpoint is then due, and kept. `full_steps`: the run's steps without a short last step."""
+        origin = min(schedule.decay_start, full_steps)
+        begins = schedule.config.name in EXTENDABLE and 0 < self.state.step == origin < schedule.steps
+        if begins:
+            self.state.branch_step = self.state.step
+        return begins
+
+    @property
+    def judged(self) -> str | None:
+        """The figure whose highest value says which weights are best; None: the lowest held-out loss does."""
+        return self.stop.metric.figure if self.stop.patience > 0 else None
+
+    @property
+    def asks(self) -> bool:
+        """Whether evaluations ask the questions, as their answers say which weights are best."""
+        return self.judged == StopMetric.exact_match.figure
+
+    def _quality(self, figures: Mapping[str, float]) -> tuple[float, float]:
+        """(score, tie-breaker): the higher score is better, and among equal scores the higher tie-breaker."""
+        loss = -figures.get("eval/loss", math.inf)
+        return (figures[self.judged], loss) if self.judged else (loss, 0.0)
+
+    def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
+        """Stretch the interval of evaluations, once, so that all evaluations of the run, the last one included, take
+        no more than their share of the time."""
+        ending, step_seconds = self.state.ending, self.clock.step_seconds
+        if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
+            return False
+        least, chosen = self._least_interval(schedule), 0
+        if self.world.main and step_seconds is not None and least:
+            each, before = self.clock.last_seconds["evaluation"], self.clock.figures()["time/evaluation_seconds"]
+            seconds = self.share / (1 - self.share) * schedule.planned * step_seconds - before - each
+            step, last = self.state.step, schedule.planned - 1
+            intervals = range(least, last + least + 1, least)  # with the longest no evaluation comes between
+            fitting = (steps for steps in intervals if (last // steps - step // steps) * each <= max(seconds, 0.0))
+            chosen = next(fitting, intervals[-1])
+        chosen = self.world.agree(chosen, "deciding when to evaluate")
+        if chosen:
+            ending["interval"] = chosen
+        return chosen > 0
+
+    def _decays(self, schedule: Schedule) -> bool:
+        return schedule.branches and self.state.step >= schedule.decay_start
+
+    def decide(self, schedule: Schedule, evaluated: bool, looks: bool) -> Decision | None:
+        """Whether the run is to end otherwise than `schedule` says; all ranks get the same answer.
+
+        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file that
+        `fxtune finish` writes.
+        """
+        if self.state.step >= schedule.last:
+            return None
+        reason, steps = Reason.none, FOREVER
+        if looks or evaluated:
+            reason, steps = self._look(schedule) if self.world.main else (Reason.none, 0)
+            reason = Reason(self.world.agree(reason, "deciding whether to end"))
+            steps = self.world.agree(steps, "deciding when to end")
+            self.next_look = self._next_look(schedule, steps)
+        patience = self.stop.patience
+        if evaluated and patience and not self._decays(schedule) and self.state.ending.get("since", 0) >= patience:
+            reason = Reason.early
+        if reason is Reason.none:
+            return None
+        if not schedule.branches or (not steps and not self._decays(schedule)):
+            # One more step, unless the weights have just been evaluated: the last step of a run is evaluated.
+            last = self.state.step + (0 if evaluated else 1)
+            last = min(self.state.step + steps, schedule.last) if reason is Reason.deadline else last
+            return self._decided(reason, schedule.ending(last), None, f": {self._unfinished(schedule, last)}")
+        if not self._decays(schedule):
+            return self._branch(schedule, reason, steps)
+        last = min(self.state.step + steps, schedule.last)
+        text = ", together with the decay that is under way" + " and becomes shorter" * (last < schedule.last)
+        return self._decided(reason, schedule.ending(last), None, text)
+
+    def _look(self, schedule: Schedule) -> tuple[Reason, int]:
+        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for; FOREVER if
+        the number is not known."""
+        decided = bool(self.state.ending.get("reason"))
+        requested = Reason.finish if not decided and self.file.exists() else Reason.none
+        if self.deadline is None:
+            return requested, FOREVER
+        seconds, step_seconds = self.deadline - self.clock.seconds - self.reserve, self._step_seconds(schedule)
+        if step_seconds is None:
+            # No step was measured by itself. The first one took longer than others will, which is still a bound.
+            first = self.clock.first_step_seconds
+            enough = seconds > (0.0 if first is None or self.compiles or decided else first)
+            return (requested, FOREVER) if enough else (max(requested, Reason.deadline), 0)
+        steps = max(0, int(seconds / step_seconds))
+        left = schedule.last - self.state.step
+        if steps >= left:
+            return requested, steps
+        if decided or self._decays(schedule):  # not for a small difference: each decision is saved
+            short = left - steps > max(1, SLACK * schedule.decay)
+        else:
+            # The last moment is now if, after one more step, the decay would take too long.
+            short = steps < 1 + (self._decay(schedule)[1] if schedule.branches else 1)
+        return max(requested, Reason.deadline if short else Reason.none), steps
+
+    def _step_seconds(self, schedule: Schedule) -> float | None:
+        """A step's time with its share of evaluations; None before a step was measured."""
+        if (step_seconds := self.clock.step_seconds) is None:
+            return None
+        interval = self.state.ending.get("interval") or self._least_interval(schedule)
+        return step_seconds + (self.clock.last_seconds["evaluation"] / interval if interval else 0.0)
+
+    def _next_look(self, schedule: Schedule, steps: int) -> int:
+        """The step after which to look again if there is time for `steps`: when half of the steps before the last
+        moment for a decision are done, and when a decay begins."""
+        step = self.state.step
+        if steps >= FOREVER:
+            return step + 1
+        waits = schedule.branches and not self._decays(schedule)
+        spare = min(steps, schedule.last - step) - (self._decay(schedule)[1] if waits else 0)
+        following = step + max(1, spare // 2)
+        return min(following, schedule.decay_start) if waits else following
+
+    @property
+    def reserve(self) -> float:
+        """Seconds of what comes after the last step: an evaluation, the questions, a checkpoint and the export."""
+        last, step_seconds = self.clock.last_seconds, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
+        evaluation = last["evaluation"] or self.evaluation_steps * step_seconds
+        return evaluation + last["questions"] + 2 * last["saving"] + 1.0
+
+    def _decay(self, schedule: Schedule) -> tuple[int, int]:
+        """(the step from whose weights a decay would begin now, the steps of the decay). That is the current step,
+        unless the latest evaluation found its weights to be worse than earlier weights.
+        """
+        best = self.state.branch_step
+        origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
+        assert origin is not None
+        return origin, schedule.decay_from(origin - schedule.dropped)
+
+    def _branch(self, schedule: Schedule, reason: Reason, steps: int) -> Decision:
+        """The decision to decay, over `steps` steps at most."""
+        step, (origin, whole) = self.state.step, self._decay(schedule)
+        decay = min(whole, steps)
+        # The first step of a decay has the full rate.
+        text = f": its learning rate decays over {decay} steps" if decay > 1 else ": its learning rate does not decay"
+        if decay < whole:
+            text += f", because there is no time for {whole}"
+        if origin != step:
+            text += (
+                f", from the best weights, of step {origin}. Steps {origin + 1} to {step} are dropped, and "
+                "training takes their rows again from there"
+            )
+        branch = schedule.decaying(step, origin - schedule.dropped, decay)
+        return self._decided(reason, branch, None if origin == step else origin, text)
+
+    def _decided(self, reason: Reason, schedule: Schedule, origin: int | None, text: str) -> Decision:
+        step, count = self.state.step, self.state.ending.get("since", 0)
+        if reason is Reason.early:
+            judged = self.stop.metric.words
+            why = f"Early stopping after step {step}: the {judged} has not become better in {count} evaluations"
+        elif reason is Reason.finish:
+            why = f"Told to finish after step {step}"
+        else:
+            assert self.deadline is not None
+            minutes = f"train.max_minutes={self.config.train.max_minutes:g}"
+            step_seconds = self.clock.step_seconds or self.clock.first_step_seconds or 0.0
+            late = self.clock.seconds + (schedule.last - step) * step_seconds + self.reserve - self.deadline
+            why = f"Ending in time for {minutes}"
+            if late > max(1.0, LATE * self.deadline):
+                why = f"{minutes} is too short by about {late:.0f} s"
+        return Decision(reason, schedule, origin, f"{why}. The run ends after step {schedule.last}{text}.")
+
+    def _unfinished(self, schedule: Schedule, last: int) -> str:
+        name = schedule.config.name.value
+        if schedule.branches:
+            return "there is no time for the decay of its learning rate"
+        if not schedule.decay or last >= schedule.steps:
+            return f"schedule.name={name} has no decay to finish"
+        return (
+            f"schedule.name={name} was laid out for {schedule.steps - schedule.dropped} steps and is cut off at "
+            f"{schedule.rate(last) / schedule.peak:.0%} of its peak. With schedule.name=wsd the decay would come first"
+        )
+
+    def take(self, decision: Decision) -> None:
+        """Note the decision in the state, after the weights of its origin were restored."""
+        state, schedule = self.state, decision.schedule
+        if schedule.branches and state.step == schedule.decay_start and decision.origin is None:
+            state.branch_step = state.step
+        state.ending["reason"] = decision.reason.name
+        state.schedule = schedule.saved()
+
+    def extended(
+        self, before: Schedule, new: Schedule, plan: Plan, go_back: Callable[[int], TrainState | None]
+    ) -> tuple[Schedule, str]:
+        """The schedule `before` of a run that ended, extended to the steps of `plan` and noted in the state, and a
+        line about it. `new`: the schedule of a new run. `go_back` restores a checkpoint: from before the decay if the
+        learning rate has decayed, or from before a short last step.
+
+        Raises ConfigError for a run that was started for more steps, or that has no weights from before its decay.
+        """
+        state, steps, path = self.state, plan.steps, self.file.parent
+        if steps <= before.planned:
+            raise ConfigError(
+                f"{path} was started for {before.planned} steps, and train.epochs and train.max_steps now ask for "
+                f"{steps}. A run can be extended, not shortened: raise these keys, or put them back."
+            )
+        origin: TrainState | None = state
+        decayed = before.branches and state.step > before.decay_start
+        # The rows of the shorter run may not have filled its last step.
+        learned = plan.epoch(state.step - before.dropped)
+        was_short = state.step == before.last and state.figures.get("train/epoch", learned) != learned
+        before_what = "the decay" if decayed else "the short last step"
+        if decayed or was_short:
+            origin = go_back(state.branch_step) if state.branch_step else None
+        if origin is None:
+            raise ConfigError(
+                f"{path} cannot be extended: the checkpoint from before {before_what} is missing. Start another run "
+                "from its weights (model.adapter, or model.path)."
+            )
+        data_steps = origin.step - origin.schedule.get("dropped", 0)
+        schedule = before.extended(steps, state.step, data_steps)
+        state.schedule, state.branch_step = schedule.saved(), None
+        for name in ("reason", "since", "reference", "branch_quality", "last_evaluation"):
+            state.ending.pop(name, None)
+        text = f"Extending {path} from {before.planned} to {steps} steps"
+        if schedule.dropped > before.dropped:
+            text += f". It goes on from its weights before {before_what}, after {data_steps} steps of the data"
+        if (warmup := schedule.warmup) != new.warmup:
+            text += (
+                f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
+                f"with schedule.warmup_steps={warmup}"
+            )
+        return schedule, f"{text}."
+
+    def end_time(self, schedule: Schedule) -> float | None:
+        """When the run will be done, in seconds since 1970; None without a deadline and a decision to end early."""
+        step_seconds = self.clock.step_seconds
+        if step_seconds is None or (self.deadline is None and not self.state.ending.get("reason")):
+            return None
+        left = (schedule.last - self.state.step) * step_seconds + self.reserve
+        if self.deadline is not None and not self.state.ending.get("reason"):
+            left = min(left, max(self.deadline - self.clock.seconds, 0.0))
+        return time.time() + left
+
+    def done(self) -> None:
+        """The run is finished: remove the file that told it to end."""
+        if self.world.main:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+    def require_time(self) -> None:
+        """Raise ConfigError if the deadline is over before the first step."""
+        late = self.deadline is not None and self.state.step == 0 and self.clock.seconds >= self.deadline
+        if self.world.agree(int(late), "looking at the deadline"):
+            raise ConfigError(
+                f"train.max_minutes={self.config.train.max_minutes:g} is over before the first step: start-up alone "
+                f"took {self.clock.seconds / 60:.2g} minutes. Raise it."
+            )
+
+
+def require_extendable(folder: RunFolder, config: Config) -> None:
+    """Raise ConfigError for a run with another number of steps than at its start, if its recipe is laid out for a
+    number of steps."""
+    if not folder.extends:
+        return
+    changed = f"{folder.path} holds this run with another train.epochs or train.max_steps, and"
+    so = "laid out for a number of steps, so the run cannot be extended or shortened. Put these keys back, or start"
+    if config.schedule.name not in EXTENDABLE:
+        names = " or ".join(name.value for name in EXTENDABLE)
+        raise ConfigError(
+            f"{changed} schedule.name={config.schedule.name.value} is {so} another run: run.dir=NEW, with "
+            f"model.adapter or model.path to start from these weights. Runs with "
+            f"schedule.name={names} can be extended."
+        )
+    if config.train.batch_ramp or config.data.length_schedule:
+        staged = "train.batch_ramp" if config.train.batch_ramp else "data.length_schedule"
+        raise ConfigError(f"{changed} {staged} is {so} another run: run.dir=NEW.")

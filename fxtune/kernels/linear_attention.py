@@ -1,0 +1,160 @@
+"""Linear attention with a decaying state over packed documents, as one operator: the gated delta rule (Qwen3.5, arXiv
+2412.06464), Kimi's delta attention (2510.26692), and Mamba-2's scan (2405.21060), which is simple gated linear
+attention with q = C, k = B and v = x dt. recurrence.py has the formulas.
+
+    which         decay g                  step beta
+    delta         one number for a head    given
+    kda           one for each key number  given
+    scan          one number for a head    none
+
+On a GPU the kernels are flash-linear-attention's (package fla-core), which compute chunks of 64 tokens as matmuls; on
+a CPU recurrence.py runs. `chunks` names for each chunk its document and its place there, so that the kernels need not
+wait for the device to count them (document_chunks()). What the backward pass reads of the forward pass are further
+results of the operator, so selective checkpointing can keep them or compute them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from fxtune.kernels import recurrence
+from fxtune.upstream import fla
+
+CHUNK = 64
+"""Tokens of a chunk: flash-linear-attention's kernels have no other size."""
+
+
+def document_chunks(lengths: Sequence[int]) -> Tensor:
+    """int32 [chunks, 2], on the CPU: (document, chunk in the document) of each chunk of `lengths`, in order."""
+    counts = torch.tensor([-(-length // CHUNK) for length in lengths], dtype=torch.int64)
+    documents = torch.arange(len(counts)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+) -> Tensor:
+    """[tokens, heads, V] in the dtype of v, for the documents that `cu_seqlens` (int32) bounds.
+
+    q, k [tokens, key heads, K], each for heads / key heads value heads that follow one another. v [tokens, heads, V].
+    g: the logarithm of the decay, float32 [tokens, heads] or [tokens, heads, K]. beta [tokens, heads], or None.
+    """
+    return torch.ops.fxtune.linear_attention(q, k, v, g, beta, scale, cu_seqlens, chunks)[0]
+
+
+@torch.library.custom_op("fxtune::linear_attention", mutates_args=())
+def _linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, and what the kernels' backward pass reads: sums of g within a chunk, and one or two matrices
+    [tokens, heads, CHUNK]. Empty tensors where there is none."""
+    if q.is_cuda:
+        return fla.forward(q, k, v, g, beta, scale, cu_seqlens, chunks)
+    out = recurrence.forward(q, k, v, _by_number(g), beta, scale, cu_seqlens).to(v.dtype)
+    return out, *(v.new_empty(0) for _ in range(3))
+
+
+@_linear_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, none = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(0)
+    if not q.is_cuda:
+        return out, none, none.clone(), none.clone()
+    sums = torch.empty_like(g, dtype=torch.float32, memory_format=torch.contiguous_format)
+    matrix = [k.new_empty(*v.shape[:2], CHUNK) for _ in range(2)]
+    if beta is None:
+        return out, sums, none, none.clone()
+    return (out, sums, *matrix) if g.ndim == 3 else (out, sums, matrix[0], none)
+
+
+@torch.library.custom_op("fxtune::linear_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+    sums: Tensor,
+    first: Tensor,
+    second: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, g and beta, in their dtypes; of beta an empty tensor, if there is none."""
+    if q.is_cuda:
+        found = fla.backward(grad, q, k, v, beta, scale, cu_seqlens, chunks, sums, first, second)
+    else:
+        found = recurrence.backward(q, k, v, _by_number(g), beta, scale, cu_seqlens, grad)
+    dq, dk, dv, dg, dbeta = found
+    dbeta = v.new_empty(0) if beta is None or dbeta is None else dbeta.to(beta.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg.reshape(g.shape).to(g.dtype), dbeta
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+    sums: Tensor,
+    first: Tensor,
+    second: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    like = [torch.empty_like(of, memory_format=torch.contiguous_format) for of in (q, k, v, g)]
+    dq, dk, dv, dg = like
+    return dq, dk, dv, dg, v.new_empty(0) if beta is None else torch.empty_like(beta)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, g, beta, ctx.scale, cu_seqlens, chunks = inputs
+    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, chunks, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    q, k, v, g, beta, *bounds, sums, first, second = ctx.saved_tensors
+    found = torch.ops.fxtune.linear_attention_backward(grad, q, k, v, g, beta, ctx.scale, *bounds, sums, first, second)
+    dq, dk, dv, dg, dbeta = found
+    return dq, dk, dv, dg, None if beta is None else dbeta, None, None, None
+
+
+_linear_attention.register_autograd(_gradients, setup_context=_setup)
+
+
+def _by_number(g: Tensor) -> Tensor:
+    """[tokens, heads, K or 1]"""
+    return g if g.ndim == 3 else g.unsqueeze(-1)

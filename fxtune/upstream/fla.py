@@ -1,0 +1,132 @@
+"""The kernels of flash-linear-attention (package fla-core), forward and backward apart.
+
+What: chunk_*_fwd and chunk_*_bwd of fla.ops and causal_conv1d_fwd and _bwd of fla.modules.
+Why: torch.compile cannot trace the public functions, which switch it off and hold their own autograd.
+When they are gone: the range of fla-core in pyproject.toml ends before the version without them.
+
+All tensors are of one packed row: [tokens, ...] here, [1, tokens, ...] there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from torch import Tensor
+
+CHUNK = 64
+LOG2_E = 1.4426950408889634
+"""The kernels take powers of two."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of fxtune::linear_attention, see kernels/linear_attention.py."""
+    bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, chunk_indices=chunks)
+    options = dict(scale=scale, initial_state=None, output_final_state=False, **bounds)
+    none = v.new_empty(0)
+    if beta is None:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
+        from fla.ops.utils import chunk_local_cumsum
+
+        q, k = _repeated(q, k, v)
+        sums = chunk_local_cumsum(_row(g), chunk_size=CHUNK, scale=LOG2_E, **bounds)
+        out, _ = chunk_simple_gla_fwd(_row(q), _row(k), _row(v), sums, **options)
+        return out[0].to(v.dtype), sums[0], none, none.clone()
+    given = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(g), beta=_row(beta))
+    if g.ndim == 3:
+        from fla.ops.kda.chunk_fwd import chunk_kda_fwd
+
+        out, _, sums, scores, solved, *_ = chunk_kda_fwd(**given, **options)
+        return out[0].to(v.dtype), sums[0], scores[0], solved[0]
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    sums, out, solved, *_ = chunk_gated_delta_rule_fwd(**given, **options)
+    return out[0].to(v.dtype), sums[0], solved[0], none
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Optional[Tensor],
+    scale: float,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+    sums: Tensor,
+    first: Tensor,
+    second: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """The gradients of q, k, v, g and beta."""
+    bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, chunk_indices=chunks)
+    options = dict(scale=scale, initial_state=None, do=_row(grad), dht=None, **bounds)
+    if beta is None:
+        from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
+        from fla.ops.utils import chunk_local_cumsum
+
+        groups = v.shape[1] // k.shape[1]
+        wide_q, wide_k = _repeated(q, k, v)
+        dq, dk, dv, dg, _ = chunk_simple_gla_bwd(_row(wide_q), _row(wide_k), _row(v), _row(sums), None, **options)
+        dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **bounds)
+        dq, dk = (of[0].unflatten(1, (-1, groups)).sum(2) for of in (dq, dk))
+        return dq, dk, dv[0], dg[0], None
+    given = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(sums), beta=_row(beta))
+    if sums.ndim == 3:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd
+
+        dq, dk, dv, dbeta, dg, *_ = chunk_kda_bwd(**given, Aqk=_row(first), Akk=_row(second), **options)
+    else:
+        from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
+
+        dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(**given, A=_row(first), **options)
+    return dq[0], dk[0], dv[0], dg[0], dbeta[0]
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
+) -> Tensor:
+    """The result of fxtune::short_convolution."""
+    from fla.modules.causal_conv1d import causal_conv1d_fwd
+
+    out, _ = causal_conv1d_fwd(x.unsqueeze(0), weight, bias, None, **_of_convolution(silu, cu_seqlens, chunks))
+    return out[0]
+
+
+def convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    silu: bool,
+    cu_seqlens: Tensor,
+    chunks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias; of bias an empty tensor, if there is none."""
+    from fla.modules.causal_conv1d import causal_conv1d_bwd
+
+    dx, dweight, dbias, *_ = causal_conv1d_bwd(
+        x.unsqueeze(0), _row(grad), None, weight, bias, **_of_convolution(silu, cu_seqlens, chunks)
+    )
+    return dx[0], dweight, x.new_empty(0) if dbias is None else dbias
+
+
+def _of_convolution(silu: bool, cu_seqlens: Tensor, chunks: Tensor) -> dict[str, Any]:
+    return dict(activation="silu" if silu else None, cu_seqlens=cu_seqlens, chunk_indices=chunks)
+
+
+def _row(x: Tensor) -> Tensor:
+    return x.contiguous().unsqueeze(0)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k repeated for each head of v: this kernel shares none."""
+    groups = v.shape[1] // k.shape[1]
+    return (q, k) if groups == 1 else (q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1))

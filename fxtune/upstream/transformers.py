@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
 import sys
 import types
@@ -54,17 +55,38 @@ def rotates_by_name(kind: type[nn.Module]) -> bool:
 def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     """A copy of `forward`, a method of an attention that rotates_by_name(), that calls `function` in place of
     apply_rotary_pos_emb."""
-    forward = _renamed(forward)
+    return _with_functions(_renamed(forward), {ROPE: function})
+
+
+def _with_functions(forward: Any, functions: Mapping[str, Any]) -> Any:
+    """A copy of `forward` that calls `functions` by these names in place of its module's."""
     # The globals belong to a registered module, because torch.compile looks up a function's globals by their
     # module's name.
-    module = types.ModuleType(f"{forward.__module__}__{getattr(function, '__name__', 'other')}_{id(function):x}")
-    module.__dict__.update({**forward.__globals__, ROPE: function, "__name__": module.__name__})
+    numbers = "_".join(f"{id(function):x}" for function in functions.values())
+    module = types.ModuleType(f"{forward.__module__}__{forward.__qualname__.replace('.', '_')}_{numbers}")
+    module.__dict__.update({**forward.__globals__, **functions, "__name__": module.__name__})
     module = sys.modules.setdefault(module.__name__, module)
     copy = types.FunctionType(
         forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
+
+
+# The operators of a recurrent layer.
+#
+# What: the code of its forward, which calls module functions such as `causal_conv1d_fn` by their names.
+# Why: as for RoPE. transformers' own choice among implementations is made once, when a family's file is imported.
+
+
+@functools.cache
+def with_operators(forward: Any, replacements: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
+    """A copy of `forward` in which those functions that it calls and `replacements` names are what the replacement
+    makes of them. None if it calls none of them."""
+    plain = inspect.unwrap(forward)  # below what accelerate's hooks and former names of arguments need
+    called = {name: make for name, make in replacements if name in plain.__code__.co_names}
+    made = {name: make(plain.__globals__[name]) for name, make in called.items()}
+    return _with_functions(plain, made) if made else None
 
 
 def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:

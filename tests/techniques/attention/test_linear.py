@@ -21,7 +21,6 @@ FAMILIES = [
     "bailing_hybrid",
     "lfm2",
     "lfm2_moe",
-    "inkling2_text",
     "nemotron_h",
     "granitemoehybrid",
     "falcon_h1",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import slow_but
 from support.rows import write_jsonl
 from support.runs import history
 
@@ -114,7 +115,7 @@ def steps(run: str) -> list[tuple[float, ...]]:
     return [(line["train/loss"], line["train/kl"], line["train/grad_norm"]) for line in lines]
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", slow_but([True, False], True))
 def test_loss_does_not_depend_on_micro_batches(rows, packing):
     word = f"data.packing={packing}"
     whole = train("whole", word, "train.micro_batch_size=8")

@@ -62,7 +62,7 @@ def steps(run: str) -> list[tuple[float, ...]]:
     return [(line["train/loss"], line["train/accuracy"], line["train/grad_norm"]) for line in lines]
 
 
-@pytest.mark.parametrize(("packing", "fused"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("packing", "fused"), slow_but([(True, False), (False, True)], (True, False)))
 def test_objective_learns_by_the_public_command(rows, fused, packing, capsys):
     head = [f"techniques.liger.enabled={fused}", "techniques.liger.kernels=[fused_linear_cross_entropy]"]
     train("run.dir=run", f"data.packing={packing}", "data.eval_fraction=0.25", "train.max_steps=16", *head)
@@ -111,9 +111,15 @@ def verified(*words: str, objective: str = WORDS[0]) -> tuple[int, dict]:
     "words",
     [
         pytest.param(["data.packing=true", "objective.temperature=32"], id="packed"),
-        pytest.param(["data.packing=false", "data.buckets=[64,160]", "techniques.lora.enabled=false"], id="buckets"),
         pytest.param(
-            ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"], id="fused"
+            ["data.packing=false", "data.buckets=[64,160]", "techniques.lora.enabled=false"],
+            id="buckets",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"],
+            id="fused",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import slow_but
 from support.rows import write_jsonl
 from support.runs import history
 
@@ -246,7 +247,7 @@ def train(run: str, *words: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(
     ("lora", "packing"),
-    [pytest.param(True, True, id="adapters, packed"), pytest.param(False, False, id="full, padded")],
+    slow_but([(True, True), (False, False)], (True, True)),
 )
 def test_run_resumes_bit_for_bit_and_any_checkpoint_is_exported(pairs, lora, packing):
     words = [f"techniques.lora.enabled={lora}", f"data.packing={packing}"]

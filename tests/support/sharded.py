@@ -14,6 +14,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.training.run.state import copy_weights
 
 SERVER = multiprocessing.get_context("forkserver")
+PRELOADED = ["support.sharded", "support.sharding", "support.image_models", "torch.distributed.fsdp", "peft", "numpy"]
+"""What the server imports once, so that not every process of a test imports it."""
 
 
 def run_ranks(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
@@ -44,9 +47,9 @@ def run_ranks(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
 
     Raises AssertionError with the words of the first that raised.
     """
-    SERVER.set_forkserver_preload(
-        ["support.sharded", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-    )
+    SERVER.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):  # it does not get our sys.path
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as meeting:
         ends = []
         for rank in range(count):

@@ -178,7 +178,7 @@ def reward_margin(output: str) -> float:
     return of_output(output)["eval/reward_margin"]
 
 
-@pytest.mark.parametrize("word", ["", "techniques.lora.init=pissa", "model.adapter=base/adapter"])
+@pytest.mark.parametrize("word", slow_but(["", "techniques.lora.init=pissa", "model.adapter=base/adapter"], ""))
 def test_evaluation_of_an_export_compares_with_the_start_of_its_run(word):
     run = "run" if word else "base"
     if word:

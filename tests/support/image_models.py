@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from support.cases import slow_but
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -209,6 +210,8 @@ CONFIGS = {
     "smolvlm": ("smolvlm", IDEFICS),
     "idefics3": ("idefics3", IDEFICS),
 }
+FAMILIES = slow_but(CONFIGS, "qwen2_5_vl", "gemma3", "llava")
+"""Of the families, three are tried by `make test` and the others by `make test-all`."""
 SHAPES = [
     [4, (1, 2), 5],
     [6],

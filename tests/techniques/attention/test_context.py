@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, CPU, facts_of, tiny_model
-from support.cases import slow_but
+from support.cases import pairs, slow_but
 from support.forecasts import LLAMA, card
 from support.rank_threads import on_ranks
 from support.tables import natural, training
@@ -32,10 +32,10 @@ STARTS = torch.tensor([0, 5, 30, 48, 60, 96, 96, 96], dtype=torch.int32)
 """Two rows; two documents reach over the middle of the first one, and over both thirds of the second."""
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "ranks", "copies"), [(4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3)])
-@pytest.mark.parametrize("backend", [SDPA, EAGER, FLASH4])
+@pytest.mark.parametrize(("cut", "backend"), pairs([(4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3)], [SDPA, EAGER, FLASH4]))
 @pytest.mark.parametrize("window", [0, 7])
-def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, copies, backend, window):
+def test_attention_on_pieces_is_attention_on_the_row(cut, backend, window):
+    heads, key_heads, ranks, copies = cut
     backend.prepare()
     context.register(backend)
     assert context.key_copies(heads, key_heads, ranks) == copies

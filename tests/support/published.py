@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.decoder_sizes import decoder_sizes
+
 _SIZES = dict(
-    vocab_size=1091,
-    hidden_size=64,
-    intermediate_size=112,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    **decoder_sizes(vocabulary=1091, hidden=64, intermediate=112, heads=4, key_heads=2),
     max_position_embeddings=512,
     bos_token_id=1,
     eos_token_id=2,
@@ -44,9 +42,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "llama": _of("llama", num_hidden_layers=2, head_dim=24, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "gemma4_e2b": _of(
         "gemma4_text",
-        num_key_value_heads=1,
-        num_hidden_layers=10,
-        head_dim=24,
+        **decoder_sizes(key_heads=1, layers=10, head_dim=24),
         global_head_dim=48,
         sliding_window=32,
         vocab_size_per_layer_input=1091,
@@ -164,9 +160,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "dots3_note": _of(
         "dots3_note_text",
-        num_hidden_layers=4,
-        head_dim=32,
-        num_key_value_heads=4,
+        **decoder_sizes(layers=4, head_dim=32, key_heads=4),
         kv_lora_rank=20,
         q_lora_rank=24,
         qk_nope_head_dim=16,

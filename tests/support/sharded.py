@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from support.decoder_sizes import decoder_sizes
 from torch import nn
 
 from fxtune.checkpoint import folder as stored
@@ -272,12 +273,7 @@ class NoTokenizer:
 
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    **decoder_sizes(vocabulary=50, hidden=32, intermediate=48, layers=2, heads=4, key_heads=2),
 )
 """The shape of the small models below."""
 

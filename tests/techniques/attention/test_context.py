@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.architectures import ARCHITECTURES, CPU, facts_of, tiny_model
 from support.cases import pairs, slow_but
+from support.decoder_sizes import decoder_sizes
 from support.forecasts import LLAMA, card
 from support.rank_threads import on_ranks
 from support.tables import natural, training
@@ -200,10 +201,7 @@ def _llama(key_heads):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **decoder_sizes(32, 48, layers=2, heads=4),
             num_key_value_heads=key_heads,
             vocab_size=30_000,
             attn_implementation="sdpa",

@@ -7,6 +7,7 @@ import torch
 from support import image_models
 from support.architectures import ARCHITECTURES, FAMILIES, architecture
 from support.cases import slow_but
+from support.decoder_sizes import decoder_sizes
 
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.attention import isolation
@@ -75,9 +76,7 @@ def test_a_wide_model_is_tried_small():
                 "model_type": "stablelm",
                 "hidden_size": 128,
                 "intermediate_size": 100_000,
-                "num_hidden_layers": 200,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
+                **decoder_sizes(layers=200, heads=4, key_heads=4),
                 "vocab_size": 1_000_000,
             },
         )

@@ -325,6 +325,20 @@ def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     return made.summed_loss(given)
 
 
+def passed(model: Any, pipeline: Any, given: Any) -> Result:
+    """The result of one forward and backward pass. Gradients have the model's own names."""
+    model.zero_grad()
+    with pipeline.precision.context(given.input_ids.device):
+        loss = loss_of(pipeline, model, given)
+    loss.backward()
+    grads = {
+        name: parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return Result(loss.item(), logits(pipeline, model, given).cpu(), grads)
+
+
 def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     """Logits [supervised, vocabulary] in float32.
 

@@ -68,12 +68,8 @@ def test_a_run_on_images_resumes_in_training_in_questions_and_after_a_checkpoint
 
 
 QUICKSTART = [
-    "+recipe=quickstart",
-    "run.dir=run",
-    "train.max_steps=8",
-    "checkpoint.every=2",
-    "data.questions.path=null",
-    "data.cache_dir=cache",
+    *("+recipe=quickstart", "run.dir=run", "train.max_steps=8", "checkpoint.every=2"),
+    *("data.questions.path=null", "data.cache_dir=cache"),
 ]
 
 

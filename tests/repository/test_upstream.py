@@ -10,33 +10,13 @@ import pytest
 from support.imports import modules
 
 LIBRARIES = (
-    "transformers",
-    "peft",
-    "liger_kernel",
-    "datasets",
-    "hydra",
-    "accelerate",
-    "tokenizers",
-    "huggingface_hub",
+    *("transformers", "peft", "liger_kernel", "datasets", "hydra", "accelerate", "tokenizers", "huggingface_hub"),
 )
 INTERNALS = {
-    "__code__",
-    "__globals__",
-    "__closure__",
-    "co_names",
-    "getsource",
-    "_attn_implementation",
-    "_can_record_outputs",
-    "_global_mapping",
-    "_keys_to_ignore_on_load_unexpected",
-    "_keys_to_ignore_on_save",
-    "_model_mapping",
-    "_MODEL_TO_CONVERSION_PATTERN",
-    "_tied_weights_keys",
-    "_weight_conversions",
-    "all_tied_weights_keys",
-    "load_balancing_loss_func",
-    "eager_attention_forward",
+    *("__code__", "__globals__", "__closure__", "co_names", "getsource", "_attn_implementation"),
+    *("_can_record_outputs", "_global_mapping", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
+    *("_model_mapping", "_MODEL_TO_CONVERSION_PATTERN", "_tied_weights_keys", "_weight_conversions"),
+    *("all_tied_weights_keys", "load_balancing_loss_func", "eager_attention_forward"),
 }
 """Names of attributes and strings that reach into a library's objects."""
 ALLOWED = {

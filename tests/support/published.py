@@ -38,6 +38,16 @@ def yarn(**more: Any) -> dict[str, Any]:
     return {**given, "beta_fast": 32.0, "beta_slow": 1.0, **more}
 
 
+GEMMA4 = dict(
+    num_hidden_layers=6,
+    head_dim=24,
+    global_head_dim=48,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=32,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=30.0,
+)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama": _of("llama", num_hidden_layers=2, head_dim=24, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "gemma4_e2b": _of(
@@ -52,31 +62,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         final_logit_softcapping=30.0,
         layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2,
     ),
-    "gemma4_31b": _of(
-        "gemma4_text",
-        num_hidden_layers=6,
-        head_dim=24,
-        global_head_dim=48,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=32,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-    ),
+    "gemma4_31b": _of("gemma4_text", **GEMMA4),
     "gemma4_26b_moe": _of(
-        "gemma4_text",
-        num_hidden_layers=6,
-        head_dim=24,
-        global_head_dim=48,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=32,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-        enable_moe_block=True,
-        num_experts=6,
-        top_k_experts=2,
-        moe_intermediate_size=40,
+        "gemma4_text", **GEMMA4, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40
     ),
     "gemma3n_text": _of(
         "gemma3n_text",

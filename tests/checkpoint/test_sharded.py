@@ -17,12 +17,8 @@ from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 
 pytestmark = pytest.mark.slow
 FILES = [
-    "manifest.json",
-    "optimizer-1-of-2.safetensors",
-    "optimizer-2-of-2.safetensors",
-    "state.json",
-    "weights-1-of-2.safetensors",
-    "weights-2-of-2.safetensors",
+    *("manifest.json", "optimizer-1-of-2.safetensors", "optimizer-2-of-2.safetensors", "state.json"),
+    *("weights-1-of-2.safetensors", "weights-2-of-2.safetensors"),
 ]
 
 

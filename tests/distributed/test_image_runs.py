@@ -19,16 +19,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 pytestmark = pytest.mark.slow
 ROWS = (
-    "model.init=pretrained",
-    "model.path=model",
-    "model.architecture={}",
-    "data.sources=[{path: pictures/rows.jsonl}]",
-    "data.packing=false",
-    "train.epochs=null",
-    "train.max_steps=5",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=2",
-    "checkpoint.every=2",
+    *("model.init=pretrained", "model.path=model", "model.architecture={}"),
+    *("data.sources=[{path: pictures/rows.jsonl}]", "data.packing=false", "train.epochs=null", "train.max_steps=5"),
+    *("train.micro_batch_size=1", "train.global_batch_size=2", "checkpoint.every=2"),
 )
 """36 rows, of which each third has no image. In some steps no rank has an image."""
 TOWER = ("techniques.lora.vision=on", "techniques.lora.projector=on")

@@ -50,14 +50,7 @@ class Trace:
 
 
 OPERATIONS = {
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.truncate",
-    "os.link",
-    "os.symlink",
-    "shutil.rmtree",
+    *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"),
 }
 """Audit events of Python that change a folder. `open` for writing is added below."""
 

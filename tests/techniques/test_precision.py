@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from support.architectures import CPU, built, facts_of, lora, prepared_model, random_model
-from support.runs import history, losses
+from support.runs import history, losses, same_export
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
@@ -211,8 +210,7 @@ def test_a_resumed_run_continues_with_its_loss_scale(narrow, cwd, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             trainer.run(narrow)
     trainer.run(narrow)
-    whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert same_export("whole", "broken")
     for column in ("train/loss", "train/loss_scale", "train/skipped_steps"):
         assert [line.get(column) for line in history(Path("broken"))] == [line.get(column) for line in lines]
 

@@ -27,7 +27,7 @@ def prepared(family):
     return model
 
 
-@pytest.mark.parametrize("family", image_models.CONFIGS)
+@pytest.mark.parametrize("family", image_models.FAMILIES)
 def test_loss_and_gradients_are_those_of_plain_transformers(family):
     plain = image_models.model(family)
     shown = documents(family, plain)

@@ -16,6 +16,7 @@ from support import image_models
 from support.architectures import CPU, built, enable, facts_of, lora, prepared_model, random_model
 from support.cases import slow_but
 from support.compiled import compiled, learn, row
+from support.decoder_sizes import decoder_sizes
 from support.runs import history
 
 from fxtune.errors import ConfigError
@@ -227,11 +228,7 @@ CARD = Facts(
     techniques=enable(attention={"backend": "flash4"}, lora={}),
     model=dict(
         model_type="qwen3",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        **decoder_sizes(1024, 3072, heads=16, key_heads=8, head_dim=128),
     ),
 )
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.architectures import built, facts_of, logits, lora, prepared_model, random_model, trained
 from support.quantized import WIDE, kinds, qlora
-from support.runs import losses
+from support.runs import losses, same_export
 
 from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, ComputeDtype
@@ -114,8 +113,7 @@ def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monk
     trainer.run(narrow)
     assert seen == [0, 1, 2, 3, 2, 3, 4]
     assert losses(Path("broken")) == losses(Path("whole"))
-    whole, broken = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert same_export("whole", "broken")
 
 
 def test_auto_computes_in_the_dtype_of_the_other_matmuls():

@@ -98,15 +98,9 @@ def test_steps_of_dpo_have_the_tokens_and_the_work_that_a_run_counts(rows):
     """A run takes as many tokens a step, and what MFU counts for a reference is what the forecast adds."""
     write_pairs()
     words = (
-        "data.sources=[{path: pairs.jsonl}]",
-        "data.eval_fraction=0",
-        "data.packing=true",
-        "data.share_prompts=true",
-        "objective=dpo",
-        "techniques=lora",
-        "train.micro_batch_size=2",
-        "train.global_batch_size=4",
-        "train.epochs=1",
+        *("data.sources=[{path: pairs.jsonl}]", "data.eval_fraction=0", "data.packing=true"),
+        *("data.share_prompts=true", "objective=dpo", "techniques=lora", "train.micro_batch_size=2"),
+        *("train.global_batch_size=4", "train.epochs=1"),
     )
     config = rows(1, *words, "run.dir=run", "tracking.display=plain")
     here = replace(World.create(Device.cpu).facts(), cores=2)  # with many cores, what no core speeds up counts more

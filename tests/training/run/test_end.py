@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.bad_steps import disturb
 from support.cases import slow_but
 from support.endings import timeless
-from support.runs import history
+from support.runs import history, same_export
 
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, Export, StopMetric
@@ -54,14 +53,6 @@ def scripted(monkeypatch):
     monkeypatch.setattr(RunEnd, "evaluated", replace)
 
 
-def exported(folder: str) -> dict[str, torch.Tensor]:
-    return load_file(f"{folder}/adapter/adapter_model.safetensors")
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def rates(folder: str) -> dict[int, float]:
     return {line["train/step"]: line["train/lr"] for line in history(Path(folder)) if "train/lr" in line}
 
@@ -78,7 +69,7 @@ def test_early_stop_decays_from_the_best_weights_like_a_shorter_run(stopping, sc
     stopping.run.export = Export.last
     train.run(stopping)
     assert list(rates("run").values())[10:] == list(rates("plain").values())[6:] == [1e-3, 5e-4]
-    assert same(exported("run"), exported("plain"))
+    assert same_export("run", "plain")
 
 
 def test_early_stop_without_a_decay_exports_the_best_weights(stopping, scripted, cwd, said):
@@ -116,7 +107,7 @@ def test_run_killed_at_its_early_stop_ends_with_the_same_bits(stopping, scripted
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
     result = train.run(stopping)
-    assert same(exported("killed"), exported("undisturbed"))
+    assert same_export("killed", "undisturbed")
     assert timeless(result) == timeless(undisturbed)
     steps = [
         [line["train/step"] for line in history(Path(run)) if "train/loss" in line]
@@ -340,7 +331,7 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     with pytest.raises(KeyboardInterrupt):  # before the extended run has saved anything
         train.run(stopping)
     result = train.run(stopping)
-    assert same(exported("run"), exported("long"))
+    assert same_export("run", "long")
     dropped = 2 if name is ScheduleName.wsd else 0  # the decay of the short run
     assert result["train/step"] == 12 + dropped
     assert any("from 8 to 12 steps" in line and "schedule.warmup_steps=2" in line for line in said)
@@ -365,7 +356,7 @@ def test_extended_run_takes_a_short_last_step_again_with_all_of_its_rows(stoppin
     stopping.train.epochs = 2.0
     result = train.run(stopping)
     assert result["train/step"] == long["train/step"] + 1
-    assert same(exported("run"), exported("long"))
+    assert same_export("run", "long")
     # A run of one short step has no checkpoint from before it.
     stopping.run.dir, stopping.train.epochs = "one", 1.0
     stopping.train.micro_batch_size = stopping.train.global_batch_size = 128

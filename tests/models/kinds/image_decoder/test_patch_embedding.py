@@ -35,7 +35,7 @@ def test_results_and_gradients_are_those_of_the_convolution(convolution, shape):
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("family", image_models.CONFIGS)
+@pytest.mark.parametrize("family", image_models.FAMILIES)
 def test_no_family_keeps_a_convolution(family):
     """So channels-last memory and cuDNN's autotuner have nothing to act on."""
     model = image_models.model(family)

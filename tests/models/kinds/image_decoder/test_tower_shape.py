@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from support import image_models
-from support.image_models import CONFIGS
+from support.image_models import FAMILIES
 
 from fxtune.models.kinds.known import images_of
 
@@ -19,7 +19,7 @@ def test_windows_bound_the_keys_of_qwen2_5():
     assert work.scaled(2.5) == (5, 180, 180, 45, 2.5 * work.pairs)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_positions_follow_from_features(family):
     shape = shape_of(family)
     features = np.array([shape.tile * 3 or 12])

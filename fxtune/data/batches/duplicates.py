@@ -228,7 +228,7 @@ def describe(
     for number, (source, table) in enumerate(sides[: len(tables)]):
         copies, near = ~first_copies(table, seen), np.isin(table.digests, found.near)
         seen = np.union1d(seen, table.digests)
-        left_out, noun = np.flatnonzero(copies | near), tables[number].noun
+        left_out, noun = np.flatnonzero(copies | near), tables[number].format.noun
         if not len(left_out):
             yield f"{table.name}: data.dedup={data.dedup.value} finds no copies among {len(table):,} {noun}."
             continue

@@ -392,7 +392,7 @@ class EpochStream(RowSequence):
             ]
             prompts = " (all answers to a prompt are on one side)" if table.prompts is not None else ""
             nothing = f"nothing to {'evaluate on' if held_out else 'learn from'}"
-            lines.append(f"{table.name}: {nothing}. {table.noun}{prompts}: {', '.join(found) or 'none'}.")
+            lines.append(f"{table.name}: {nothing}. {table.format.noun}{prompts}: {', '.join(found) or 'none'}.")
         cure = "Raise data.eval_fraction, or name held-out data in data.eval_sources."
         if not held_out:
             cure = "Give the source rows with answers that fit a row, hold out fewer of them, or remove the source."

@@ -150,8 +150,8 @@ def notes_on_copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) ->
         uniques.append(unique)
         if repeated := int(times.sum()) - len(unique):
             yield (
-                f"{table.name}: {repeated:,} of {times.sum():,} {table.noun} are copies of others; the most frequent "
-                f"occurs {times.max():,} times."
+                f"{table.name}: {repeated:,} of {times.sum():,} {table.format.noun} are copies of others; the most "
+                f"frequent occurs {times.max():,} times."
             )
     if shared := sum(map(len, uniques)) - len(np.unique(np.concatenate(uniques))):
         yield f"{shared:,} documents are in several of data.sources; the model learns them from each source."

@@ -342,7 +342,7 @@ class Plan:
             cut = f"documents {over} were truncated"
             dropped = f"{over} were dropped, {lost}"
             if table.format.answers:
-                cut = f"{table.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
+                cut = f"{table.format.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
                 if table.split.dropped:
                     what = "answers alone are" if table.by_row.images is None else "answers, with the images, are"
                     dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
@@ -355,14 +355,14 @@ class Plan:
             for count, fate in (
                 (counts.split, f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
-                (counts.dropped, f"{table.noun} {dropped}."),
+                (counts.dropped, f"{table.format.noun} {dropped}."),
                 (
                     counts.without_targets,
                     f"{'groups' if table.is_grouped else 'documents or pieces'} had nothing to learn (no supervised "
                     "token after the first) and were left out.",
                 ),
                 (table.split.repeated_images, "images are repeated in later pieces of their chats."),
-                (counts.overlapping, f"{table.noun} are held out as well, and were left out of training."),
+                (counts.overlapping, f"{table.format.noun} are held out as well, and were left out of training."),
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")

@@ -178,7 +178,10 @@ def _too_long(
     if table.format.is_group:
         noun, cures = "group", "drop"
         if table.format.answers:
-            noun, cures = table.noun.removesuffix("s"), "drop, or to truncate, which cuts the beginning of its prompt"
+            noun, cures = (
+                table.format.noun.removesuffix("s"),
+                "drop, or to truncate, which cuts the beginning of its prompt",
+            )
             twin = " with its mismatched answer" * (
                 len(table) > len(table.by_group) and len(table.format.answers) == 1
             )

@@ -177,7 +177,6 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
 
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
-        # ShareGPT writes calls as the text of an answer: an object or a list of them.
         calls, content = _calls_in_text(content, f"{where}.{content_key}"), None
     if content is not None or not calls:
         message["content"], images = read_content(content, f"{where}.{content_key}")
@@ -282,7 +281,7 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
 
 
 def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
-    """The calls that a ShareGPT turn holds as JSON: an object or a list of them."""
+    """The calls in the text of a ShareGPT turn: a JSON object, or a list of objects."""
     value = parse_json(text, where) if isinstance(text, str) else text
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, Mapping) for call in calls):

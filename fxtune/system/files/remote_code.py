@@ -74,16 +74,8 @@ class _GuardedImport:
 
 
 def _guard(loader: Any) -> None:
-    """Put the guarded functions in place of the loader's, also where modules of transformers have imported them."""
-    from fxtune.errors import ConfigError
-
-    missing = [name for name in ("get_cached_module_file", "get_class_in_module") if not hasattr(loader, name)]
-    if missing:
-        raise ConfigError(
-            "This transformers runs the code of a model's folder by functions that fxtune does not know: "
-            f"{LOADER} has no {missing[0]}. fxtune cannot keep such code from running, so it stops. Install a version "
-            "of transformers that fxtune's pyproject.toml allows."
-        )
+    """Replace the loader's functions by guarded ones, also in modules of transformers that have imported them. Raises
+    AttributeError for a loader without them, whose code then cannot run either."""
     copy_file, run_copy = loader.get_cached_module_file, loader.get_class_in_module
 
     # The arguments have the names that transformers gives them: callers may use those.

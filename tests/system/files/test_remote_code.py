@@ -165,5 +165,5 @@ def test_child_processes_are_guarded(method, stranger, canary):
 
 
 def test_a_loader_without_the_guarded_functions_is_refused():
-    with pytest.raises(ConfigError, match="has no get_cached_module_file"):
+    with pytest.raises(AttributeError):
         remote_code._guard(object())

@@ -202,7 +202,7 @@ def test_text_of_other_roles_is_never_learned(style: str) -> None:
         min_size=1,
     )
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(turns)
     def check(turns: list[tuple[str, str]]) -> None:
         answers = [content for role, content in turns if role == "assistant"]
@@ -249,7 +249,7 @@ ROW = (
 def test_no_row_crashes_the_encoder(family: str) -> None:
     encoders = [Encoder(families.tokenizer(family), format) for format in FORMATS.values()]
 
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(ROW)
     def check(row: Any) -> None:
         for encoder in encoders:

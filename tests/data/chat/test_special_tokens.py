@@ -83,7 +83,7 @@ def test_quotes_do_not_change_the_chat_structure(family, marks):
     check()
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "two and two", " ", "\n\n", "é", "😀", "<|", "|>"]), max_size=8

@@ -242,7 +242,7 @@ def test_spans_with_calls_equal_those_of_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), FORMATS["messages"])
     stock = Encoder(families.tokenizer(family), FORMATS["messages"])
 
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(agents(family))
     def check(row: dict[str, Any]) -> None:
         expected, found = marked.encode([row])[0], stock.encode([row])[0]

@@ -60,7 +60,7 @@ def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), FORMATS["messages"])
     stock = Encoder(families.tokenizer(family), FORMATS["messages"])
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(conversations(family))
     def check(row: dict) -> None:
         expected, found = marked.encode([row])[0], stock.encode([row])[0]

@@ -74,7 +74,13 @@ def test_the_terminal_is_clean_and_the_folder_has_the_text_of_each_process(tmp_p
 def test_a_run_has_a_clean_terminal_and_a_developer_sees_warnings_or_has_them_raised(tmp_path):
     (tmp_path / "noisy.py").write_text(NOISE + PLUGIN)
     plugin = ("--plugin", str(tmp_path / "noisy.py"), QUICK)
-    short = ("train.max_steps=1", "data.questions.path=null", "run.report=false", "loader.num_workers=1", "run.dir=run")
+    short = (
+        "train.max_steps=1",
+        "data.questions.path=null",
+        "run.report=false",
+        "loader.num_workers=1",
+        "run.dir=run",
+    )
     done = started(tmp_path, "-m", "fxtune", "train", *plugin, *short)
     require_clean(done, (tmp_path / "run" / FILE).read_text())
     preview = ("-m", "fxtune", "preview", *plugin)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.encoded import encoded
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -34,12 +35,6 @@ def tokenizer_of(merged: list[str], normalizer=None) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", extra_special_tokens=special[:1])
     made.chat_template = families.template("chatml", marks=False)
     return made
-
-
-def encoded(encoder: Encoder, row: dict) -> Document:
-    (document,) = encoder.encode([row])
-    assert isinstance(document, Document), document
-    return document
 
 
 def first(document: Document) -> int:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 from support.cases import slow_but
+from support.encoded import encoded, learned, reason
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS
@@ -22,23 +23,6 @@ from fxtune.errors import DataError
 # (kind, bos, eos, others). Few, because test_template.py covers the alphabets of byte-level tokenizers.
 STYLES = ["bytelevel", "bytelevel_trimmed", "metaspace", "metaspace_prefixed"]
 CHAT = {"messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]}
-
-
-def encoded(encoder: Encoder, row: Any) -> Document:
-    (document,) = encoder.encode([row])
-    assert isinstance(document, Document), document
-    assert len(document.ids) == len(document.supervised)
-    return document
-
-
-def reason(encoder: Encoder, row: Any) -> str:
-    (found,) = encoder.encode([row])
-    assert isinstance(found, str), found
-    return found
-
-
-def learned(document: Document, tokenizer: Any) -> str:
-    return tokenizer.decode([token for token, learn in zip(document.ids, document.supervised, strict=True) if learn])
 
 
 @pytest.mark.parametrize("style", STYLES)

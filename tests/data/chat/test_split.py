@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.encoded import runs
 
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.chat.split import SplitChat, SplitCounts
@@ -17,14 +18,6 @@ from fxtune.data.formats.registry import FORMATS
 FAMILIES = ["chatml", "llama31", "gemma3", "phi3"]
 """The families whose templates write a turn in the same way at each place of a chat."""
 ENCODERS = {family: Encoder(families.tokenizer(family), FORMATS["messages"]) for family in [*FAMILIES, "qwen3"]}
-
-
-def runs(document: Document) -> list[tuple[int, ...]]:
-    """The supervised turns: their tokens, one run each."""
-    pairs = zip(document.ids, document.supervised, strict=True)
-    return [
-        tuple(token for token, _ in run) for learned, run in itertools.groupby(pairs, lambda pair: pair[1]) if learned
-    ]
 
 
 def encode(family: str, messages: list[dict]) -> Document:

@@ -143,7 +143,6 @@ class ImageTokensConfig:
     """A larger image is reduced to this many tokens."""
 
     def require_unset(self) -> None:
-        """Raise ConfigError if a bound is set."""
         if self.min is not None or self.max is not None:
             raise ConfigError(
                 "data.image_tokens is for models that read images, and this model reads text. Leave it out."

@@ -128,7 +128,7 @@ class RefreshData:
         tables, self.eval_tables = config.objective.accept([*old, *new], held, config.data)
         self.old_tables, self.new_tables = tables[: len(old)], tables[len(old) :]
         _require_same_data(parent, self.old_tables)
-        self.noun = old[0].noun
+        self.noun = old[0].format.noun
         """What is compared, for messages: `documents`, `pairs`, ..."""
         tables = [*self.old_tables, *self.eval_tables]
         held_out = [_held_out(self.old_tables, before.held_out_shares), *(table.digests for table in self.eval_tables)]
@@ -307,7 +307,7 @@ def _require_same_format(parent: Path, old: Sequence[TokenTable], new: Sequence[
 
     def kind(table: TokenTable) -> str:
         if table.format.answers:
-            return table.noun
+            return table.format.noun
         return "chats" if table.format.is_chat else table.format.name
 
     formats = {kind(table) for table in old}

@@ -1,15 +1,15 @@
 """Delivers batches on the device, ahead of their use.
 
-The main process knows what a micro-batch consists of (a few numbers) and sends that to a worker; the worker copies the
-tokens from the memory maps and sends tensors back. A worker holds nothing but open tables, so it starts at any step.
-On a GPU a batch is copied by its own stream while the one before it is computed, and its number of targets is rounded
-up (Batch.with_rounded_targets), so that steps have few shapes.
+The main process sends a worker the content of a micro-batch, a few numbers. The worker copies the tokens from the
+memory maps and sends tensors back. It holds only open tables, so it starts at any step. On a GPU a separate stream
+copies a batch while the batch before it is computed, and its number of targets is rounded up
+(Batch.with_rounded_targets), so that steps have few shapes.
 
-Workers are started by a fork server, a process that has no threads, imports torch once and is forked from then on:
-fork alone can hang, because torch and the tokenizer have started threads, and spawn takes seconds each time. A batch
-of 4 x 4096 tokens takes 0.2 ms, so workers matter only for tables on slow disks, and on a CPU none is started.
+Workers are started by a fork server, a process without threads that imports torch once: fork alone can hang, because
+torch and the tokenizer have started threads, and spawn takes seconds. A batch of 4 x 4096 tokens takes 0.2 ms, so
+workers matter only for slow disks and for images, and a CPU run has none.
 
-A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers continue where it stopped. After
+A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers go on where it stopped. After
 MAX_WORKER_DEATHS deaths the main process builds the batches itself. Each death prints a line.
 """
 
@@ -77,8 +77,8 @@ class LoaderConfig:
         return replace(self, num_workers=workers, pin_memory=cuda if self.pin_memory is None else self.pin_memory)
 
     def bounded(self, batch_bytes: int, free: int, shared: int) -> LoaderConfig:
-        """A copy with so few prefetched batches, and if needed so few workers, that all prefetched batches take at
-        most MEMORY_SHARE of `free` and SHARED_SHARE of `shared` bytes. `batch_bytes`: bytes of one batch."""
+        """A copy with fewer prefetched batches, and if needed fewer workers: all prefetched batches take at most
+        MEMORY_SHARE of `free` and SHARED_SHARE of `shared` bytes."""
         if not self.num_workers or not batch_bytes:
             return self
         room = int(min(free * MEMORY_SHARE, shared * SHARED_SHARE)) // batch_bytes
@@ -89,8 +89,8 @@ class LoaderConfig:
 
 
 def settle_loader(config: LoaderConfig, plan: Plan, device: torch.device) -> tuple[LoaderConfig, int]:
-    """(loader options for a plan on this machine, bytes of images in the largest of three batches). Raises ConfigError
-    as resolved()."""
+    """(loader options for a plan on this machine, bytes of images in the largest of three batches). Raises
+    ConfigError."""
     with_images = any(table.images is not None for table in plan.tables)
     resolved = config.resolved(device, with_images)
     if not with_images or not resolved.num_workers or not plan.steps:
@@ -152,7 +152,7 @@ class Loader:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of a
+        """End the workers of the last pass. torch ends them when nothing refers to the pass, but the traceback of a
         signal may refer to it until the interpreter exits, which then waits 5 s for each worker (torch 2.11)."""
         batches, self._pass = self._pass, None
         if (shutdown := end_workers(batches)) is None:  # the main process builds the batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -25,6 +25,12 @@ FAILED = 2000
 @dataclass(frozen=True)
 class _Failed:
     error: Exception
+
+
+def interruptible(world: World) -> AbstractContextManager[None]:
+    """In the body a signal raises Stopped at once. With several ranks it is only recorded: the ranks must agree first,
+    to stop together."""
+    return SIGNALS.interruptible() if world.size == 1 else SIGNALS.held()
 
 
 def shared(world: World, work: Callable[[], Result], doing: str) -> Result:

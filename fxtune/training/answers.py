@@ -184,8 +184,6 @@ class AnswerEvaluation:
     folder: Path
     answers: dict[str, list[str]] = field(default_factory=dict)
     """Keys: "before" and "after" training."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """Scores of the last answers: exact_match and each metric of `config.metrics`."""
     images: ImageProcessor | None = None
 
     @staticmethod
@@ -204,18 +202,18 @@ class AnswerEvaluation:
 
     def ask(
         self, model: PreparedModel, when: str, batch_sizes: RowsPerPass | None = None, world: World | None = None
-    ) -> float:
-        """Ask the questions. Keeps the answers under `when` unless it is empty, and rank 0 then writes their file.
-        `batch_sizes`, `world`: see answer(). Returns the share of exact matches."""
+    ) -> dict[str, float]:
+        """Ask the questions. Returns their scores() with keys like questions/exact_match. Unless `when` is empty, the
+        answers are kept under it, and rank 0 writes them to a file. `batch_sizes`, `world`: see answer()."""
         config, questions = self.config, self.questions
         sizes = config.batch_size, config.max_new_tokens, batch_sizes
         given = answer(model, self.tokenizer, questions, *sizes, world, self.images)
-        self.scores = scores(given, questions, config.metrics)
+        figures = {f"questions/{name}": score for name, score in scores(given, questions, config.metrics).items()}
         if when:
             self.answers[when] = given
             if world is None or world.main:
                 self._write(when)
-        return self.scores["exact_match"]
+        return figures
 
     def _write(self, when: str) -> None:
         lines = [

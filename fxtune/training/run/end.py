@@ -11,9 +11,6 @@ afterwards repeats the decision and ends with the same bits. A run that is kille
 A run with a deadline looks at the clock after its first two steps, which time a step, and then whenever half of the
 steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run of
 N steps the host waits for the device about log2(N) times more than without a deadline.
-
-A run that is given more steps after its start (train.max_steps, train.epochs) has its schedule extended. If the
-learning rate has decayed already, or the last step was short, it goes on from the checkpoint before that.
 """
 
 from __future__ import annotations
@@ -21,15 +18,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, StopMetric
-from fxtune.data.batches.plan import Plan
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.optim.schedule import EXTENDABLE, Schedule
@@ -106,6 +101,10 @@ class RunEnd:
     def _least_interval(self, schedule: Schedule) -> int:
         every = self.config.train.eval_every
         return every or (max(1, schedule.planned // EVALUATIONS) if self.stop.patience else 0)
+
+    def log_line_due(self, step: int) -> bool:
+        """Whether a log line is due after `step` steps, before the last one."""
+        return step % self.config.train.log_every == 0 or self.looks(step)
 
     def looks(self, step: int) -> bool:
         """Whether a log line is due after `step` steps because decide() must then look at the clock."""
@@ -324,49 +323,6 @@ class RunEnd:
         state.ending["reason"] = decision.reason.name
         state.schedule = schedule.saved()
 
-    def extended(
-        self, before: Schedule, new: Schedule, plan: Plan, go_back: Callable[[int], TrainState | None]
-    ) -> tuple[Schedule, str]:
-        """The schedule `before` of a run that ended, extended to the steps of `plan` and noted in the state, and a
-        line about it. `new`: the schedule of a new run. `go_back` restores a checkpoint: from before the decay if the
-        learning rate has decayed, or from before a short last step.
-
-        Raises ConfigError for a run that was started for more steps, or that has no weights from before its decay.
-        """
-        state, steps, path = self.state, plan.steps, self.file.parent
-        if steps <= before.planned:
-            raise ConfigError(
-                f"{path} was started for {before.planned} steps, and train.epochs and train.max_steps now ask for "
-                f"{steps}. A run can be extended, not shortened: raise these keys, or put them back."
-            )
-        origin: TrainState | None = state
-        decayed = before.branches and state.step > before.decay_start
-        # The rows of the shorter run may not have filled its last step.
-        learned = plan.epoch(state.step - before.dropped)
-        was_short = state.step == before.last and state.figures.get("train/epoch", learned) != learned
-        before_what = "the decay" if decayed else "the short last step"
-        if decayed or was_short:
-            origin = go_back(state.branch_step) if state.branch_step else None
-        if origin is None:
-            raise ConfigError(
-                f"{path} cannot be extended: the checkpoint from before {before_what} is missing. Start another run "
-                "from its weights (model.adapter, or model.path)."
-            )
-        data_steps = origin.step - origin.schedule.get("dropped", 0)
-        schedule = before.extended(steps, state.step, data_steps)
-        state.schedule, state.branch_step = schedule.saved(), None
-        for name in ("reason", "since", "reference", "branch_quality", "last_evaluation"):
-            state.ending.pop(name, None)
-        text = f"Extending {path} from {before.planned} to {steps} steps"
-        if schedule.dropped > before.dropped:
-            text += f". It goes on from its weights before {before_what}, after {data_steps} steps of the data"
-        if (warmup := schedule.warmup) != new.warmup:
-            text += (
-                f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
-                f"with schedule.warmup_steps={warmup}"
-            )
-        return schedule, f"{text}."
-
     def end_time(self, schedule: Schedule) -> float | None:
         """When the run will be done, in seconds since 1970; None without a deadline and a decision to end early."""
         step_seconds = self.clock.step_seconds
@@ -391,22 +347,3 @@ class RunEnd:
                 f"train.max_minutes={self.config.train.max_minutes:g} is over before the first step: start-up alone "
                 f"took {self.clock.seconds / 60:.2g} minutes. Raise it."
             )
-
-
-def require_extendable(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError for a run with another number of steps than at its start, if its recipe is laid out for a
-    number of steps."""
-    if not folder.extends:
-        return
-    changed = f"{folder.path} holds this run with another train.epochs or train.max_steps, and"
-    so = "laid out for a number of steps, so the run cannot be extended or shortened. Put these keys back, or start"
-    if config.schedule.name not in EXTENDABLE:
-        names = " or ".join(name.value for name in EXTENDABLE)
-        raise ConfigError(
-            f"{changed} schedule.name={config.schedule.name.value} is {so} another run: run.dir=NEW, with "
-            f"model.adapter or model.path to start from these weights. Runs with "
-            f"schedule.name={names} can be extended."
-        )
-    if config.train.batch_ramp or config.data.length_schedule:
-        staged = "train.batch_ramp" if config.train.batch_ramp else "data.length_schedule"
-        raise ConfigError(f"{changed} {staged} is {so} another run: run.dir=NEW.")

@@ -24,6 +24,7 @@ import torch
 from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
+from fxtune.optim.schedule import Schedule
 from fxtune.system.machine.energy import EnergyMeter
 from fxtune.system.process.profiler import kernel_times
 from fxtune.system.terminal.progress import phase
@@ -128,8 +129,8 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
         builder.oom_context("Measuring", MemoryPhase.training),
         phase("Measuring", plan.steps, "steps", part=FIRST_STEPS) as work,
     ):
-        rates = [builder.learning_rate(index, plan.steps) for index in range(plan.steps)]
-        taken = work.over((step, train_step(plan, step, rates[step.index])) for step in loader.steps())
+        schedule = Schedule.of(builder.config.schedule, builder.config.optimizer.lr, plan.steps)
+        taken = work.over((step, train_step(plan, step, schedule.rate(step.index))) for step in loader.steps())
         return _measure(builder, train_step, plan, taken, steps, warm_up, profile)
 
 

@@ -1,8 +1,7 @@
 """Writes the metrics of a run: always to metrics.jsonl, and to the trackers that the config names.
 
-Training goes on if a tracker fails: `Tracker.log` never raises and never waits. Each tracker runs in a process of its
-own that reads metrics.jsonl (client.py, worker.py).
-"""
+Training goes on if a tracker fails: `Tracker.log` never raises and never waits. Each tracker runs in a separate
+process that reads metrics.jsonl (client.py, worker.py)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """When a run ends: after its last step, early because evaluations have not improved for long, by `fxtune finish RUN`,
 or in time for a deadline (`train.max_minutes`).
 
-With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable
-phase: it goes back to their checkpoint and takes the steps that follow it in the data plan, at a falling rate. So the
-model is the one that a shorter run would have trained. With other schedules the run ends at once.
+With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable phase.
+It goes back to the checkpoint of these weights and takes the steps that follow in the data plan, at a falling rate.
+So it trains the same model as a shorter run. With other schedules the run ends at once.
 
-A decision that depends on a clock is taken by rank 0, is part of the state, and is saved at once: a run that is killed
-afterwards repeats the decision and ends with the same bits. A run that is killed before the save decides anew.
+Rank 0 takes the decisions that depend on a clock. A decision is part of the state and is saved at once, so a run that
+is killed afterwards ends with the same bits. A run that is killed before the save decides anew.
 
-A run with a deadline looks at the clock after its first two steps, which time a step, and then whenever half of the
-steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run of
-N steps the host waits for the device about log2(N) times more than without a deadline.
+A run with a deadline looks at the clock after its first two steps, which time a step. It looks again whenever half of
+the steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run
+of N steps the host waits for the device about log2(N) times more than without a deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FINISH = "finish"
 EVALUATIONS = 20
 """Evaluations of a run with train.stop whose train.eval_every is 0."""
 FOREVER = 2**31
-"""More steps than any run has."""
+"""A number of steps that stands for: not limited."""
 SLACK = 0.1
 """A decay is cut off for the deadline only if more than this share of it would be late."""
 LATE = 0.02
@@ -45,7 +45,7 @@ EVAL_SHARE = 0.05
 
 
 class Reason(IntEnum):
-    """Why a run ends before its last planned step. The highest one counts where several hold."""
+    """Why a run ends before its last planned step. Of several reasons the highest counts."""
 
     none = 0
     deadline = 1
@@ -65,7 +65,7 @@ class Decision:
 
 
 class RunEnd:
-    """Decides where a run ends. What it must remember is in `state.ending`, which checkpoints hold."""
+    """Decides where a run ends. Its memory is `state.ending`, which is part of a checkpoint."""
 
     def __init__(
         self,
@@ -78,8 +78,7 @@ class RunEnd:
         evaluation_steps: float = 0.0,
     ) -> None:
         """`compiles`: the first step and the first evaluation include compilation. `evaluation_steps`: about how many
-        steps take as long as an evaluation, for as long as none was measured.
-        """
+        steps take as long as an evaluation; used until an evaluation was measured."""
         self.config, self.world, self.clock, self.state = config, world, clock, state
         self.compiles, self.evaluation_steps = compiles, evaluation_steps
         self.file = folder / FINISH
@@ -138,8 +137,8 @@ class RunEnd:
         return save
 
     def begins_end(self, schedule: Schedule, full_steps: int) -> bool:
-        """Whether a longer run would go on otherwise from here, because the planned decay or a short last step begins.
-        The checkpoint is then due, and kept. `full_steps`: the run's steps without a short last step."""
+        """Whether the planned decay or a short last step begins here, which a longer run would not take. A checkpoint
+        is then due, and kept. `full_steps`: the run's steps without a short last step."""
         origin = min(schedule.decay_start, full_steps)
         begins = schedule.config.name in EXTENDABLE and 0 < self.state.step == origin < schedule.steps
         if begins:
@@ -162,8 +161,8 @@ class RunEnd:
         return (figures[self.judged], loss) if self.judged else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
-        """Stretch the interval of evaluations, once, so that all evaluations of the run, the last one included, take
-        no more than their share of the time."""
+        """Stretch the interval of evaluations, once, so that all evaluations of the run take no more than their share
+        of the time, the last evaluation included."""
         ending, step_seconds = self.state.ending, self.clock.step_seconds
         if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
             return False
@@ -184,10 +183,10 @@ class RunEnd:
         return schedule.branches and self.state.step >= schedule.decay_start
 
     def decide(self, schedule: Schedule, evaluated: bool, looks: bool) -> Decision | None:
-        """Whether the run is to end otherwise than `schedule` says; all ranks get the same answer.
+        """The decision to end the run otherwise than `schedule` says, the same on all ranks; None: go on.
 
-        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file that
-        `fxtune finish` writes.
+        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file of
+        `fxtune finish`.
         """
         if self.state.step >= schedule.last:
             return None
@@ -214,15 +213,14 @@ class RunEnd:
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
-        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for; FOREVER if
-        the number is not known."""
+        """(the reason to end now, the number of steps that there is time for, or FOREVER if it is not known)."""
         decided = bool(self.state.ending.get("reason"))
         requested = Reason.finish if not decided and self.file.exists() else Reason.none
         if self.deadline is None:
             return requested, FOREVER
         seconds, step_seconds = self.deadline - self.clock.seconds - self.reserve, self._step_seconds(schedule)
         if step_seconds is None:
-            # No step was measured by itself. The first one took longer than others will, which is still a bound.
+            # Only the first step was measured. It took longer than others will, so it is a bound.
             first = self.clock.first_step_seconds
             enough = seconds > (0.0 if first is None or self.compiles or decided else first)
             return (requested, FOREVER) if enough else (max(requested, Reason.deadline), 0)
@@ -257,15 +255,14 @@ class RunEnd:
 
     @property
     def reserve(self) -> float:
-        """Seconds of what comes after the last step: an evaluation, the questions, a checkpoint and the export."""
+        """Seconds after the last step: an evaluation, the questions, a checkpoint and the export."""
         last, step_seconds = self.clock.last_seconds, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
         evaluation = last["evaluation"] or self.evaluation_steps * step_seconds
         return evaluation + last["questions"] + 2 * last["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
-        """(the step from whose weights a decay would begin now, the steps of the decay). That is the current step,
-        unless the latest evaluation found its weights to be worse than earlier weights.
-        """
+        """(the step from whose weights a decay would begin now, the steps of the decay). It is the current step,
+        unless the latest evaluation has found earlier weights to be better."""
         best = self.state.branch_step
         origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
         assert origin is not None

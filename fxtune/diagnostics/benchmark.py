@@ -24,7 +24,6 @@ import torch
 from fxtune.config.root import Config
 from fxtune.data.batches.loader import Loader, StepBatches
 from fxtune.data.batches.plan import Plan
-from fxtune.optim.schedule import Schedule
 from fxtune.system.machine.energy import EnergyMeter
 from fxtune.system.process.profiler import kernel_times
 from fxtune.system.terminal.progress import phase
@@ -129,8 +128,8 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
         builder.oom_context("Measuring", MemoryPhase.training),
         phase("Measuring", plan.steps, "steps", part=FIRST_STEPS) as work,
     ):
-        schedule = Schedule.of(builder.config.schedule, builder.config.optimizer.lr, plan.steps)
-        taken = work.over((step, train_step(plan, step, schedule.rate(step.index))) for step in loader.steps())
+        rates = [builder.learning_rate(index, plan.steps) for index in range(plan.steps)]
+        taken = work.over((step, train_step(plan, step, rates[step.index])) for step in loader.steps())
         return _measure(builder, train_step, plan, taken, steps, warm_up, profile)
 
 

@@ -38,6 +38,7 @@ from fxtune.objectives.registry import OBJECTIVES
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
+from fxtune.optim.schedule import learning_rate
 from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
@@ -396,6 +397,10 @@ class RunBuilder:
                 parallel=config.parallel,
                 bucket_bytes=config.parallel.bucket_bytes(self.techniques.lora.enabled),
             )
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """The learning rate of step `step` of a run of `steps`."""
+        return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
 
     def own(self, plan: Plan) -> Plan:
         """This rank's part of `plan`: its micro-batches, and its piece of their rows."""

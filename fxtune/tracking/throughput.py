@@ -1,7 +1,7 @@
 """Throughput of training: model FLOPs, tokens/s, MFU, memory, and the time spent waiting for data.
 
-Model FLOPs count only what the model needs, so that extra work (recomputed activations, padding, attention to masked
-keys) lowers MFU instead of raising it:
+Model FLOPs count only the work that the model needs, so extra work (recomputed activations, padding, attention to
+masked keys) lowers MFU:
 
 - A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
   ones 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head is
@@ -10,8 +10,8 @@ keys) lowers MFU instead of raising it:
   masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
 - A vision encoder counts its linears for each patch of an image, its projector for each feature. All patches of an
-  image, or of a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass
-  (estimate/tower.py). An image's features are tokens of its document, so the decoder counts them as it counts text.
+  image, or of a tile, see each other: 4 L^2 d per head and layer forward. Frozen layers cost a forward pass
+  (estimate/tower.py). An image's features are tokens of its document, which the decoder counts like text.
 - A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
@@ -51,7 +51,7 @@ class TrainingCost:
     attention: tuple[tuple[int | None, float], ...]
     """(window in keys or None, FLOPs per pair of a query and a key) for each kind of layer."""
     tower: TowerCost | None = None
-    """Of images; None: the model reads none."""
+    """The cost of images; None: the model reads no images."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
         """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the vision
@@ -69,10 +69,9 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
 
     `forward_passes`: passes without gradient over the same tokens, in each step.
 
-    In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts stored
-    otherwise than in transformers' interface, layers without softmax attention. Norms, activations,
-    RoPE, routers and softmax are negligible and left out.
-    """
+    In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts
+    outside of transformers' interface, layers without softmax attention. Norms, activations, RoPE, routers and softmax
+    are negligible and left out."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
@@ -117,7 +116,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
 
 
 def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
-    """None: a layer has no attention, or one that reads other keys than those before it or in a window."""
+    """TrainingCost.attention; None if a layer has no attention, or attention that is neither causal nor windowed."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         return None
@@ -225,7 +224,7 @@ class Meter:
 
     def read(self, waited: float | None = None) -> dict[str, float]:
         """The metrics of the steps since the last read(). Call it after the loop has waited for the device. `waited`:
-        seconds that the rank which waited longest waited for data; None: this process is the only one."""
+        the longest wait of a rank for data, in seconds; None: this process is the only one."""
         seconds = max(self._clock() - self._began, 1e-9)
         figures = {
             "train/tokens": float(self.tokens),

@@ -187,7 +187,7 @@ def _killed(run: Callable[[], None], folder: Path) -> None:
         os.waitpid(child, 0)
         return
     steps = 0
-    own = trainer.Trainer.step
+    own = trainer.Steps.take
 
     def step(self: Any, *given: Any) -> Any:
         nonlocal steps
@@ -199,7 +199,7 @@ def _killed(run: Callable[[], None], folder: Path) -> None:
             time.sleep(0.01)
         return own(self, *given)
 
-    trainer.Trainer.step = step  # type: ignore[assignment, method-assign]
+    trainer.Steps.take = step  # type: ignore[assignment, method-assign]
     with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
         run()  # what is wrong with it the parent's run says
     os._exit(1)

@@ -62,8 +62,10 @@ ELSEWHERE = {
     "system/machine/packages.py": "a table; test_package_checks.py runs its tests",
     "system/terminal/units.py": "a constant",
     "training/run/export.py": "test_trainer.py, by whole runs",
+    "training/run/extension.py": "run/test_end.py, by whole runs",
     "training/run/start.py": "distributed/test_failure.py, on two ranks",
     "training/data/special_tokens.py": "models/test_untrained_tokens.py and test_end_tokens.py, by whole runs",
+    "training/steps.py": "test_trainer.py and faults/test_memory.py, by whole runs",
     "training/trial.py": "test_step_monitor.py, with runs that are not finite",
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }

@@ -180,10 +180,10 @@ def test_a_resumed_run_continues_with_its_loss_scale(narrow, cwd, monkeypatch):
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**34)
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 3)
     narrow.train.max_steps, narrow.train.global_batch_size, narrow.checkpoint.every = 22, 4, 2
-    real, untouched, seen = trainer.Trainer.step, [], []
+    real, untouched, seen = trainer.Steps.take, [], []
 
     def watched(self, step, lr):
-        if self.config.run.dir == "broken":
+        if self.builder.config.run.dir == "broken":
             seen.append(step.index)
             if len(seen) in (8, 20):  # before the scale has settled, and between two doublings
                 raise KeyboardInterrupt
@@ -193,7 +193,7 @@ def test_a_resumed_run_continues_with_its_loss_scale(narrow, cwd, monkeypatch):
         untouched.append(same != bool(done["finite"]))
         return done
 
-    monkeypatch.setattr(trainer.Trainer, "step", watched)
+    monkeypatch.setattr(trainer.Steps, "take", watched)
     narrow.run.dir = "whole"
     result = trainer.run(narrow)
     assert result["train/skipped_steps"] > narrow.train.max_skipped_steps, (

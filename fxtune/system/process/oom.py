@@ -106,6 +106,13 @@ def out_of_memory_message(part: str, rows: int, reason: str) -> str:
     return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
 
 
+class RowsExhausted(HardwareError):
+    """A part of a run ran out of memory, and its rows cannot be halved. Arguments: part, rows at once, reason."""
+
+    def __str__(self) -> str:
+        return out_of_memory_message(*self.args)
+
+
 class RowsPerPass:
     """Rows per forward pass in each part of a run (`training`, `evaluation`, `questions`), halved to fit in memory."""
 
@@ -114,9 +121,7 @@ class RowsPerPass:
         device: torch.device,
         reduced: dict[str, int] | None = None,
         note: Callable[[str], None] | None = None,
-        error: Callable[[str, int, str], HardwareError] = lambda *failed: HardwareError(
-            out_of_memory_message(*failed)
-        ),
+        error: Callable[[str, int, str], HardwareError] = RowsExhausted,
         drop: Callable[[], None] = lambda: None,
     ) -> None:
         """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.

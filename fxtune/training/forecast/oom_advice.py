@@ -1,9 +1,6 @@
 """Advice after running out of memory: single changes of the recipe, each with an estimate of the memory that it saves
-(techniques/estimate/memory.py).
-
-Each change is evaluated alone, with the model's sizes and the rows that did not fit. A change that a technique's
-`check` refuses on this machine is left out.
-"""
+(techniques/estimate/memory.py), for the model's sizes and the rows that did not fit. A change that a technique's
+`check` refuses on this machine is left out."""
 
 from __future__ import annotations
 

@@ -53,16 +53,16 @@ from fxtune.training.forecast.step_count import few_steps
 WHOLE_BYTES = 16 << 20
 """Files of a source up to this size in all are tokenized whole."""
 HEAD_BYTES = 2 << 20
-"""Of larger JSONL and text files, so much is tokenized."""
+"""Bytes of larger JSONL and text files that are tokenized."""
 START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
-"""From the start of the process to the second step, with warm caches: of a large model on a card
-(docs/performance.md), of a small one on a CPU (README)."""
+"""Seconds from the start of the process to the second step, with warm caches: a large model on a card
+(docs/performance.md), a small model on a CPU (README)."""
 SHORT = 10.0
 """Seconds of steps below which a run on a CPU is not forecast."""
 IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024
 """Assumptions without data: image tokens / all tokens, and the tokens of an image where its size decides them."""
 FORWARD = 0.35
-"""The time of a forward pass as a share of a training step's, without recomputation."""
+"""The time of a forward pass, as a share of the time of a training step without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,16 @@ class Lengths:
     """The tokens of a run's data."""
 
     epoch: int
-    """Tokens of the documents in an epoch, as rows have them: the prompt of a pair counts once if it is shared."""
+    """Tokens of the documents in the rows of an epoch: the prompt of a pair counts once if it is shared."""
     padded: int
-    """With padding: the tokens of the rows of an epoch."""
+    """Tokens of the rows of an epoch, with padding."""
     supervised_share: float
     attended: float
     """The mean over tokens of the length of the document that the token is in."""
     rows: float = 0.0
-    """Rows of an epoch; 0: full ones."""
+    """Rows of an epoch; 0: full rows."""
     steps: int | None = None
-    """Steps of the run, where all of its data was counted."""
+    """Steps of the run; None unless all of its data was counted."""
     epochs: float | None = None
     """The epochs of these steps."""
     held_out: int = 0
@@ -87,15 +87,15 @@ class Lengths:
     whole: float = 1.0
     """Tokens of whole documents for each token of `epoch`."""
     sampled: str = ""
-    """What was counted in place of everything; empty: everything."""
+    """The part of the data that was counted; empty: all."""
     images: TowerWork | None = None
-    """The images of an epoch; None: it has none."""
+    """The images of an epoch; None without images."""
     fullest: int = 0
-    """Features of images in the row that has the most."""
+    """The largest number of image features in a row."""
     image_bytes: int = 0
-    """Bytes of images that rows hold themselves, which are stored beside the cached tokens."""
+    """Bytes of images inside of rows, which are stored beside the cached tokens."""
     assumed: str = ""
-    """What was assumed of the images in place of the data; empty: nothing."""
+    """The assumption about images in place of the data; empty: none."""
 
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
@@ -357,7 +357,7 @@ def micro_batch_images(facts: Facts, plan: Plan) -> TowerWork | None:
 
 
 def _epoch_images(shape: TowerShape | None, plan: Plan) -> tuple[TowerWork | None, int]:
-    """The images of the first epoch, and the features in the row that has the most; None and 0 without images."""
+    """(the images of the first epoch, the largest number of features in a row); (None, 0) without images."""
     images, fullest = plan.epoch_images()
     if shape is None or not len(images):
         return None, 0
@@ -365,7 +365,7 @@ def _epoch_images(shape: TowerShape | None, plan: Plan) -> tuple[TowerWork | Non
 
 
 def _attended(plan: Plan) -> float:
-    """Lengths.attended; of an answer after a shared prompt, the length that takes as long."""
+    """Lengths.attended. An answer after a shared prompt counts as a document that takes the same time."""
     found = plan.stream.spans(plan.stream.epoch(0).segments)
     length, before = found.length.astype(float), found.shared.astype(float)
     return float(((length + before) ** 2 - before**2).sum() / length.sum())

@@ -98,7 +98,7 @@ def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monk
     narrow.data.packing, narrow.checkpoint.every, narrow.run.dir = True, 2, "whole"
     narrow.train.max_steps, narrow.train.global_batch_size, narrow.train.micro_batch_size = 5, 2, 1
     trainer.run(narrow)
-    real, seen = trainer.Trainer.step, []
+    real, seen = trainer.Steps.take, []
 
     def dying(self, step, lr):
         seen.append(step.index)
@@ -106,7 +106,7 @@ def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monk
             raise KeyboardInterrupt
         return real(self, step, lr)
 
-    monkeypatch.setattr(trainer.Trainer, "step", dying)
+    monkeypatch.setattr(trainer.Steps, "take", dying)
     narrow.run.dir = "broken"
     with pytest.raises(KeyboardInterrupt):
         trainer.run(narrow)

@@ -102,8 +102,8 @@ def test_run_killed_at_its_early_stop_ends_with_the_same_bits(stopping, scripted
     monkeypatch.setattr(owner, place, killing)
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
-    taken = train.Trainer.step
-    monkeypatch.setattr(train.Trainer, "step", lambda self, step, lr: _kill_once(taken, calls, self, step, lr))
+    taken = train.Steps.take
+    monkeypatch.setattr(train.Steps, "take", lambda self, step, lr: _kill_once(taken, calls, self, step, lr))
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
     result = train.run(stopping)
@@ -150,14 +150,14 @@ def test_early_stopping_without_its_needs_is_refused(stopping, key, value, messa
 def test_run_with_a_finish_file_decays_from_where_it_is(stopping, cwd, monkeypatch, said):
     """The latest evaluation, of step 4, is the best one, so nothing is dropped."""
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
-    step_of = train.Trainer.step
+    step_of = train.Steps.take
 
     def tell(self, step, lr):
         if step.index == 5:
             Path("run/finish").touch()
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", tell)
+    monkeypatch.setattr(train.Steps, "take", tell)
     monkeypatch.setitem(SCRIPT, 6, 1.0)
     result = train.run(stopping)
     assert [result[name] for name in ("train/step", "train/dropped_steps", "train/ended_early")] == [8, 0, "finish"]
@@ -181,14 +181,14 @@ class Time:
 @pytest.fixture
 def time(monkeypatch) -> Time:
     """The clock of runs, by which each step takes ten seconds and nothing else takes any."""
-    time, step_of = Time(), train.Trainer.step
+    time, step_of = Time(), train.Steps.take
     monkeypatch.setattr(train, "RunClock", lambda before: RunClock(time.startup, time))
 
     def count(self, step, lr):
         time.now += time.step
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", count)
+    monkeypatch.setattr(train.Steps, "take", count)
     return time
 
 
@@ -219,7 +219,7 @@ def test_deadline_leaves_time_for_the_decay(timed, cwd, time, said):
 def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkeypatch, time):
     """Evaluations may take half of the time, and take 45 s each; a step takes 10 s until the run is killed, then 40 s."""
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, 0.5, 1
-    measure, step_of = HeldOutEvaluation.measure, train.Trainer.step
+    measure, step_of = HeldOutEvaluation.measure, train.Steps.take
 
     def slow(self, *arguments):
         time.now += 45.0
@@ -229,11 +229,11 @@ def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkey
 
     def once(self, step, lr):
         if step.index == 3:
-            monkeypatch.setattr(train.Trainer, "step", step_of)
+            monkeypatch.setattr(train.Steps, "take", step_of)
             raise KeyboardInterrupt
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", once)
+    monkeypatch.setattr(train.Steps, "take", once)
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
     time.step = 40.0
@@ -319,15 +319,15 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     stopping.schedule.warmup_steps = 0.2
     short = train.run(stopping)
     stopping.train.max_steps = 12
-    step_of = train.Trainer.step
+    step_of = train.Steps.take
 
     def kill(self, step, lr):
         if step.index == 9:
-            monkeypatch.setattr(train.Trainer, "step", step_of)
+            monkeypatch.setattr(train.Steps, "take", step_of)
             raise KeyboardInterrupt
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", kill)
+    monkeypatch.setattr(train.Steps, "take", kill)
     with pytest.raises(KeyboardInterrupt):  # before the extended run has saved anything
         train.run(stopping)
     result = train.run(stopping)

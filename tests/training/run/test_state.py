@@ -25,7 +25,7 @@ def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lo
     narrow.train.max_steps = 7
     train.run(narrow)
     narrow.run.dir = "interrupted"
-    take_step, taken = train.Trainer.step, []
+    take_step, taken = train.Steps.take, []
 
     def interrupt(self, step, lr):
         taken.append(step.index)
@@ -33,7 +33,7 @@ def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lo
             raise KeyboardInterrupt
         return take_step(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", interrupt)
+    monkeypatch.setattr(train.Steps, "take", interrupt)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train.run(narrow)

@@ -20,9 +20,9 @@ from rich.text import Text
 from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
+from fxtune.estimate.machines import CARD_MODELS, card_name, machine
 from fxtune.system.terminal.console import plain, say, table, unicode
 from fxtune.system.terminal.units import GIB, format_bytes, format_seconds
-from fxtune.techniques.estimate.machines import CARD_MODELS, card_name, machine
 from fxtune.training.forecast.run_forecast import (
     Lengths,
     RunForecast,

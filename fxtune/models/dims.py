@@ -15,10 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from fxtune.models.experts import experts_per_token
 from fxtune.models.structure import beside_text, decoder_layers, skeleton
-
-EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-"""Names in configs of the number of experts that a token uses, for routers that do not keep it as `top_k`."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +160,13 @@ def matmul_sizes(module: nn.Module) -> tuple[int, int] | None:
     return None if inner else sizes(module)
 
 
-def experts_used(modules: Iterable[Any], config: Any) -> int | None:
-    """How many experts a token uses, from a layer's or a model's router or the text model's config; None: neither
-    says."""
-    own = (module.top_k for module in modules if isinstance(getattr(module, "top_k", None), int))
-    named = (used for name in EXPERTS_USED if isinstance(used := getattr(config, name, None), int))
-    return next(own, None) or next(named, None)
+def key_copies(heads: int, key_heads: int, ranks: int) -> int:
+    """How often each key head is sent where `ranks` ranks divide the heads, so that every rank gets the key heads of
+    its query heads: the least divisor of
+    heads / key_heads with which `ranks` divides key_heads * copies, or heads / key_heads itself."""
+    groups = heads // key_heads
+    fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
+    return next(fitting, groups)
 
 
 @functools.lru_cache(maxsize=16)
@@ -237,7 +236,7 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
     q = sum(each.heads * each.value_width for each in attentions) or q
     experts, expert_inner, used = _experts(layer), 0, 1
     if experts:
-        used = experts_used(named.values(), text) or 1
+        used = experts_per_token(named.values(), text) or 1
         of_one = [weight[0].numel() for weight in experts]
         expert_inner = of_one[-1] // hidden
         kept[1] += used * sum(of_one) // hidden

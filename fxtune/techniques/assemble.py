@@ -26,8 +26,8 @@ from fxtune.models.structure import beside_text, for_images, skeleton
 from fxtune.models.weights import fits_whole
 from fxtune.techniques import divided_weights
 from fxtune.techniques.attention import tower
+from fxtune.techniques.experts.full import compute_experts
 from fxtune.techniques.lora import targets, trained_tokens
-from fxtune.techniques.lora.experts import compute_experts
 from fxtune.techniques.pipeline import Pipeline, acting
 from fxtune.techniques.quantize.selection import takes_rows
 

@@ -19,6 +19,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
+from fxtune.models.experts import divisible_experts
 from fxtune.models.structure import (
     backbone,
     decoder_layers,
@@ -29,11 +30,7 @@ from fxtune.models.structure import (
 )
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.lora.experts import (
-    EXCHANGE,
-    divisible_experts,
-    exchange_of,
-)
+from fxtune.techniques.experts.run import EXCHANGE, exchange_of
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8

@@ -24,7 +24,7 @@ from torch import Tensor
 from fxtune.distributed.world import World
 from fxtune.facts.options import RouterOptions
 from fxtune.facts.run import Facts
-from fxtune.models.dims import experts_used
+from fxtune.models.experts import experts_per_token
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import backbone, skeleton, without_dropout
 from fxtune.techniques.base import Evidence, Technique
@@ -100,7 +100,7 @@ def _own_loss(model: Any, logits: tuple[Tensor, ...]) -> Any:
     """transformers' auxiliary loss of the logits of all routers."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     text = model.config.get_text_config()
-    used = experts_used(base.modules(), text)
+    used = experts_per_token(base.modules(), text)
     loss = router_loss(base)
     assert loss is not None, "_without_loss() has looked"
     return loss(logits, logits[0].shape[-1], used)

@@ -33,11 +33,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxtune.estimate.cards import peak_flops
+from fxtune.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost, weight_flops
 from fxtune.models.dims import Shape, matmul_sizes
+from fxtune.models.experts import described_per_token, follows_interface
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.cards import peak_flops
-from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost, weight_flops
-from fxtune.techniques.lora.experts import follows_interface, used_experts
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
     where = {"body": 0.0, "head": 0.0}
-    used = used_experts(model, config.get_text_config())
+    used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
     of_images = {id(module) for module in ImageParts.of(model) or ()}

@@ -25,6 +25,7 @@ from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
+from fxtune.estimate.memory import scattered_parameters
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
@@ -57,8 +58,7 @@ from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.estimate.memory import scattered_parameters
-from fxtune.techniques.lora.experts import observe_computed
+from fxtune.techniques.experts.full import observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish

@@ -33,7 +33,7 @@ from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.kernels.all_to_all import all_to_all
 from fxtune.kernels.autocast import compute_dtype
-from fxtune.models.dims import Shape, position_limit
+from fxtune.models.dims import Shape, key_copies, position_limit
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import without_dropout
 from fxtune.system.process.profiler import OperatorCounter
@@ -132,14 +132,6 @@ def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
     parts = out.unflatten(1, (ranks, length // ranks)).transpose(0, 1)
     received = all_to_all(parts.contiguous(), group)  # [ranks, rows, piece, heads / ranks, d]
     return received.permute(1, 2, 0, 3, 4).reshape(rows, length // ranks, -1, width)
-
-
-def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is sent, so that every rank gets the key heads of its query heads: the least divisor of
-    heads / key_heads with which `ranks` divides key_heads * copies, or heads / key_heads itself."""
-    groups = heads // key_heads
-    fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
-    return next(fitting, groups)
 
 
 def refusals(facts: Facts) -> Iterator[str]:

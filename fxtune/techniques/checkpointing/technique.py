@@ -3,7 +3,7 @@
 The levels, from keeping little to keeping much, are in facts/recomputation.py. Host memory can hold what
 layers keep (offload.py; free if a layer computes longer than the copy takes, from some thousand tokens on). The MLP
 can run in parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest
-combination that fits the free memory (techniques/estimate).
+combination that fits the free memory (fxtune/estimate).
 
 Layers are wrapped here and not by transformers' own switch, which changed its name and its meaning within the
 supported versions, and acts only in training mode. torch's non-reentrant checkpoint needs no input that requires a
@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
+from fxtune.estimate import step_time
+from fxtune.estimate.memory import Need, forecast
 from fxtune.facts.execution import Execution
 from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
@@ -38,10 +40,8 @@ from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
 from fxtune.techniques.checkpointing.verify import Proof, tower_evidence
-from fxtune.techniques.estimate import step_time
-from fxtune.techniques.estimate.memory import Need, forecast
+from fxtune.techniques.experts.adapted import grouped, operator_of
 from fxtune.techniques.lora import fuse
-from fxtune.techniques.lora.experts import grouped, operator_of
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 

@@ -19,11 +19,12 @@ from torch import nn
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.rotary import apply_rotary
+from fxtune.models.peft_adapter import ADAPTER
 from fxtune.models.prepared import Fusion
 from fxtune.models.replacement import places, put
 from fxtune.models.structure import projectors, skeleton, towers
 from fxtune.system.process.profiler import OperatorCounter
-from fxtune.techniques.lora.experts import grouped, wrappers
+from fxtune.techniques.experts.adapted import grouped, wrappers
 from fxtune.techniques.lora.families import (
     ATTENTION,
     MLP,
@@ -32,7 +33,7 @@ from fxtune.techniques.lora.families import (
     observe_attentions,
     runs_on_given,
 )
-from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
+from fxtune.techniques.lora.frozen_weights import storage_kind
 from fxtune.techniques.lora.fused_modules import FusedAttention, FusedMlp, fuse_linear
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized

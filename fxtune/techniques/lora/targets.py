@@ -28,6 +28,7 @@ from fxtune.facts.execution import Adapters
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.facts.run import Facts
 from fxtune.models.dims import built
+from fxtune.models.experts import is_described
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
@@ -42,7 +43,6 @@ from fxtune.models.structure import (
     without_dropout,
 )
 from fxtune.techniques.lora import trained_tokens
-from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
 

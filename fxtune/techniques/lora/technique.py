@@ -42,9 +42,9 @@ from fxtune.models.structure import (
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.terminal.console import say
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.experts.adapted import group_experts, observe_experts
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
-from fxtune.techniques.lora.experts import group_experts, observe_experts
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each

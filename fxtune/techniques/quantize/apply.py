@@ -13,21 +13,21 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
+from fxtune.models.experts import experts_of
 from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import places, put
 from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.quantize.quantized_experts import (
+from fxtune.techniques.experts.quantized import (
     TENSORS,
     QuantizedExperts,
     Storage,
-    experts_of,
     hold_mxfp4,
     in_place_of,
     quantize_experts,
     quantize_tensor,
 )
-from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
+from fxtune.techniques.experts.quantized import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantize.selection import experts_type, linears_of
 from fxtune.techniques.quantized_modules import (
     dequantized,

@@ -31,14 +31,15 @@ from fxtune.facts.execution import Execution, Quantized
 from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.experts import experts_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.experts.quantized import TENSORS, leaves_linears
 from fxtune.techniques.quantize import check, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model
 from fxtune.techniques.quantize.check import PACKAGE
-from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
 from fxtune.techniques.quantize.selection import (
     expert_weights,
     experts_refusal,

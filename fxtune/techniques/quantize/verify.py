@@ -17,8 +17,8 @@ from fxtune.models.structure import without_dropout
 from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.quantize.quantized_experts import TENSORS, QuantizedExperts
-from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
+from fxtune.techniques.experts.quantized import TENSORS, QuantizedExperts
+from fxtune.techniques.experts.quantized import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import Fp8Embedding, Fp8Head, dequantized, stored_bytes
 
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}

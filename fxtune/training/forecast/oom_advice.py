@@ -1,5 +1,5 @@
 """Advice after running out of memory: single changes of the recipe, each with an estimate of the memory that it saves
-(techniques/estimate/memory.py).
+(estimate/memory.py).
 
 Each change is evaluated alone, with the model's sizes and the rows that did not fit. A change that a technique's
 `check` refuses on this machine is left out.
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import WORKSPACES, Need
 from fxtune.facts.options import Offloaded, Policy, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import state_of
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.memory import WORKSPACES, Need
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize.selection import takes_experts
 

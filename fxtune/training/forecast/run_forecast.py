@@ -1,6 +1,6 @@
 """A run before it is started, on a machine that need not be here: the memory it takes, its steps, its time, its disk.
 
-Everything is arithmetic on the model's config and the recipe (techniques/estimate). Of the data only the lengths
+Everything is arithmetic on the model's config and the recipe (fxtune/estimate). Of the data only the lengths
 matter. They come from the cache of tokens or from the rows themselves; of large files from their first rows.
 """
 
@@ -21,6 +21,17 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
+from fxtune.estimate.cards import rates
+from fxtune.estimate.cpu_speed import cpu_speed
+from fxtune.estimate.memory import Need, trained_parameters
+from fxtune.estimate.step_time import (
+    forward_seconds,
+    micro_batch_seconds,
+    tower_seconds,
+    update_seconds,
+)
+from fxtune.estimate.tower import tower_shape
+from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.image_decoder.tower_shape import TowerShape, TowerWork
 from fxtune.models.kinds.known import kind_of
@@ -33,17 +44,6 @@ from fxtune.settle.rows import decide_rows
 from fxtune.settle.settled import settle
 from fxtune.settle.stages import Stage
 from fxtune.system.machine.facts import MachineFacts
-from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.cpu_speed import cpu_speed
-from fxtune.techniques.estimate.memory import Need, trained_parameters
-from fxtune.techniques.estimate.step_time import (
-    forward_seconds,
-    micro_batch_seconds,
-    tower_seconds,
-    update_seconds,
-)
-from fxtune.techniques.estimate.tower import tower_shape
-from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.data.run_data import run_data
 from fxtune.training.forecast import oom_advice
@@ -251,7 +251,7 @@ def _compared(config: Config, epochs: float) -> Objective:
 
 
 def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | None:
-    """Seconds of the steps of `plan` on the cores of this machine, which are timed (techniques/estimate/cpu_speed.py);
+    """Seconds of the steps of `plan` on the cores of this machine, which are timed (estimate/cpu_speed.py);
     None for so few that timing is not worth it. `facts`: with techniques decided. `forward_passes`: as
     micro_batch_seconds() has it."""
     summary, kept = plan.summary(), facts.execution.recompute

@@ -15,6 +15,7 @@ from support.tables import natural, training
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.models.dims import key_copies
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, without_dropout
@@ -38,7 +39,7 @@ STARTS = torch.tensor([0, 5, 30, 48, 60, 96, 96, 96], dtype=torch.int32)
 def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, copies, backend, window):
     backend.prepare()
     context.register(backend)
-    assert context.key_copies(heads, key_heads, ranks) == copies
+    assert key_copies(heads, key_heads, ranks) == copies
     module = _llama_attention(heads, key_heads)
     shapes = [(2, heads, LENGTH, 8), (2, key_heads, LENGTH, 8), (2, key_heads, LENGTH, 8)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]

@@ -17,6 +17,8 @@ from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 from support.forecasts import TECHNIQUES, card
 
+from fxtune.estimate import step_time
+from fxtune.estimate.memory import LayerBytes, forecast
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.recomputation import LEVELS
 from fxtune.facts.run import Facts
@@ -29,8 +31,6 @@ from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate import step_time
-from fxtune.techniques.estimate.memory import LayerBytes, forecast
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 EXACT = {

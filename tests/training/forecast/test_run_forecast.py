@@ -16,9 +16,9 @@ from fxtune.config import compose
 from fxtune.data.batches.build import prepare_data
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
+from fxtune.estimate.machines import machine
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.machines import machine
 from fxtune.tracking.throughput import training_cost
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast import run_forecast

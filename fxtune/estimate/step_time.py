@@ -15,12 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
-from fxtune.facts.recomputation import LEVELS, RecomputePlan
-from fxtune.facts.run import Facts
-from fxtune.models.dims import Layer, Shape
-from fxtune.models.kinds.image_decoder.tower_shape import TowerWork
-from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.memory import (
+from fxtune.estimate.cards import rates
+from fxtune.estimate.memory import (
     LayerBytes,
     Need,
     divides_experts,
@@ -29,7 +25,11 @@ from fxtune.techniques.estimate.memory import (
     trained_parameters,
     unpacked_bytes,
 )
-from fxtune.techniques.estimate.tower import has_gradients, planned_cost, tower_level
+from fxtune.estimate.tower import has_gradients, planned_cost, tower_level
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
+from fxtune.facts.run import Facts
+from fxtune.models.dims import Layer, Shape
+from fxtune.models.kinds.image_decoder.tower_shape import TowerWork
 
 ROWS = 4096
 """An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""

@@ -51,14 +51,14 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from fxtune.estimate.tower import has_gradients, image_memory, image_numbers
 from fxtune.facts.recomputation import RecomputePlan, pinned_bytes
 from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Layer, Shape
+from fxtune.models.experts import divisible_experts
 from fxtune.models.structure import skeleton
-from fxtune.techniques.estimate.tower import has_gradients, image_memory, image_numbers
-from fxtune.techniques.lora.experts import divisible_experts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPARE = 0.04

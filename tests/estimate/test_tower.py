@@ -13,6 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import forecast, trained_parameters
+from fxtune.estimate.tower import (
+    BATCHES,
+    ImageParts,
+    image_memory,
+    image_numbers,
+    tower_cost,
+)
 from fxtune.facts.options import LoraOptions
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
@@ -20,14 +28,6 @@ from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embe
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate.memory import forecast, trained_parameters
-from fxtune.techniques.estimate.tower import (
-    BATCHES,
-    ImageParts,
-    image_memory,
-    image_numbers,
-    tower_cost,
-)
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline

@@ -17,7 +17,7 @@ where that is possible (hold_mxfp4()): codes and exponents go from the files to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,19 +31,17 @@ from fxtune.kernels import fp8_experts
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, pack_mxfp4, unpack
+from fxtune.models.experts import FIRST, LAST
 from fxtune.models.replacement import PackedExperts
 from fxtune.models.shards import StoresRows, mark_joined, mark_mxfp4
-from fxtune.techniques.lora.experts import (
-    FIRST,
-    LAST,
+from fxtune.techniques.experts.adapted import run_grouped
+from fxtune.techniques.experts.run import (
     OwnExperts,
     biases_of,
-    follows_interface,
     halves_of,
     no_adapter,
     one_operator,
     run_experts,
-    run_grouped,
 )
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
@@ -57,11 +55,6 @@ SMALL = 2**24
 """Where experts are in fp8 and all other linears have fewer weights, these stay in 16 bits: beside experts they take
 hardly any memory, and to quantize their input and to add their adapter takes about as long as the faster product saves
 (by calculation)."""
-
-
-def experts_of(model: nn.Module) -> Iterator[Any]:
-    """The modules that hold all experts of a layer."""
-    return (module for module in model.modules() if follows_interface(module))
 
 
 def leaves_linears(quantize: QuantizeOptions, experts: bool, largest: int) -> bool:

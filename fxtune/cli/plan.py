@@ -121,7 +121,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "images": images and images.images,
         "image_tokens": images and images.features,
         "patches": images and images.patches,
-        "tower_seconds": forecast.tower_seconds,
+        "tower_seconds": forecast.image_seconds,
     }
 
 
@@ -174,8 +174,8 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
         (
             "vision encoder",
-            f"{forecast.tower_seconds:,.3g} s of a step ({forecast.tower_seconds / forecast.step_seconds:.0%})"
-            if forecast.tower_seconds
+            f"{forecast.image_seconds:,.3g} s of a step ({forecast.image_seconds / forecast.step_seconds:.0%})"
+            if forecast.image_seconds
             else "",
         ),
         ("images", _images(forecast.lengths)),

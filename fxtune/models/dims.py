@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from fxtune.models.experts import experts_per_token
+from fxtune.models.flops import matmul_sizes
 from fxtune.models.structure import beside_text, decoder_layers, skeleton
 
 
@@ -140,24 +141,6 @@ def built(config: dict[str, Any]) -> nn.Module:
         model = skeleton({"model_type": "llama", **{name: text[name] for name in LLAMA if text.get(name)}})
         assert model is not None
     return model
-
-
-def matmul_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a module that multiplies by its own matrix; None for others.
-
-    The module is recognized by its attributes, so quantized and fused linears count with their logical size. Of a
-    wrapper with the same attributes, such as PEFT's, only the inner linear counts.
-    """
-
-    def sizes(candidate: nn.Module) -> tuple[int, int] | None:
-        names = ("nx", "nf") if type(candidate).__name__ == "Conv1D" else ("in_features", "out_features")  # GPT-2
-        rows, columns = (getattr(candidate, name, None) for name in names)
-        if isinstance(getattr(candidate, "base_layer", None), nn.Embedding):  # PEFT's embedding
-            return None
-        return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
-
-    inner = any(sizes(child) for child in module.modules() if child is not module)
-    return None if inner else sizes(module)
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:

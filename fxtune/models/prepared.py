@@ -157,7 +157,7 @@ class PreparedModel:
     offload: HostCopies | None = None
     """What sends tensors of layers to host memory and fetches them."""
     reads_sizes_on_host: bool = False
-    """Whether the vision encoder reads the sizes of images on the host (techniques/attention/tower.py)."""
+    """Whether the vision encoder reads the sizes of images on the host (techniques/attention/vision_encoder.py)."""
     sharding: Sharding | None = None
     """What controls weights that are divided over ranks; None: each rank holds whole weights."""
 

@@ -38,27 +38,6 @@ def body(model: nn.Module) -> nn.Module:
     return kind_of(base.config).body(base)
 
 
-def towers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that make features of images, with or without adapters."""
-    base = _base(model)
-    images = kind_of(base.config).images
-    return images.towers(base) if images else []
-
-
-def tower_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of towers(), first to last, with or without adapters."""
-    base = _base(model)
-    images = kind_of(base.config).images
-    return images.layers(base) if images else []
-
-
-def projectors(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model between its vision encoders and its decoder, with or without adapters."""
-    base = _base(model)
-    images = kind_of(base.config).images
-    return images.projectors(base) if images else []
-
-
 def output_head(model: nn.Module) -> nn.Module | None:
     """The part of a model behind its backbone(), with or without adapters."""
     base = _base(model)
@@ -146,17 +125,8 @@ def image_arguments(
 
 def beside_text(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that no text reaches, outside of the decoder and the head, such as a vision encoder's."""
-    parts = [part for part in (backbone(model), output_head(model)) if part is not None]
-    reached = {id(parameter) for part in parts for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in reached]
-
-
-def for_images(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that images alone reach: of vision encoders, projectors and what lies beside them. An encoder of
-    sound has others."""
-    parts = [*towers(model), *projectors(model)]
-    around = body(model).parameters(recurse=False) if parts else ()
-    return list(dict.fromkeys([*(weight for part in parts for weight in part.parameters()), *around]))
+    base = _base(model)
+    return kind_of(base.config).beside_text(base)
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:

@@ -20,14 +20,8 @@ from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
 from fxtune.models.experts import divisible_experts
-from fxtune.models.structure import (
-    backbone,
-    decoder_layers,
-    for_images,
-    output_head,
-    skeleton,
-    without_dropout,
-)
+from fxtune.models.kinds.image_decoder.parts import for_images
+from fxtune.models.structure import backbone, decoder_layers, output_head, skeleton, without_dropout
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.experts.run import EXCHANGE, exchange_of

@@ -29,9 +29,9 @@ from fxtune.estimate.memory import scattered_parameters
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
-from fxtune.models.structure import for_images
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference

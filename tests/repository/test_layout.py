@@ -13,6 +13,7 @@ ELSEWHERE = {
     "objectives/reference.py": "training/data/test_stored_reference.py, by the public command",
     "distributed/averaging.py": "test_gradients.py, with the other ways to add up gradients",
     "distributed/powersgd.py": "test_gradients.py, with the other ways to add up gradients",
+    "models/kinds/beside.py": "image_decoder/test_cost.py",
     "models/experts.py": "techniques/experts/test_adapted.py, with the experts of each family",
     "techniques/experts/full.py": "test_adapted.py",
     "techniques/experts/run.py": "test_adapted.py and test_quantized.py",

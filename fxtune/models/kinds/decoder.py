@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError
+from fxtune.models.kinds.beside import Beside
 from fxtune.models.kinds.image_decoder.families import FAMILIES as IMAGE_FAMILIES
 from fxtune.models.kinds.image_decoder.images import Images
 
@@ -131,6 +132,16 @@ class Decoder:
         """The head of a model without adapters; None if nothing comes after the backbone."""
         head: nn.Module | None = model.get_output_embeddings()
         return head
+
+    def beside_text(self, model: Any) -> list[nn.Parameter]:
+        """The parameters of a model without adapters that no text reaches: outside of its decoder and head."""
+        parts = [part for part in (self.backbone(model), self.head_of(model)) if part is not None]
+        reached = {id(parameter) for part in parts for parameter in part.parameters()}
+        return [parameter for parameter in model.parameters() if id(parameter) not in reached]
+
+    def beside(self, model: Any) -> Beside:
+        """What the parts of a model without adapters beside its decoder and head cost."""
+        return Beside(sum(weight.numel() for weight in self.beside_text(model)))
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """What the head makes of each token, [rows, tokens, numbers]. `model`: with adapters or without."""

@@ -39,7 +39,7 @@ from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import without_dropout
 from fxtune.system.process.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import context, isolation, recurrent, tower
+from fxtune.techniques.attention import context, isolation, recurrent, vision_encoder
 from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER
 from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
@@ -189,7 +189,7 @@ class Attention(AttentionOptions, Technique):
         if self._packed:
             recurrent.separate(model.module)
         if self._backend(model.module.config) is not EAGER:
-            tower.attend_at_once(model.module, world.device)
+            vision_encoder.attend_at_once(model.module, world.device)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         backend = self._backend(model.module.config)
@@ -209,7 +209,7 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).images:
                     evidence.append(self._isolation_of_images(model.module))
-            if seen_in_tower := tower.observe(model.module):
+            if seen_in_tower := vision_encoder.observe(model.module):
                 evidence.append(Evidence("attention", *seen_in_tower))
             if self._shares:
                 evidence.append(self._shared(model.module))

@@ -31,8 +31,9 @@ from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.image_decoder.parts import encoder_layers
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers
+from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
@@ -291,7 +292,7 @@ class Checkpointing(CheckpointingOptions, Technique):
     def _wrap_tower(self, model: nn.Module) -> None:
         """Let a vision encoder that is trained keep as much as the decoder layer that keeps least. Its linears count
         by their own names."""
-        options, layers = self._of_tower(model), tower_layers(model)
+        options, layers = self._of_tower(model), encoder_layers(model)
         selects = options is not None and options.policy is Policy.selective
         contexts = options._rule(layers).contexts() if options is not None and selects else None
         for layer in layers if options is not None else ():
@@ -299,7 +300,7 @@ class Checkpointing(CheckpointingOptions, Technique):
 
     def _of_tower(self, model: nn.Module) -> Checkpointing | None:
         """The options for the layers of the vision encoder; None if they keep everything, or have nothing to keep."""
-        layers = tower_layers(model)
+        layers = encoder_layers(model)
         if not any(weight.requires_grad for layer in layers for weight in layer.parameters()):
             return None
         least = next((level for level in LEVELS if self.mix.get(level)), "")
@@ -386,7 +387,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         }[self.policy]
         yield from Proof(model, probe, self.plan, rules, [*self.save, *self.recompute]).evidence(description)
         if (options := self._of_tower(model.module)) is not None:
-            of_tower = tower_layers(model.module)
+            of_tower = encoder_layers(model.module)
             rule = Rule(()) if options.policy is Policy.full else options._rule(of_tower)
             yield tower_evidence(model.module, of_tower, rule)
 

@@ -11,7 +11,7 @@ if the device finishes a layer before the host has launched the next one; `auto`
 
 Layers of a vision encoder are compiled by layer, too, with one graph for images of all sizes: a micro-batch has a
 different number of patches each time. A vision encoder whose attention splits by images on the host stays as it is
-(attention/tower.py). A frozen vision encoder runs without gradient, so evaluation uses the same graph.
+(attention/vision_encoder.py). A frozen vision encoder runs without gradient, so evaluation uses the same graph.
 
 Shapes of rows are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a
 recompilation costs time and changes no number, so nobody would notice: it is reported with its place and reason
@@ -45,12 +45,14 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.image_decoder.host_arguments import takes_bounds
+from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers, towers, without_dropout
+from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
 from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.system.machine.facts import c_compiler
-from fxtune.techniques.attention import recurrent, tower
+from fxtune.techniques.attention import recurrent, vision_encoder
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.techniques.compile import residual_pass
@@ -304,9 +306,9 @@ class Compile(CompileOptions, Technique):
 
 def _in_tower(model: nn.Module) -> list[nn.Module]:
     """The layers of vision encoders that can be compiled: without attention that splits by images on the host."""
-    if any(tower.takes_bounds(part) and not tower.attends_at_once(part) for part in towers(model)):
+    if any(takes_bounds(part) and not vision_encoder.attends_at_once(part) for part in vision_encoders(model)):
         return []
-    return tower_layers(model)
+    return encoder_layers(model)
 
 
 class _TowerLayer:

@@ -29,19 +29,11 @@ from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.facts.run import Facts
 from fxtune.models.dims import built
 from fxtune.models.experts import is_described
+from fxtune.models.kinds.image_decoder.parts import for_images, image_modules, projectors, vision_encoders
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.structure import (
-    backbone,
-    decoder_layers,
-    for_images,
-    is_named,
-    output_head,
-    projectors,
-    towers,
-    without_dropout,
-)
+from fxtune.models.structure import backbone, decoder_layers, is_named, output_head, without_dropout
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
@@ -453,10 +445,9 @@ def adapters_of(lora: LoraOptions, facts: Facts) -> Adapters:
 def _adapters(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int], ...]) -> Adapters:
     values: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in options}
     lora = LoraOptions(rank_pattern=dict(ranks), **values)
-    chosen, parts = select(model, lora), [*towers(model), *projectors(model)]
-    beside = {id(module) for part in parts for module in part.modules()}
+    chosen, beside = select(model, lora), {*image_modules(model)}
     modules = [(path, model.get_submodule(path)) for path in chosen.modules]
-    counts = [(_rank_of(lora, path) * sum(module.weight.shape), id(module) in beside) for path, module in modules]
+    counts = [(_rank_of(lora, path) * sum(module.weight.shape), module in beside) for path, module in modules]
     # peft may give the adapter of gate and up, which are one product, a multiple of the rank.
     joined = lora.r * gate_up_parts(str(getattr(model.config, "model_type", "")))
     tensors = [(path, model.get_parameter(path).shape) for path in chosen.experts]
@@ -498,22 +489,22 @@ class _Places:
     def __init__(self, model: nn.Module) -> None:
         self.decoder = _path(model, backbone(model))
         self._projectors = [_path(model, part) for part in projectors(model)]
-        self._towers = [_path(model, part) for part in towers(model)]
+        self._encoders = [_path(model, part) for part in vision_encoders(model)]
 
     def is_known(self, path: str) -> bool:
         """Whether tokens or images reach the module."""
-        return any(_is_below(path, part) for part in (self.decoder, *self._projectors, *self._towers))
+        return any(_is_below(path, part) for part in (self.decoder, *self._projectors, *self._encoders))
 
     def is_beside(self, path: str) -> bool:
         """Whether images alone reach the module."""
-        return any(_is_below(path, part) for part in (*self._projectors, *self._towers))
+        return any(_is_below(path, part) for part in (*self._projectors, *self._encoders))
 
     def why_left(self, path: str, lora: LoraOptions) -> str:
         """The option that leaves a module for images without an adapter; empty: none does. A projector may be part of
         a vision encoder."""
         if any(_is_below(path, part) for part in self._projectors):
             return "" if lora.projector else "techniques.lora.projector=off"
-        if any(_is_below(path, part) for part in self._towers):
+        if any(_is_below(path, part) for part in self._encoders):
             return "" if lora.vision else "techniques.lora.vision=off"
         return ""
 

@@ -26,6 +26,7 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
+from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
@@ -36,7 +37,6 @@ from fxtune.models.structure import (
     parameter_counts,
     running_on_text,
     skeleton,
-    towers,
     without_dropout,
 )
 from fxtune.models.untrained_tokens import untrained_rows
@@ -87,7 +87,7 @@ class Lora(LoraOptions, Technique):
         patterns = (self.rank_pattern, self.alpha_pattern)
         kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
         shape = skeleton(facts.model) if self.vision or self.projector else None
-        if (self.vision or self.projector) and (shape is None or not towers(shape)):
+        if (self.vision or self.projector) and (shape is None or not vision_encoders(shape)):
             names = " and ".join(name for name in ("vision", "projector") if getattr(self, name))
             yield f"{names}: on, and {facts.text.get('model_type')} reads no images. Set it to off."
         if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):

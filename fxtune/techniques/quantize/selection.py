@@ -11,7 +11,8 @@ from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch, WeightFor
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.models.experts import experts_of, follows_interface
-from fxtune.models.structure import is_named, output_head, projectors, skeleton, towers
+from fxtune.models.kinds.image_decoder.parts import image_modules
+from fxtune.models.structure import is_named, output_head, skeleton
 from fxtune.techniques.experts.quantized import TENSORS, leaves_linears
 from fxtune.techniques.experts.quantized import refusal as refusal_of_experts
 from fxtune.upstream.transformers import other_conversions
@@ -24,7 +25,7 @@ def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[
     A vision encoder is small beside its decoder, and each image passes through it once, so there is little to gain.
     Its sizes are often no multiples of what kernels take (3,420 in Qwen2.5-VL)."""
     head, found = output_head(model), []
-    of_images = {module for part in (*towers(model), *projectors(model)) for module in part.modules()}
+    of_images = {*image_modules(model)}
     for path, parent in model.named_modules():
         if parent in of_images:
             continue

@@ -86,7 +86,7 @@ def _phase_bytes(need: Need, phase: MemoryPhase) -> int:
     if phase is not MemoryPhase.training:
         need = replace(need, kept=0, backward=0)
     if phase is MemoryPhase.weights:
-        need = replace(need, loss=0, images=0, tower=0)
+        need = replace(need, loss=0, images=0, images_peak=0)
     return need.device
 
 

@@ -11,10 +11,10 @@ from support.image_models import CONFIGS, assert_alike, documents, gradients
 
 from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
+from fxtune.models.kinds.image_decoder.parts import image_modules
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import probe_logits
-from fxtune.models.structure import projectors, towers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
@@ -112,7 +112,7 @@ def test_parts(family):
     kind = kind_of(model.config)
     assert len(kind.layers(model)) == 2
     of_decoder = {id(weight) for weight in kind.backbone(model).parameters()}
-    beside = {id(weight) for part in (*towers(model), *projectors(model)) for weight in part.parameters()}
+    beside = {id(weight) for part in image_modules(model) for weight in part.parameters()}
     named = dict(model.model.named_parameters())
     assert not of_decoder & beside
     assert {name for name, weight in named.items() if id(weight) not in of_decoder | beside} <= {"image_newline"}
@@ -145,7 +145,7 @@ def test_probe_depends_on_the_tower(family):
     model = image_models.model(family)
     before = probe_logits(model)
     with torch.no_grad():
-        for tower in images_of(model.config).towers(model):
+        for tower in images_of(model.config).vision_encoders(model):
             for weight in tower.parameters():
                 weight.mul_(1.1)
     shift = (probe_logits(model) - before).abs().amax(-1)[0]

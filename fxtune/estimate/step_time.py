@@ -153,8 +153,8 @@ def micro_batch_seconds(
 ) -> float:
     """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
     as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
-    of the row. `forward_passes`: passes without gradient beside, as of a reference. `images`: of the micro-batch. The
-    optimizer is left out, see update_seconds().
+    of the row. `forward_passes`: further passes without gradient, such as a reference's. `images`: of the
+    micro-batch. The optimizer is left out, see update_seconds().
 
     scripts/study/plan_accuracy.py compares it with what was measured on an H200.
     """

@@ -25,7 +25,7 @@ from fxtune.models.dims import Attention, Shape, key_copies
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in an optimizer step, by what they hold."""
+    """Bytes that one rank sends in an optimizer step, by kind of data."""
 
     gradients: int
     weights: int

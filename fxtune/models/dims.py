@@ -145,8 +145,8 @@ def built(config: dict[str, Any]) -> nn.Module:
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
     """How often each key head is sent where `ranks` ranks divide the heads, so that every rank gets the key heads of
-    its query heads: the least divisor of
-    heads / key_heads with which `ranks` divides key_heads * copies, or heads / key_heads itself."""
+    its query heads: the least divisor of heads / key_heads with which `ranks` divides key_heads * copies, or
+    heads / key_heads itself."""
     groups = heads // key_heads
     fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
     return next(fitting, groups)
@@ -264,7 +264,7 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
 
 
 def layer_config(text: Any, index: int) -> Any:
-    """The config of a layer, from that of a text model: since transformers 5.24 layers may differ in it."""
+    """A layer's config, from the text model's config: since transformers 5.24 each layer may have another one."""
     own, layers = getattr(text, "per_layer_config", None), getattr(text, "num_hidden_layers", None) or 0
     return text if own is None or index >= layers else own[index]  # BLT has no count of all its layers
 

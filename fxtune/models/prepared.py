@@ -141,7 +141,7 @@ class PreparedModel:
     added_ends: list[int] = field(default_factory=list)
     """End tokens of the data that training adds to the end tokens in the base's generation config."""
     routers: Routers | None = None
-    """The routers of a mixture that are observed; None where the model has none that fxtune knows."""
+    """The observed routers of a mixture; None if fxtune knows no router of the model."""
     quantization: Quantization | None = None
     """What techniques.quantize changed."""
     targets: AdapterTargets | None = None

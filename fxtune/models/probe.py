@@ -82,7 +82,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
 
 @contextmanager
 def _emptied(model: Any, buffers: Sequence[str]) -> Iterator[None]:
-    """In the body the named buffers, such as the biases of routers, have no memory, as the parameters have none."""
+    """In the body the named buffers, such as the biases of routers, have no memory, like the parameters."""
     places = [(model.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in buffers)]
     filled = [module._buffers[leaf] for module, leaf in places]
     try:

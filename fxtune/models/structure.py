@@ -110,7 +110,7 @@ def is_adapter(parameter: str) -> bool:
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the model's weights. Packed weights and adapters have dtypes of their own."""
+    """The dtype of the model's weights. Packed weights and adapters may have others."""
     parameters = model.named_parameters()
     return next(weight.dtype for name, weight in parameters if weight.is_floating_point() and not is_adapter(name))
 

@@ -134,7 +134,7 @@ class Float8(Float8Options, Technique):
 
 
 class Float8Linear(nn.Linear):
-    """A linear whose products run in fp8 while it trains, over the weight and bias of another."""
+    """A linear whose products run in fp8 while it trains, with the weight and bias of another linear."""
 
     fp8_weight_gradient = True
 

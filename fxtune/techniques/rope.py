@@ -41,7 +41,7 @@ PARAMETERS: dict[RopeType, dict[str, float | None]] = {
     RopeType.yarn: {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
     RopeType.llama3: {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""Of each type that has any, with the usual values."""
+"""Parameters by type, with the usual values."""
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Rope(RopeOptions, Technique):
 
 
 def own_scaling(config: dict[str, Any]) -> str | None:
-    """A description of the RoPE scaling in a language model's own config (a plain dict); None: it has none."""
+    """A description of the RoPE scaling in a language model's own config (a plain dict); None without scaling."""
     current = _flat(config.get("rope_parameters") or {}) or {}
     if current.get("rope_type", "default") == "default":
         return None

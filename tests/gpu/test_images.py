@@ -128,7 +128,7 @@ def test_liger_and_the_fused_loss(family, lora):
 @pytest.mark.parametrize("policy", [Policy.full, Policy.selective], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_changes_no_gradient(family, policy):
-    """All parts are trained, so the tower is recomputed, too."""
+    """All parts are trained, so the vision encoder is recomputed, too."""
     again, without = (
         ours(using("sdpa", checkpointing=Checkpointing(enabled, policy=policy)), family)[0]
         for enabled in (True, False)

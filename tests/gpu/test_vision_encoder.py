@@ -117,7 +117,7 @@ def test_one_compiled_graph_serves_images_of_all_sizes():
     assert technique.report().breaks == []
 
 
-def test_each_technique_acts_on_a_trained_tower():
+def test_each_technique_acts_on_a_trained_vision_encoder():
     pipeline, recipe = lora(vision=True), replace(image_models.recipe("qwen2_5_vl"), dtype=DType.bfloat16)
     pipeline.attention.backend = "sdpa"
     pipeline.checkpointing = Checkpointing(enabled=True, policy=Policy.selective)
@@ -125,5 +125,5 @@ def test_each_technique_acts_on_a_trained_tower():
     prepared = assemble(pipeline, recipe, load_config(recipe), World(CUDA), 0)
     evidence = pipeline.verify(prepared, make_probe(prepared.module))
     assert all(seen.acted for seen in evidence), evidence
-    of_tower = {seen.technique for seen in evidence if "tower" in seen.asked}
-    assert of_tower == {"attention", "checkpointing", "compile"}
+    of_encoder = {seen.technique for seen in evidence if "vision encoder" in seen.asked}
+    assert of_encoder == {"attention", "checkpointing", "compile"}

@@ -1,7 +1,7 @@
 """What the parts of a model beside its decoder and head cost, as the forecasts ask for it.
 
-A kind of model answers with a `Beside` (Decoder.beside). The class itself answers for parts that no step computes, such
-as an encoder of sound: they take memory for their weights, and nothing else.
+A kind of model answers with a `Beside` (Decoder.beside). The class itself answers for parts that no step computes,
+such as an encoder of sound: they take memory for their weights, and nothing else.
 """
 
 from __future__ import annotations

@@ -149,11 +149,11 @@ class Decoder:
         return logits
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
-        """Those of the weights that are `missing` in a base's files that training begins with drawn ones."""
+        """The weights, of those `missing` in a base's files, that training draws at random."""
         return []
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
-        """Those of the weights that only a base's files have that this kind leaves out."""
+        """The weights that this kind leaves out, of the `unexpected` weights that only a base's files have."""
         return []
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ class Decoder:
 
     def write_beside(self, config: Any, folder: Path, source: Path | None = None) -> None:
         """Write into the folder of an exported whole model what it needs beside weights, config and tokenizer, from
-        the folder `source` or, if that has none of it, from the model's own. Raises OSError."""
+        the folder `source`, or from the model's own folder if `source` lacks the files. Raises OSError."""
         own = Path(str(getattr(config, "name_or_path", "") or ""))
         folders = [*([source] if source else []), *([own] if (own / "config.json").is_file() else [])]
         files = next((found for each in folders if (found := list(each.glob(PROCESSORS)))), [])

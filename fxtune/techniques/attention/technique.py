@@ -167,7 +167,7 @@ class Attention(AttentionOptions, Technique):
         return f"{running.what} {cause}" if cause else isolation.why_not_shared(facts.text)
 
     def _to_run(self, facts: Facts) -> Backend | None:
-        """The backend that runs for the one that resolve() takes; None without one, and for a kernel of the hub."""
+        """The backend that runs in place of the chosen backend; None before a choice, and for a kernel of the hub."""
         if not attention_layers(facts.text):
             return None
         candidates = [backend for name, backend in BACKENDS.items() if self.backend in ("auto", name)]
@@ -180,8 +180,8 @@ class Attention(AttentionOptions, Technique):
         set_attention(hf_config, backend.implementation)
         # Attention in a vision encoder is not causal, which kernels for packed documents are.
         images = kind_of(hf_config).images
-        for of_tower in images.configs(hf_config) if images else ():
-            set_attention(of_tower, (EAGER if backend is EAGER else SDPA).implementation)
+        for vision in images.configs(hf_config) if images else ():
+            set_attention(vision, (EAGER if backend is EAGER else SDPA).implementation)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
@@ -209,8 +209,8 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).images:
                     evidence.append(self._isolation_of_images(model.module))
-            if seen_in_tower := vision_encoder.observe(model.module):
-                evidence.append(Evidence("attention", *seen_in_tower))
+            if seen_in_encoder := vision_encoder.observe(model.module):
+                evidence.append(Evidence("attention", *seen_in_encoder))
             if self._shares:
                 evidence.append(self._shared(model.module))
         yield from evidence

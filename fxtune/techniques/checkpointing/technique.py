@@ -40,7 +40,7 @@ from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
-from fxtune.techniques.checkpointing.verify import Proof, tower_evidence
+from fxtune.techniques.checkpointing.verify import Proof, vision_encoder_evidence
 from fxtune.techniques.experts.adapted import grouped, operator_of
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.lora.fused_modules import FusedMlp
@@ -239,7 +239,7 @@ class Checkpointing(CheckpointingOptions, Technique):
                 yield RecomputePlan(sent=tensors, tiles=count), levels
 
     def _adopt(self, plan: RecomputePlan, facts: Facts) -> None:
-        """Set the options to those of `plan`."""
+        """Set the options that `plan` describes."""
         levels = [level for level, count in plan.mix if count] or [plan.level]
         self.mix = dict(plan.mix) if len(levels) > 1 else {}
         layer = layer_of(facts.model)
@@ -274,7 +274,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         plan = self.plan
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
-        self._wrap_tower(model.module)
+        self._wrap_vision_encoder(model.module)
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
             patch = upstream.with_activation_budget(self.budget)
             backbone(model.module).register_forward_pre_hook(lambda *_: patch.__enter__())
@@ -289,16 +289,16 @@ class Checkpointing(CheckpointingOptions, Technique):
             all_saved, pieces = self.offload is Offloaded.kept, world.context_ranks
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
-    def _wrap_tower(self, model: nn.Module) -> None:
+    def _wrap_vision_encoder(self, model: nn.Module) -> None:
         """Let a vision encoder that is trained keep as much as the decoder layer that keeps least. Its linears count
         by their own names."""
-        options, layers = self._of_tower(model), encoder_layers(model)
+        options, layers = self._of_vision_encoder(model), encoder_layers(model)
         selects = options is not None and options.policy is Policy.selective
         contexts = options._rule(layers).contexts() if options is not None and selects else None
         for layer in layers if options is not None else ():
             layer.forward = partial(_checkpointed, layer.forward, contexts)
 
-    def _of_tower(self, model: nn.Module) -> Checkpointing | None:
+    def _of_vision_encoder(self, model: nn.Module) -> Checkpointing | None:
         """The options for the layers of the vision encoder; None if they keep everything, or have nothing to keep."""
         layers = encoder_layers(model)
         if not any(weight.requires_grad for layer in layers for weight in layer.parameters()):
@@ -386,10 +386,10 @@ class Checkpointing(CheckpointingOptions, Technique):
             Policy.none: "nothing runs again",
         }[self.policy]
         yield from Proof(model, probe, self.plan, rules, [*self.save, *self.recompute]).evidence(description)
-        if (options := self._of_tower(model.module)) is not None:
-            of_tower = encoder_layers(model.module)
-            rule = Rule(()) if options.policy is Policy.full else options._rule(of_tower)
-            yield tower_evidence(model.module, of_tower, rule)
+        if (options := self._of_vision_encoder(model.module)) is not None:
+            in_encoder = encoder_layers(model.module)
+            rule = Rule(()) if options.policy is Policy.full else options._rule(in_encoder)
+            yield vision_encoder_evidence(model.module, in_encoder, rule)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs: Any) -> Any:

@@ -226,7 +226,7 @@ class Proof:
         )
 
 
-def tower_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
+def vision_encoder_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
     """Whether the layers of a vision encoder that is trained run again in the backward pass of a small image. A
     projector may not read the last ones."""
     images, asked = images_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
@@ -370,7 +370,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
 
 
 def _addresses(module: nn.Module) -> Iterator[int]:
-    """The addresses of a module's parameters. A divided parameter has none; its gathered weight has."""
+    """The addresses of a module's parameters. A divided parameter has no address, its gathered weight has one."""
     for parameter in module.parameters():
         if not is_divided(parameter):
             yield parameter.untyped_storage().data_ptr()

@@ -207,14 +207,14 @@ class Compile(CompileOptions, Technique):
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
             part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
-        self._compile_tower(model.module)
+        self._compile_vision_encoder(model.module)
 
-    def _compile_tower(self, model: nn.Module) -> None:
+    def _compile_vision_encoder(self, model: nn.Module) -> None:
         # CUDA graphs would record each number of patches.
         mode = "default" if self.mode is CompileMode.reduce_overhead else MODES[self.mode.value]
-        for layer in _in_tower(model):
+        for layer in _encoder_layers(model):
             compiled = self._compiled(layer.forward, mode)
-            layer.forward = _TowerLayer(layer, partial(self._monitor.call_in_tower, compiled))
+            layer.forward = _EncoderLayer(layer, partial(self._monitor.call_in_vision_encoder, compiled))
 
     def _compiled(self, forward: Callable[..., Any], mode: str, dynamic: bool | None = None) -> Callable[..., Any]:
         how: dict[str, Any] = {"mode": mode}
@@ -266,8 +266,8 @@ class Compile(CompileOptions, Technique):
             f"{entries} entries into compiled code in one forward, {new_graphs} graphs compiled again",
             entries >= parts and new_graphs == 0,
         )
-        if layers := _in_tower(model):
-            yield self._observe_tower(model, len(layers))
+        if layers := _encoder_layers(model):
+            yield self._observe_vision_encoder(model, len(layers))
         report = self.report()
         yield evidence(
             "no graph break" if self.fullgraph else "graphs, with breaks between them allowed (fullgraph=false)",
@@ -282,7 +282,7 @@ class Compile(CompileOptions, Technique):
                 report.skipped_cuda_graphs == 0,
             )
 
-    def _observe_tower(self, model: Any, layers: int) -> Evidence:
+    def _observe_vision_encoder(self, model: Any, layers: int) -> Evidence:
         """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
         known, stats, asked = images_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
@@ -304,14 +304,14 @@ class Compile(CompileOptions, Technique):
         return CompileMonitor(scope, self.mode.value)
 
 
-def _in_tower(model: nn.Module) -> list[nn.Module]:
+def _encoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of vision encoders that can be compiled: without attention that splits by images on the host."""
     if any(takes_bounds(part) and not vision_encoder.attends_at_once(part) for part in vision_encoders(model)):
         return []
     return encoder_layers(model)
 
 
-class _TowerLayer:
+class _EncoderLayer:
     """A call of a layer's compiled code, with images of any size. If nothing needs a gradient, the call runs without
     gradient, because torch compiles code with gradient and code without gradient separately."""
 

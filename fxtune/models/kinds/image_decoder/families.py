@@ -30,7 +30,7 @@ def padded_to_largest(documents: Sequence[Tensors]) -> Tensors:
 
 
 def in_one_row(documents: Sequence[Tensors]) -> Tensors:
-    """The tensors of Idefics, [1, images, ...] for each document, as of one document that has all images."""
+    """The tensors of Idefics, [1, images, ...] for each document, as if one document had all images."""
     return {name: torch.cat(_alike([tensors[name] for tensors in documents], 2), 1) for name in documents[0]}
 
 
@@ -73,7 +73,7 @@ def divided_row(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
 class Family:
     """Where the parts of a family's models are, below `model.model`, and what its images look like."""
 
-    tower: str
+    encoder: str
     projector: tuple[str, ...]
     """Modules. They may be inside the vision encoder."""
     example: Callable[[Any], Tensors]

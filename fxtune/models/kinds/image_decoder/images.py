@@ -27,7 +27,7 @@ class Images:
 
     def vision_encoders(self, model: Any) -> list[nn.Module]:
         """The modules of a model without adapters that make features of images."""
-        return [model.model.get_submodule(FAMILIES[model.config.model_type].tower)]
+        return [model.model.get_submodule(FAMILIES[model.config.model_type].encoder)]
 
     def parameters(self, model: Any) -> list[nn.Parameter]:
         """The parameters of a model without adapters that images alone reach: of vision encoders, projectors and what
@@ -40,8 +40,8 @@ class Images:
         """The layers of vision_encoders() of a model without adapters, first to last."""
         beside = {part for projector in self.projectors(model) for part in projector.modules()}
         found: list[nn.Module] = []
-        for tower in self.vision_encoders(model):
-            lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList) and part not in beside]
+        for encoder in self.vision_encoders(model):
+            lists = [part for part in encoder.modules() if isinstance(part, nn.ModuleList) and part not in beside]
             sizes = [sum(weight.numel() for weight in layers.parameters()) for layers in lists]
             found += lists[sizes.index(max(sizes))]
         return found
@@ -162,6 +162,6 @@ def _example(base: Any) -> Tensors:
     """The tensors of a small image on the vision encoder's device."""
     given = FAMILIES[base.config.model_type].example(base.config)
     dtypes = {name: base.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in given.items()}
-    tower = base.model.get_submodule(FAMILIES[base.config.model_type].tower)
-    device = next(tower.parameters()).device
+    encoder = base.model.get_submodule(FAMILIES[base.config.model_type].encoder)
+    device = next(encoder.parameters()).device
     return {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}

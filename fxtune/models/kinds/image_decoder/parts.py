@@ -1,4 +1,5 @@
-"""The parts of a model, with adapters or without, that compute images only. A model that reads no images has none."""
+"""The parts of a model, with adapters or without, that compute images only. Each list is empty for a
+model that reads no images."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Reason = tuple[str, str]
 
 @dataclass(frozen=True)
 class Backend:
-    """The requirements and features of one backend. The defaults are those of a fused kernel on a GPU."""
+    """The requirements and features of one backend. The defaults describe a fused kernel on a GPU."""
 
     name: str
     """As a recipe names it."""
@@ -124,7 +124,7 @@ class Backend:
             yield heads, "Use eager, or auto"
 
     def more_refusals(self, facts: Facts) -> Iterator[Reason]:
-        """Reasons beside those that the fields give."""
+        """Further reasons, which no field expresses."""
         yield from ()
 
     def why_passed_over(self, facts: Facts) -> str | None:

@@ -93,7 +93,7 @@ def test_positions_of_a_batch_without_images_tell_documents_apart():
     assert batch.rope_positions is None
     loss = LanguageModel(PreparedModel(model)).summed_loss(batch)
     assert abs(loss.item() - image_models.plain_loss(model, shown).item()) < 1e-5 * loss.item()
-    model.model.visual = None  # a batch without images passes by the tower
+    model.model.visual = None  # a batch without images passes by the vision encoder
     assert LanguageModel(PreparedModel(model)).summed_loss(batch).item() == loss.item()
 
 
@@ -141,7 +141,7 @@ def test_images_of_a_batch_are_divided_among_its_documents(family):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_probe_depends_on_the_tower(family):
-    """So an export whose tower differs is refused."""
+    """So an export whose vision encoder differs is refused."""
     model = image_models.model(family)
     before = probe_logits(model)
     with torch.no_grad():

@@ -7,12 +7,13 @@ import inspect
 import json
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fxtune.distributed.chunks import LinearWeights
 from fxtune.errors import ConfigError, first_line
@@ -171,3 +172,22 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.train(was_training)
+
+
+@contextmanager
+def observing(model: nn.Module, gradients: bool = False) -> Iterator[None]:
+    """The context of a pass that is only observed: without dropout and compiled code, and without gradients unless
+    `gradients`."""
+    with without_dropout(model), torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks at the end of the context."""
+    registered = list(hooks)
+    try:
+        yield
+    finally:
+        for hook in registered:
+            hook.remove()

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxtune.distributed.world import World
@@ -26,7 +25,7 @@ from fxtune.facts.options import RouterOptions
 from fxtune.facts.run import Facts
 from fxtune.models.experts import experts_per_token
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, skeleton, without_dropout
+from fxtune.models.structure import backbone, hooked, observing, skeleton
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import recorded_outputs, router_loss
 
@@ -65,15 +64,12 @@ class Router(RouterOptions, Technique):
             yield Evidence("router", asked, "none of its modules is a router that fxtune observes", False)
             return
         logits: list[Tensor] = []
-        hooks = [
-            router.register_forward_hook(lambda _, __, output: logits.append(output[0])) for router in routers.modules
-        ]
-        try:
-            with without_dropout(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                module(**probe)
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+        def note(_: Any, __: Any, output: Any) -> None:
+            logits.append(output[0])
+
+        with hooked(router.register_forward_hook(note) for router in routers.modules), observing(module):
+            module(**probe)
         own_loss, reference = (loss.item() for loss in (routers.loss(), _own_loss(module, tuple(logits))))
         yield Evidence(
             "router",

@@ -1,9 +1,9 @@
 """What the rest of fxtune asks a kind of model: how it is read, where its parts are, and what a small input of it is.
 
-A kind is what is alike in all families of one auto class of transformers. Decoders that predict the next token of a
-text (AutoModelForCausalLM) are one kind, whether Llama or Qwen, and the base of the others. Decoders that also read
-images are another kind, with parts beside the decoder (image_decoder/). A head that gives a number for a document
-makes another kind, too (scorer.py): it has another auto class, and `architectures` in its config names its class.
+All families of one auto class of transformers are one kind. Decoders that predict the next token of a text
+(AutoModelForCausalLM) are one kind, whether Llama or Qwen; their class is the base of the others. Decoders that also
+read images are another kind, with parts beside the decoder (image_decoder/). A head that gives a number for a document
+makes a third kind (scorer.py): it has its own auto class, and `architectures` in its config names its class.
 
 Some checkpoints of AutoModelForCausalLM also hold an encoder of images or sound (Gemma 3n). Their text model is
 trained, and the files that prepare images go into an export as they are.

@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxtune.distributed.world import World
@@ -37,7 +36,7 @@ from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import without_dropout
+from fxtune.models.structure import observing
 from fxtune.system.process.profiler import Observed, observe_operators, short_name
 from fxtune.techniques.attention import context, isolation, recurrent, vision_encoder
 from fxtune.techniques.attention.backends.backend import Backend, offers
@@ -198,7 +197,7 @@ class Attention(AttentionOptions, Technique):
         layers = attention_layers(text.to_dict())
         evidence = []
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
-        with without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(model.module):
             if layers:
                 seen, observation = _operators(model.module, probe, layers)
                 # Not every config of a hybrid says how many of its layers attend.

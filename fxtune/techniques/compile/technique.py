@@ -58,6 +58,7 @@ from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import MAX_RECOMPILES, CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
+from fxtune.techniques.rope import BY_LONGEST, rope_types
 from fxtune.upstream import torch as upstream
 
 MAX_LENGTHS = 8
@@ -65,9 +66,6 @@ LAUNCH_SECONDS = 2e-3
 """The host takes this long to launch the some 150 kernels of a layer's forward and backward pass."""
 FLOPS = 4e14
 """FLOP/s that `auto` assumes: an H200 in training. A slower device is busy for longer."""
-UNRECORDABLE_ROPE = ("dynamic", "longrope")
-"""RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
-tensor."""
 PROBE_IMAGES = 512
 """Small images on which a vision encoder is compiled first, if it takes the patches of all images in one list."""
 
@@ -159,8 +157,8 @@ class Compile(CompileOptions, Technique):
                 "random state cannot be recorded. Set techniques.lora.dropout=0, or "
                 "techniques.liger.enabled=false"
             )
-        if rope := [kind for kind in _rope_types(facts) if kind in UNRECORDABLE_ROPE]:
-            yield f"RoPE of type {rope[0]} reads from the device how long rows are. Use another techniques.rope.type"
+        if types := rope_types(facts) & BY_LONGEST:  # transformers makes a new tensor for a longer row
+            yield f"RoPE of type {types.pop()} reads the row length from the device. Use another techniques.rope.type"
         attention = facts.techniques.attention
         name = attention.backend if attention.enabled else AUTO
         if name != AUTO and not (name in BACKENDS and BACKENDS[name].records(facts)):
@@ -251,15 +249,9 @@ class Compile(CompileOptions, Technique):
         evidence, by_layer = partial(Evidence, "compile"), self.scope is Scope.layers
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead
-        stats = upstream.counters()["stats"]
         with without_dropout(model), torch.enable_grad():
-            for _ in range(1 + records):  # the second one records CUDA graphs
-                model(**probe)
-            graphs_before = stats["unique_graphs"]
-            with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                model(**probe)
-        new_graphs = stats["unique_graphs"] - graphs_before
-        entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+            # The second pass that is not counted records CUDA graphs.
+            entries, new_graphs = _entries(lambda: model(**probe), 1 + records)
         runs = f"{parts} layers run" if by_layer else "the decoder runs"
         yield evidence(
             f"{runs} compiled code, without compiling again",
@@ -284,24 +276,31 @@ class Compile(CompileOptions, Technique):
 
     def _observe_vision_encoder(self, model: Any, layers: int) -> Evidence:
         """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
-        known, stats, asked = images_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
+        known, asked = images_of(model.config), "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
             if not (example := known.probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
         images = PROBE_IMAGES if example["pixel_values"].dim() == 2 else 2
         with without_dropout(model), torch.enable_grad():
-            known.features(model, images)
-            graphs_before = stats["unique_graphs"]
-            with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                known.features(model, images)
-        new_graphs = stats["unique_graphs"] - graphs_before
-        entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+            entries, new_graphs = _entries(lambda: known.features(model, images), 1)
         seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"
         return Evidence("compile", asked, seen, entries >= layers and new_graphs == 0)
 
     def _new_monitor(self) -> CompileMonitor:
         scope = "layer" if self.scope is Scope.layers else "decoder"
         return CompileMonitor(scope, self.mode.value)
+
+
+def _entries(run: Callable[[], Any], before: int) -> tuple[int, int]:
+    """How often a call of `run` enters compiled code, and how many graphs it compiles, after `before` other calls."""
+    stats = upstream.counters()["stats"]
+    for _ in range(before):
+        run()
+    graphs = stats["unique_graphs"]
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        run()
+    entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+    return entries, stats["unique_graphs"] - graphs
 
 
 def _encoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -343,14 +342,6 @@ def _layer_seconds(facts: Facts) -> float:
     weights = sum(count * (kind.narrow + kind.wide + kind.down) for kind, count in shape.counts) / shape.layers
     passes = 4 if facts.techniques.lora.enabled else 6
     return float(passes * weights * facts.tokens / FLOPS)
-
-
-def _rope_types(facts: Facts) -> list[str]:
-    """The types of RoPE that the model will have, by transformers' names."""
-    if facts.techniques.rope.enabled:
-        return [facts.techniques.rope.type.value]
-    own = facts.text.get("rope_parameters") or {}  # one for all layers, or by the type of layer
-    return [str(options.get("rope_type", "default")) for options in (own, *own.values()) if isinstance(options, dict)]
 
 
 def _dropout_in_recomputed_head(facts: Facts) -> bool:

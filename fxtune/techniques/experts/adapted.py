@@ -20,7 +20,7 @@ from fxtune.kernels.matmul import CUBLAS
 from fxtune.kernels.swiglu import Activation
 from fxtune.models.experts import FIRST, LAST, follows_interface
 from fxtune.models.peft_adapter import ADAPTER
-from fxtune.models.structure import outputs, without_dropout
+from fxtune.models.structure import hooked, observing, outputs
 from fxtune.techniques.experts.run import OPERATOR, OwnExperts, exchange_of, halves_of, one_operator, run_experts
 from fxtune.upstream.peft import specialize
 
@@ -93,19 +93,14 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
         if len(args) > 1:
             tokens[module].update(args[1].flatten().tolist())
 
-    hooks = [module.register_forward_pre_hook(note) for module in outermost]
     halves = {
         module: [(wrapper.lora_B[ADAPTER].weight, wrapper.num_experts) for wrapper in wrappers(module)]
         for module in outermost
     }
     weights = [weight for pairs in halves.values() for weight, _ in pairs]
-    try:
-        with without_dropout(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            loss = outputs(model, **probe).float().logsumexp(-1).mean()
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(module.register_forward_pre_hook(note) for module in outermost), observing(model, gradients=True):
+        loss = outputs(model, **probe).float().logsumexp(-1).mean()
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     gradient_of = dict(zip(map(id, weights), gradients, strict=True))
     for module, pairs in halves.items():
         count = min(experts for _, experts in pairs)  # LongCat's identities have higher numbers

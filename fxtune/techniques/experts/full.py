@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fxtune.models.experts import LAST, experts_of
-from fxtune.models.structure import outputs, without_dropout
+from fxtune.models.structure import observing, outputs
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.experts.run import OPERATOR, one_operator, run_experts
@@ -48,7 +48,7 @@ def observe_computed(model: Any, probe: dict[str, Any]) -> Evidence | None:
     if not layers or IMPLEMENTATION not in model.get_experts_implementation().values():
         return None
     counter = OperatorCounter(lambda name, _: name if name == OPERATOR else None)
-    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), counter:
+    with observing(model), counter:
         outputs(model, **probe)
     calls = counter.counts[OPERATOR]
     return Evidence(

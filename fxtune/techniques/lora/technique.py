@@ -33,11 +33,11 @@ from fxtune.models.probe import probe_logits, relative_distance
 from fxtune.models.structure import (
     base_dtype,
     is_adapter,
+    observing,
     outputs,
     parameter_counts,
     running_on_text,
     skeleton,
-    without_dropout,
 )
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.terminal.console import say
@@ -220,7 +220,7 @@ class Lora(LoraOptions, Technique):
 
         adapted, selected = model.module, model.targets
         assert selected is not None, "apply() has chosen them"
-        with without_dropout(adapted), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(adapted, gradients=True):
             learns = any(parameter.requires_grad for parameter in adapted.parameters())
             if learns and not outputs(adapted, **probe).requires_grad:
                 raise ConfigError(
@@ -300,7 +300,7 @@ class Lora(LoraOptions, Technique):
 
     def _ran_fused(self, model: Any, fusion: Fusion, probe: dict[str, Any]) -> Evidence:
         """The operators of a forward pass, counted where they are dispatched."""
-        with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(model):
             seen = fusing.count_operators(lambda: model(**probe))
         ran, expected = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"

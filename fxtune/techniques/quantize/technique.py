@@ -11,7 +11,7 @@ Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or h
 needed.
 
 The experts of a mixture, which are no linears, are quantized with them where one operator computes them
-(quantized_experts.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
+(experts/quantized.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
 read as they are, also if the linears are in nf4 or int8, because to quantize them again would only add an error.
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit

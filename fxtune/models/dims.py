@@ -163,13 +163,12 @@ def _shape(model: Any) -> Shape:
         plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
         each = [replace(layer, attentions=(plain,)) for layer in each]
     kinds = tuple(dict.fromkeys(each))
-    linears: set[Any] = {module.weight for layer in layers for module in layer.modules() if _has_matrix(module)}
+    weighted: list[Any] = [module for layer in layers for module in layer.modules() if hasattr(module, "weight")]
+    linears = {module.weight for module in weighted if matmul_sizes(module)}
     experts = {weight for layer in layers for weight in _experts(layer)}
     around = {*model.parameters()} - {*beside_text(model)}
-    tables, head = (
-        around - {weight for layer in layers for weight in layer.parameters()},
-        model.get_output_embeddings(),
-    )
+    tables = around - {weight for layer in layers for weight in layer.parameters()}
+    head = model.get_output_embeddings()
     return Shape(
         hidden,
         len(table),
@@ -186,10 +185,6 @@ def _shape(model: Any) -> Shape:
 
 def _count(weights: Iterable[nn.Parameter]) -> int:
     return sum(weight.numel() for weight in weights)
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return matmul_sizes(module) is not None and hasattr(module, "weight")
 
 
 def _experts(layer: nn.Module) -> list[nn.Parameter]:

@@ -95,8 +95,6 @@ def _without_loss(facts: Facts) -> str | None:
 def _own_loss(model: Any, logits: tuple[Tensor, ...]) -> Any:
     """transformers' auxiliary loss of the logits of all routers."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    text = model.config.get_text_config()
-    used = experts_per_token(base.modules(), text)
-    loss = router_loss(base)
+    used, loss = experts_per_token(base.modules(), model.config.get_text_config()), router_loss(base)
     assert loss is not None, "_without_loss() has looked"
     return loss(logits, logits[0].shape[-1], used)

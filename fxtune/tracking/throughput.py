@@ -88,7 +88,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
-    images, base = kind_of(config).images, model.get_base_model() if hasattr(model, "get_base_model") else model
+    images, base = kind_of(config).images, getattr(model, "get_base_model", lambda: model)()
     image_parts = ImageParts.of(images, base) if images else None
     of_images = {id(module) for module in image_parts or ()}
     modules: list[Any] = list(model.modules())

@@ -199,12 +199,13 @@ class Compile(CompileOptions, Technique):
         lengths = MAX_LENGTHS + 1  # and the probe's length
         limit = lengths * (MAX_RECOMPILES + 1) + 1  # higher than MAX_RECOMPILES, which is to fail first
         upstream.raise_recompile_limit(limit)
-        for part in self._parts(model.module):
+        by_layer = self.scope is Scope.layers
+        for part in decoder_layers(model.module) if by_layer else [backbone(model.module)]:
             compiled = self._compiled(part.forward, MODES[self.mode.value], DYNAMIC[self.dynamic])
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
-            part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
+            part.forward = partial(_unless_caching, part.forward, compiled, Cache, not by_layer)
         self._compile_vision_encoder(model.module)
 
     def _compile_vision_encoder(self, model: nn.Module) -> None:
@@ -221,9 +222,6 @@ class Compile(CompileOptions, Technique):
             # leaves them, as in the products of Qwen2.5-VL's vision encoder, which are 3,420 wide.
             how = {"options": {"force_shape_pad": True}}
         return torch.compile(forward, fullgraph=self.fullgraph, dynamic=dynamic, **how)
-
-    def _parts(self, model: nn.Module) -> list[nn.Module]:
-        return decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]
 
     def drop(self) -> None:
         """Free what mode=reduce_overhead has recorded. All code is then compiled again, from the disk cache."""

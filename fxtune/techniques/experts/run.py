@@ -76,23 +76,17 @@ def run_experts(
     if (exchange := exchange_of(experts)) is None:
         return _run(experts, adapters, hidden, Routing(index, experts.num_experts), weights, act, gemm, keep)
     routing = exchange.route(index)
-    states = exchange.gather(hidden.to(_dtype_of(experts)), routing)
+    dtype = experts.compute_dtype if isinstance(experts, OwnExperts) else _own(experts, LAST).dtype
+    states = exchange.gather(hidden.to(dtype), routing)
     # Weights of experts that another rank holds have no gradient here.
     weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
     sums = _run(experts, adapters, states, routing, weights, act, gemm, keep)
     return exchange.sum(sums, len(hidden)).to(hidden.dtype)
 
 
-def _dtype_of(experts: Any) -> torch.dtype:
-    """The dtype in which experts take hidden states."""
-    dtype: torch.dtype = experts.compute_dtype if isinstance(experts, OwnExperts) else _own(experts, LAST).dtype
-    return dtype
-
-
 def exchange_of(experts: Any) -> Exchange | None:
     """The Exchange of a layer whose experts are divided over ranks; None if this rank has all experts."""
-    found: Exchange | None = getattr(experts, EXCHANGE, None)
-    return found
+    return getattr(experts, EXCHANGE, None)
 
 
 def _run(

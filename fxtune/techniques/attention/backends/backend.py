@@ -100,7 +100,7 @@ class Backend:
             )
         for has, name, value in (
             (self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
-            (self.dropout, "dropout in attention", _dropout(model)),
+            (self.dropout, "dropout in attention", model.get("attention_dropout") or model.get("attn_pdrop")),
             (self.window, "sliding window", _window(facts)),
             (self.sinks, "attention sinks", kind in SINKS),
         ):
@@ -204,10 +204,6 @@ def kind_of(facts: Facts) -> str:
 def head_widths(facts: Facts) -> set[int]:
     """The widths of all heads: of queries and of values, in each layer."""
     return Shape.of(facts.model).head_widths
-
-
-def _dropout(text: dict[str, Any]) -> float:
-    return next((text[name] for name in ("attention_dropout", "attn_pdrop") if text.get(name)), 0.0)
 
 
 def _window(facts: Facts) -> int:

@@ -92,7 +92,7 @@ def plan(
 ) -> Any:
     """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/forecast/run_forecast.py).
     `tokens`: of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
-    from fxtune.techniques.estimate.machines import machine
+    from fxtune.estimate.machines import machine
     from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 
     config = _config(recipe, overrides)

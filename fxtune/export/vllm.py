@@ -35,7 +35,7 @@ def max_rank(r: int) -> int | None:
 
 def is_beside_language_model(tensors: Iterable[str]) -> bool:
     """Whether some tensors of an adapter belong to a vision encoder or a projector. `tensors`: their names."""
-    parts = [f".{part}." for family in FAMILIES.values() for part in (family.tower, *family.projector)]
+    parts = [f".{part}." for family in FAMILIES.values() for part in (family.encoder, *family.projector)]
     return any(part in name for name in tensors for part in parts)
 
 

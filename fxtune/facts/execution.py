@@ -50,8 +50,8 @@ class OptimizerState:
     moments: float = 2.0
     """Numbers for each trained parameter."""
     others: float | None = None
-    """Of parameters that are no hidden matrix: embeddings, the head, norms, and experts, which are one tensor a layer;
-    None: as of all."""
+    """The same for parameters that are no hidden matrix: embeddings, the head, norms and experts (one tensor a layer);
+    None: `moments`."""
     size: int = 0
     """Bytes of each number; 0: as many as the weight's have."""
     undo_limit: int = 0

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import Need
 from fxtune.facts.run import Facts
-from fxtune.techniques.estimate.memory import Need
 from fxtune.techniques.pipeline import Pipeline
 
 

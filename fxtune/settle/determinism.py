@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from fxtune.estimate.step_time import attention_backward_share
 from fxtune.facts.run import Facts
 from fxtune.techniques.attention.backends.backend import head_widths
 from fxtune.techniques.attention.technique import attention_layers
-from fxtune.techniques.estimate.step_time import attention_backward_share
 from fxtune.techniques.pipeline import Pipeline
 
 MOST = 0.02

@@ -10,8 +10,9 @@ masked keys) lowers MFU:
   masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
 - A vision encoder counts its linears for each patch of an image, its projector for each feature. All patches of an
-  image, or of a tile, see each other: 4 L^2 d per head and layer forward. Frozen layers cost a forward pass
-  (estimate/tower.py). An image's features are tokens of its document, which the decoder counts like text.
+  image, or of a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass
+  (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder counts them as
+  it counts text.
 - A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
@@ -33,11 +34,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxtune.models.dims import Shape, matmul_sizes
+from fxtune.estimate.cards import peak_flops
+from fxtune.models.dims import Shape
+from fxtune.models.experts import described_per_token, follows_interface
+from fxtune.models.flops import ATTENTION_PASSES, matmul_sizes, weight_flops
+from fxtune.models.kinds.image_decoder.cost import ImageCost, ImageParts
+from fxtune.models.kinds.known import kind_of
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.cards import peak_flops
-from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost, weight_flops
-from fxtune.techniques.lora.experts import follows_interface, used_experts
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class TrainingCost:
     """Matmuls of the output head, per supervised token."""
     attention: tuple[tuple[int | None, float], ...]
     """(window in keys or None, FLOPs per pair of a query and a key) for each kind of layer."""
-    tower: TowerCost | None = None
-    """The cost of images; None: the model reads no images."""
+    image_cost: ImageCost | None = None
+    """Of images; None: the model reads none."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
         """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the vision
@@ -81,10 +84,12 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
     where = {"body": 0.0, "head": 0.0}
-    used = used_experts(model, config.get_text_config())
+    used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
-    of_images = {id(module) for module in ImageParts.of(model) or ()}
+    images, base = kind_of(config).images, getattr(model, "get_base_model", lambda: model)()
+    image_parts = ImageParts.of(images, base) if images else None
+    of_images = {id(module) for module in image_parts or ()}
     modules: list[Any] = list(model.modules())
     wrappers = [module for module in modules if hasattr(module, "num_experts") and hasattr(module, "lora_A")]
     of_experts: dict[int, int] = {
@@ -112,7 +117,8 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
         if id(module) in of_experts:  # an adapter of all experts in one matrix
             flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
-    return TrainingCost(where["body"], where["head"], attention, tower_cost(model, forward_passes))
+    image_cost = image_parts.training_cost(forward_passes) if image_parts else None
+    return TrainingCost(where["body"], where["head"], attention, image_cost)
 
 
 def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
@@ -141,7 +147,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 class PlannedImages(Protocol):
-    """Arrays with one entry an image: see TowerShape.work()."""
+    """Arrays with one entry an image: see EncoderShape.work()."""
 
     @property
     def features(self) -> np.ndarray: ...
@@ -207,9 +213,9 @@ class Meter:
         images = self.plan.images(step)
         self._images += len(images.features)
         self._has_images |= self._images > 0
-        if self.cost and self.cost.tower and len(images.features):
-            tower = self.cost.tower
-            self._flops += tower.flops(tower.shape.work(images.features, images.heights, images.widths))
+        if self.cost and self.cost.image_cost and len(images.features):
+            cost = self.cost.image_cost
+            self._flops += cost.flops(cost.shape.work(images.features, images.heights, images.widths))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -25,12 +25,13 @@ from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
+from fxtune.estimate.memory import scattered_parameters
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
-from fxtune.models.structure import for_images
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
@@ -57,8 +58,7 @@ from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.estimate.memory import scattered_parameters
-from fxtune.techniques.lora.experts import observe_computed
+from fxtune.techniques.experts.full import observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish

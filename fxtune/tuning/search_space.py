@@ -1,7 +1,7 @@
 """The search space of `fxtune tune`: the values worth a trial on each axis.
 
 A candidate is the user's config with some keys changed. Before a trial, without the GPU, facts answer whether it can
-run (the check of each technique), whether it fits (fxtune/techniques/estimate/memory.py), and whether it is the
+run (the check of each technique), whether it fits (fxtune/estimate/memory.py), and whether it is the
 setting of an earlier candidate (an `auto` and its decision).
 
 No axis changes what is computed: the global batch, the model and the adapters stay as they are.
@@ -22,6 +22,7 @@ import torch
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import forecast
 from fxtune.facts.options import AUTO, CheckpointingOptions, LigerKernel, Policy
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
@@ -30,7 +31,6 @@ from fxtune.settle.settled import settle
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing import policy
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.tuning.trial import Outcome, TrialResult
 
 Deltas = dict[str, Any]

@@ -7,7 +7,7 @@ from support.processors import write_model, write_picture_rows
 
 from fxtune.cli.main import main
 from fxtune.config import discovery
-from fxtune.techniques.estimate.machines import CARD_MODELS
+from fxtune.estimate.machines import CARD_MODELS
 
 BIG = ["plan", "+recipe=llama_lora", "model=llama_8b_shape", "--tokens", "2e7"]
 

@@ -14,12 +14,12 @@ import torch
 from support import reference
 from support.decoder_sizes import decoder_sizes
 
+from fxtune.estimate.memory import forecast
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import MAX_RECOMPILES
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.pipeline import Pipeline
 
 BIG = dict(

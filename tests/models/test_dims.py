@@ -11,14 +11,14 @@ from support.published import PUBLISHED
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import forecast, trained_parameters
+from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.backends.flash4 import FLASH4
-from fxtune.techniques.estimate.memory import forecast, trained_parameters
-from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 
 OTHERS = [

@@ -9,8 +9,8 @@ from support.architectures import CPU
 from support.optimizers import CASES, YES, Small, backward, make, stored
 from torch import nn
 
+from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.load import load_config
-from fxtune.models.structure import for_images
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName

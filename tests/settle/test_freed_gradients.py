@@ -10,12 +10,12 @@ from support.forecasts import card
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import forecast
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.options import Autocast, Scope, Switch
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.optim.config import OptimizerName
 from fxtune.settle.freed_gradients import change_for, decide, refusals
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.training.builder import RunBuilder
 
 

@@ -8,7 +8,7 @@ from support.mxfp4 import in_mxfp4
 
 from fxtune.config.compose import load as compose
 from fxtune.errors import ConfigError
-from fxtune.techniques.estimate.machines import machine
+from fxtune.estimate.machines import machine
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.run_forecast import forecast_run
 

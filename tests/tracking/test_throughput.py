@@ -177,8 +177,8 @@ def test_meter_counts_the_towers_of_images():
     assert with_images["train/images_per_second"] == 0.5
     assert "train/images_per_second" not in without
     assert with_images["train/tokens_per_second"] == without["train/tokens_per_second"]
-    tower = meters[0].cost.tower
-    flops = tower.flops(tower.shape.work(np.array([4, 4]), np.zeros(2), np.zeros(2)))
+    images = meters[0].cost.image_cost
+    flops = images.flops(images.shape.work(np.array([4, 4]), np.zeros(2), np.zeros(2)))
     assert with_images["train/mfu"] - without["train/mfu"] == pytest.approx(flops / 4 / 1e9)
 
 

@@ -223,7 +223,7 @@ def _unrotatable(facts: Facts) -> str | None:
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     """Runs of each operation's kernel in one forward pass; None where the profiler may not see the device."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
-    with without_dropout(model), torch.enable_grad():  # with gradients, so that the compiled code is that of training
+    with without_dropout(model), torch.enable_grad():  # with gradients, as the code for training is compiled
         seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None

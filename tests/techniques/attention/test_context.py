@@ -16,6 +16,7 @@ from support.tables import natural, training
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.models.dims import key_copies
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, without_dropout
@@ -39,7 +40,7 @@ def test_attention_on_pieces_is_attention_on_the_row(cut, backend, window):
     heads, key_heads, ranks, copies = cut
     backend.prepare()
     context.register(backend)
-    assert context.key_copies(heads, key_heads, ranks) == copies
+    assert key_copies(heads, key_heads, ranks) == copies
     module = _llama_attention(heads, key_heads)
     shapes = [(2, heads, LENGTH, 8), (2, key_heads, LENGTH, 8), (2, key_heads, LENGTH, 8)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]

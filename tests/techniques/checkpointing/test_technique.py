@@ -17,20 +17,21 @@ from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 from support.forecasts import TECHNIQUES, card
 
+from fxtune.estimate import step_time
+from fxtune.estimate.memory import LayerBytes, forecast
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.recomputation import LEVELS
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.parts import encoder_layers
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers, tower_layers
+from fxtune.models.structure import decoder_layers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate import step_time
-from fxtune.techniques.estimate.memory import LayerBytes, forecast
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 EXACT = {
@@ -398,6 +399,6 @@ def test_a_trained_tower_is_checkpointed_too(family, options):
 def test_a_frozen_tower_is_not_checkpointed():
     pipeline = checkpointed(lora())
     adapted = built(pipeline, image_models.recipe("qwen2_5_vl"))
-    assert not any("forward" in vars(layer) for layer in tower_layers(adapted))
+    assert not any("forward" in vars(layer) for layer in encoder_layers(adapted))
     evidence = pipeline.checkpointing.verify(PreparedModel(adapted), make_probe(adapted))
     assert not any("vision encoder" in observation.asked for observation in evidence)

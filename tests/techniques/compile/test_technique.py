@@ -22,11 +22,12 @@ from support.runs import history
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.host_arguments import takes_bounds
+from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import tower_layers, towers
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.attention import tower
+from fxtune.techniques.attention import vision_encoder
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import TOWER
 from fxtune.techniques.compile.technique import Compile
@@ -322,11 +323,11 @@ def test_recorded_passes_keep_gradients_in_place():
 def test_one_graph_of_a_tower_serves_images_of_all_sizes(family, quick):
     model, plain = image_models.model(family), image_models.model(family)
     replace_patch_embeddings(model)
-    tower.prepare(model)
-    for part in towers(model):
+    vision_encoder.prepare(model)
+    for part in vision_encoders(model):
         part.requires_grad_(False)
-        if tower.takes_bounds(part):
-            tower.call(part, "fxtune_tower_flash4")
+        if takes_bounds(part):
+            vision_encoder.call(part, "fxtune_tower_flash4")
     technique, prepared = Compile(enabled=True), PreparedModel(model, reads_sizes_on_host=True)
     technique.apply(prepared, CPU)
     evidence = technique.verify(prepared, make_probe(model))
@@ -352,7 +353,7 @@ def test_a_tower_that_splits_by_images_is_left_as_it_is(quick):
     model = image_models.model("qwen2_5_vl")
     technique = Compile(enabled=True)
     technique.apply(PreparedModel(model), CPU)
-    assert not any("forward" in vars(layer) for layer in tower_layers(model))
+    assert not any("forward" in vars(layer) for layer in encoder_layers(model))
     assert not any(
         "vision encoder" in seen.asked for seen in technique.verify(PreparedModel(model), make_probe(model))
     )

@@ -11,7 +11,7 @@ from support.rows import write_jsonl
 from fxtune.cli import preview
 from fxtune.config import compose
 from fxtune.errors import UserError
-from fxtune.techniques.estimate.machines import machine
+from fxtune.estimate.machines import machine
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 

@@ -11,10 +11,10 @@ from support.image_models import CONFIGS, FAMILIES, assert_alike, documents, gra
 
 from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
+from fxtune.models.kinds.image_decoder.parts import image_modules
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import probe_logits
-from fxtune.models.structure import projectors, towers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
@@ -93,7 +93,7 @@ def test_positions_of_a_batch_without_images_tell_documents_apart():
     assert batch.rope_positions is None
     loss = LanguageModel(PreparedModel(model)).summed_loss(batch)
     assert abs(loss.item() - image_models.plain_loss(model, shown).item()) < 1e-5 * loss.item()
-    model.model.visual = None  # a batch without images passes by the tower
+    model.model.visual = None  # a batch without images passes by the vision encoder
     assert LanguageModel(PreparedModel(model)).summed_loss(batch).item() == loss.item()
 
 
@@ -112,7 +112,7 @@ def test_parts(family):
     kind = kind_of(model.config)
     assert len(kind.layers(model)) == 2
     of_decoder = {id(weight) for weight in kind.backbone(model).parameters()}
-    beside = {id(weight) for part in (*towers(model), *projectors(model)) for weight in part.parameters()}
+    beside = {id(weight) for part in image_modules(model) for weight in part.parameters()}
     named = dict(model.model.named_parameters())
     assert not of_decoder & beside
     assert {name for name, weight in named.items() if id(weight) not in of_decoder | beside} <= {"image_newline"}
@@ -141,11 +141,11 @@ def test_images_of_a_batch_are_divided_among_its_documents(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_probe_depends_on_the_tower(family):
-    """So an export whose tower differs is refused."""
+    """So an export whose vision encoder differs is refused."""
     model = image_models.model(family)
     before = probe_logits(model)
     with torch.no_grad():
-        for tower in images_of(model.config).towers(model):
+        for tower in images_of(model.config).vision_encoders(model):
             for weight in tower.parameters():
                 weight.mul_(1.1)
     shift = (probe_logits(model) - before).abs().amax(-1)[0]

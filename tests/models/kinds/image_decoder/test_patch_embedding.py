@@ -7,8 +7,8 @@ import torch
 from support import image_models
 from torch import nn
 
+from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import PatchEmbedding, replace_patch_embeddings
-from fxtune.models.structure import towers
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_no_family_keeps_a_convolution(family):
     model = image_models.model(family)
     tensors = {name: tensor.shape for name, tensor in model.state_dict().items()}
     replace_patch_embeddings(model)
-    left = [module for tower in towers(model) for module in tower.modules()]
+    left = [module for tower in vision_encoders(model) for module in tower.modules()]
     assert not any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in left)
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == tensors
 

@@ -13,13 +13,13 @@ from support.forecasts import LLAMA, PEFT, TECHNIQUES, allocated, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import forecast, trained_parameters
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels import frozen_base, fused_lora
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, state_of
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.memory import forecast, trained_parameters
 
 
 def test_the_forecast_equals_its_formula():

@@ -12,7 +12,7 @@ def shape_of(family):
 
 
 def test_windows_bound_the_keys_of_qwen2_5():
-    """A tower with windows of 4 x 4 patches in one of two layers."""
+    """A vision encoder with windows of 4 x 4 patches in one of two layers."""
     sizes = np.array([16, 2])  # 64 patches, and 8: fewer than a window
     work = shape_of("qwen2_5_vl").work(sizes, sizes, sizes)
     assert work == (2, 64 + 8, 64 + 8, 18, 64 * 16 + 64 * 64 + 2 * 8 * 8)

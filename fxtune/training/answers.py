@@ -208,8 +208,8 @@ class AnswerEvaluation:
         """Ask the questions. Keeps the answers under `when` unless it is empty, and rank 0 then writes their file.
         `batch_sizes`, `world`: see answer(). Returns the share of exact matches."""
         config, questions = self.config, self.questions
-        sizes = config.batch_size, config.max_new_tokens, batch_sizes
-        given = answer(model, self.tokenizer, questions, *sizes, world, self.images)
+        limits: Any = dict(max_new_tokens=config.max_new_tokens, batch_sizes=batch_sizes)
+        given = answer(model, self.tokenizer, questions, **limits, world=world, images=self.images)
         self.scores = scores(given, questions, config.metrics)
         if when:
             self.answers[when] = given

@@ -69,7 +69,7 @@ def test_each_technique_and_switch_that_is_on_is_switched_off():
     asked = {
         "attention": {"backend": "flash4"},
         "lora": {"fused": "on"},
-        "liger": {"kernels": ["rms_norm", "rope"], "chunk_rows": None},
+        "liger": {"kernels": ["rms_norm", "rope"]},
         "compile": {"mode": "default"},
     }
     assert list(bench.switched_off(asked)) == [

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.cases import slow_but
 from support.recipes import QUICK, write_recipe
 
 from fxtune.cli import answer
@@ -107,7 +108,9 @@ def test_a_multirun_has_a_list_of_its_runs(cwd, trained, monkeypatch):
     assert "rows.jsonl:3" in bad["error"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), slow_but([(signal.SIGTERM, 75), (signal.SIGINT, 130)], (signal.SIGTERM, 75))
+)
 def test_a_stopped_run_says_how_to_go_on(cwd, number, code):
     words = [QUICK, "train.epochs=100", "train.log_every=1", "run.dir=run", "--json", "found.json"]
     process = subprocess.Popen([sys.executable, "-m", "fxtune", *words], stdout=subprocess.DEVNULL)

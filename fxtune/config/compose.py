@@ -50,8 +50,9 @@ def load(overrides: list[str]) -> Config:
 
 
 def prepare(overrides: list[str], multirun: bool = False, register_all: bool = False) -> list[Choice]:
-    """Check `overrides` with every recipe and group that they name, and give those to Hydra (`register_all`: all,
-    so that they can be listed). Returns the choices in Hydra's spelling and order: recipes, groups, keys.
+    """Check `overrides` and every recipe and group that they name, and register these recipes and groups with Hydra.
+    `register_all`: register all others, too, so that they can be listed. Returns the choices in Hydra's spelling and
+    order: recipes, groups, keys.
 
     Raises one ConfigError that lists every mistake.
     """
@@ -208,7 +209,7 @@ def _register(store: RecipeStore, everything: bool) -> None:
 
 @functools.cache
 def _register_root() -> None:
-    """Give Hydra the schema, of which it takes a copy, and configs/train.yaml."""
+    """Give Hydra the schema, which it copies, and configs/train.yaml."""
     known = ConfigStore.instance()
     known.store(name="schema", node=_schema())
     known.store(name=_ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{_ROOT}.yaml"))

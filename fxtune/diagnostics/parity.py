@@ -17,10 +17,10 @@ rounded. In other precisions the errors of tokens are larger and independent, so
 The loss of a mixture's routers depends on the micro-batches. It is compared in the configured ones; in other splits it
 is off.
 
-The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. Where an objective
-has a reference, all trained weights are changed, because the model is its own reference at the start. One model is in
-memory at a time, and the plain ones run before those with fxtune's own code. Several ranks run the step together as in
-training, and are compared with plain transformers in one process, that of rank 0.
+The B of a new adapter is zero and would hide an error in its A, so each B gets fixed values here. Where an objective
+has a reference, all trained weights are changed, because a model at its start equals its reference. One model is in
+memory at a time, and plain models run before models with fxtune's code. Several ranks run the step together as in
+training. Rank 0 alone runs plain transformers and compares.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class RefreshData:
         return find_drift(old, new, self.settings)
 
     def gate(self, before: Path, after: Path) -> Gate:
-        """Whether the weights in the folder `after` may replace those in `before`."""
+        """Whether the weights in the folder `after` may replace the weights in `before`."""
         self._store_reference()
         groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
         old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))

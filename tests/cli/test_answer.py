@@ -112,7 +112,8 @@ def test_a_multirun_has_a_list_of_its_runs(cwd, trained, monkeypatch):
     ("number", "code"), slow_but([(signal.SIGTERM, 75), (signal.SIGINT, 130)], (signal.SIGTERM, 75))
 )
 def test_a_stopped_run_says_how_to_go_on(cwd, number, code):
-    words = [QUICK, "train.epochs=100", "train.log_every=1", "run.dir=run", "--json", "found.json"]
+    quick = ["data.questions.path=null", "run.report=false", "train.log_every=1", "run.dir=run"]
+    words = [QUICK, "train.epochs=100", *quick, "--json", "found.json"]
     process = subprocess.Popen([sys.executable, "-m", "fxtune", *words], stdout=subprocess.DEVNULL)
     try:
         while process.poll() is None and not Path("run/metrics.jsonl").is_file():

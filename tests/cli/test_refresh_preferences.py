@@ -33,7 +33,7 @@ OLD, NEW = ("It is fine.", "Ask me again."), ("στο σπίτι", "πῦρ κα
 """(the better answer, the worse one). In the new rows the answers are of other letters."""
 
 
-def write(path: str, answers: tuple[str, str], first: int, judged: bool, count: int = 60) -> None:
+def write(path: str, answers: tuple[str, str], first: int, judged: bool, count: int = 36) -> None:
     draw, rows = random.Random(first), []
     for number in range(first, first + count):
         good, bad = (f"{answer}{'!' * draw.randint(0, 3)}" for answer in answers)
@@ -53,7 +53,7 @@ def refresh(run: str, rows: str, *words: str) -> int:
 
 def train(objective: str, *words: str) -> None:
     judged = objective == "kto"
-    write("old.jsonl", OLD, 0, judged, 80)
+    write("old.jsonl", OLD, 0, judged, 60)
     write("same.jsonl", OLD, 500, judged)
     write("new.jsonl", NEW, 1000, judged)
     assert main([*WORDS, f"objective={objective}", "run.dir=runs/mine", *words]) == 0
@@ -87,7 +87,7 @@ def refreshed(capsys, noun: str) -> dict:
     assert refresh("runs/mine", "new.jsonl") == 0
     assert "Promoted: run-2 serves now" in capsys.readouterr().out
     last = entries()[-1]
-    assert last["data"][0]["documents"] == 60
+    assert last["data"][0]["documents"] == 36
     assert last["gate"]["new_loss"][1] < last["gate"]["new_loss"][0]
     return last
 

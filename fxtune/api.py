@@ -60,11 +60,7 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
 
 
 def preview(
-    recipe: str | Path | Config,
-    overrides: Sequence[str] = (),
-    *,
-    html: Path | None = None,
-    json: Path | None = None,
+    recipe: str | Path | Config, overrides: Sequence[str] = (), *, html: Path | None = None, json: Path | None = None
 ) -> None:
     """Print the first samples as the model will see them, and what a step needs. `html`, `json`: files to write the
     page and the samples to. Raises as train(), and StorageError for a file that cannot be written."""

@@ -104,21 +104,9 @@ def test_an_adapter_saved_with_weights_of_another_base_is_refused(tmp_path):
 
 
 REFUSED = {  # changes of adapter_config.json, the error, its message
-    "aLoRA": (
-        {"alora_invocation_tokens": [1, 2]},
-        ConfigError,
-        "is an aLoRA adapter .*alora_invocation_tokens",
-    ),
-    "random start": (
-        {"init_lora_weights": "pissa_niter_4"},
-        ConfigError,
-        "cannot be computed again from the base",
-    ),
-    "unknown option": (
-        {"some_new_key": True},
-        ConfigError,
-        r"options that peft \S+ does not know .*: some_new_key\.",
-    ),
+    "aLoRA": ({"alora_invocation_tokens": [1, 2]}, ConfigError, "is an aLoRA adapter .*alora_invocation_tokens"),
+    "random start": ({"init_lora_weights": "pissa_niter_4"}, ConfigError, "cannot be computed again from the base"),
+    "unknown option": ({"some_new_key": True}, ConfigError, r"options that peft \S+ does not know .*: some_new_key\."),
     "no type": ({"peft_type": None}, StorageError, "does not say what kind of adapter it is"),
     "unknown type": ({"peft_type": "MAGIC"}, ConfigError, "is a MAGIC adapter"),
     "infinity": ({"lora_alpha": 1e39}, ConfigError, r"lora_alpha=1e\+39 is no number to scale"),

@@ -203,11 +203,7 @@ def test_questions_are_held_out_rows_and_no_file_is_overwritten():
 
 @pytest.mark.parametrize(
     ("card", "model"),
-    [
-        ("H200", "Qwen/Qwen3-32B"),
-        ("A100-40GB", "Qwen/Qwen3-8B"),
-        ("L4", "Qwen/Qwen3-4B-Instruct-2507"),
-    ],
+    [("H200", "Qwen/Qwen3-32B"), ("A100-40GB", "Qwen/Qwen3-8B"), ("L4", "Qwen/Qwen3-4B-Instruct-2507")],
 )
 def test_the_proposed_model_is_the_largest_that_fits_the_card_and_offline_its_name_is_said(capsys, card, model):
     FILES["chats.jsonl"]("chats.jsonl")

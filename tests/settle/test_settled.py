@@ -230,12 +230,7 @@ def test_supported_recipe_is_not_refused(machine):
 def test_large_recipe_is_refused_only_on_a_small_host():
     small = replace(CPU, memory=24 * GB, host_memory=24 * GB)
     recipe = load(
-        [
-            "+recipe=llama_yarn_64k",
-            "model=llama_8b_shape",
-            "model.dtype=float32",
-            "techniques.compile.enabled=false",
-        ]
+        ["+recipe=llama_yarn_64k", "model=llama_8b_shape", "model.dtype=float32", "techniques.compile.enabled=false"]
     )
     with pytest.raises(ConfigError, match=r" 22\.4 GiB\. Use "):
         settle(recipe, small, 1)

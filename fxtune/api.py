@@ -20,7 +20,6 @@ import html
 import json
 import tempfile
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ from omegaconf import OmegaConf
 
 from fxtune.checkpoint.run_folder import EVIDENCE, REPORT
 from fxtune.config import compose
-from fxtune.config.introspection import all_keys
 from fxtune.config.root import Config
-from fxtune.config.validate import command_line_only
 from fxtune.distributed.files import require_writable, write_json
 from fxtune.errors import ConfigError, RankError, StorageError
 from fxtune.outputs.run_output import find_output, run_folder
@@ -205,16 +202,10 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
 
 
 def _as_command(config: Config, file: Path) -> list[str]:
-    """Write `config` to `file` as a recipe. Returns the words of a command line that loads it: the recipe and the keys
-    which a recipe may not set."""
-    values = json.loads(json.dumps(dataclasses.asdict(config)))
-    words = [compose.path_override("+recipe", file)]
-    for key in filter(command_line_only, all_keys(Config)):
-        *path, name = key.split(".")
-        if value := reduce(dict.__getitem__, path, values).pop(name):
-            words.append(compose.path_override(key, value))
+    """Write `config` to `file` as a recipe. Returns the words of a command line that loads it."""
+    values, words = compose.as_recipe(config)
     file.write_text(f"# @package _global_\n{yaml.safe_dump(values, allow_unicode=True)}", encoding="utf-8")
-    return words
+    return [compose.path_override("+recipe", file), *words]
 
 
 def _train_on_ranks(config: Config, ranks: int) -> Run:

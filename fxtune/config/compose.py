@@ -12,9 +12,11 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fxtune.checkpoint.run_folder import read_config, read_template_time, read_trained_tokens
 from fxtune.config import discovery
-from fxtune.config.introspection import Slot
+from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.needs import unread
 from fxtune.config.overrides import COMMAND_LINE, Choice, ChoiceKind, RecipeStore, refuse
 from fxtune.config.root import Config, completed
-from fxtune.config.validate import Validator
+from fxtune.config.validate import Validator, command_line_only
 from fxtune.errors import ConfigError
 from fxtune.facts.options import AUTO
 
@@ -129,6 +131,16 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     if all(choice.key != "data.cache_dir" for choice in choices):
         config.data.cache_dir = None
     return config
+
+
+def as_recipe(config: Config) -> tuple[dict[str, Any], list[str]]:
+    """`config` as the plain values of a recipe, and as words of a command line for the keys that no recipe may set."""
+    values, words = json.loads(json.dumps(asdict(config))), []
+    for key in filter(command_line_only, all_keys(Config)):
+        *path, name = key.split(".")
+        if value := functools.reduce(dict.__getitem__, path, values).pop(name):
+            words.append(path_override(key, value))
+    return values, words
 
 
 def path_override(key: str, path: Path | str) -> str:

@@ -135,7 +135,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
 
 def as_recipe(config: Config) -> tuple[dict[str, Any], list[str]]:
     """`config` as the plain values of a recipe, and as words of a command line for the keys that no recipe may set."""
-    values, words = json.loads(json.dumps(asdict(config))), []
+    values, words = json.loads(json.dumps(asdict(config))), list[str]()
     for key in filter(command_line_only, all_keys(Config)):
         *path, name = key.split(".")
         if value := functools.reduce(dict.__getitem__, path, values).pop(name):

@@ -113,8 +113,6 @@ class QuestionsConfig:
     """How many questions are printed with both answers."""
     max_new_tokens: int = field(default=64, metadata={"min": 1})
     """The length at which an answer is cut off."""
-    batch_size: int = field(default=32, metadata={"min": 1})
-    """Questions that are answered at a time."""
     metrics: list[str] = field(default_factory=list)
     """Metrics of plugins for the answers, beside exact_match; each is logged as questions/NAME (docs/plugins.md)."""
 

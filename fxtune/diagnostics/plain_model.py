@@ -51,11 +51,7 @@ class PlainModel(LanguageModel):
     routers see the prompt of a pair once."""
 
     def __init__(
-        self,
-        prepared: PreparedModel,
-        checkpointed: bool = False,
-        balanced: bool = False,
-        shares_prompts: bool = False,
+        self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False, shares_prompts: bool = False
     ) -> None:
         self.model: Any = prepared.module
         self.shares_prompts = shares_prompts

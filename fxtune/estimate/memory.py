@@ -494,8 +494,7 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
         return max(states, 5 * copies)
     if not run.fused_loss:
         return max(states + logits * (2 * number + 8), 5 * copies)
-    chunk = run.loss_rows * shape.vocabulary * number if run.loss_rows else BUFFER
     # The gradient is summed in float32 and then copied to the weight's dtype.
     size = BYTES.get(facts.dtype, 4)
     head = 0 if run.adapters else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
-    return max(states + min(logits * number, chunk) + 4 * min(logits, BLOCK) + head, 5 * copies)
+    return max(states + min(logits * number, BUFFER) + 4 * min(logits, BLOCK) + head, 5 * copies)

@@ -137,8 +137,6 @@ class LigerOptions(AutoOptions):
     device; `fused_linear_cross_entropy` computes head and loss without holding all logits. `auto`: with a GPU the
     kernels of operations that neither torch.compile nor techniques.lora fuses, and the fused loss if a micro-batch's
     logits exceed 64 MiB."""
-    chunk_rows: Optional[int] = field(default=None, metadata={"min": 1})
-    """Rows of logits that the fused loss holds at a time; null: as many as fit into 1 GiB."""
 
     def runs(self, kernel: str) -> bool:
         """Whether this kernel runs; false while `auto` is undecided."""

@@ -76,7 +76,6 @@ class LanguageModel:
         self.model: Any = prepared.module
         self.routers = prepared.routers
         self.fused = liger is not None and liger.runs("fused_linear_cross_entropy")
-        self.chunk_rows = liger.chunk_rows if liger is not None and self.fused else None
         config: Any = self.model.config.get_text_config()
         factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
         self.scale = next(factors, 1.0)
@@ -166,7 +165,6 @@ class LanguageModel:
             options = dict(
                 scale=self.scale,
                 cap=self.cap,
-                chunk_rows=self.chunk_rows,
                 fp8_scales=_fp8_scales(linear),
                 gemm=self.gemm,
             )
@@ -205,7 +203,7 @@ class LanguageModel:
 
     def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size
-        return self.chunk_rows or default_chunk_rows(vocabulary, torch.float32)
+        return default_chunk_rows(vocabulary, torch.float32)
 
     def _head_logits_and_losses(self, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Logits [rows, vocabulary] and the losses [rows] of `labels`, from the decoder and the head."""
@@ -254,7 +252,7 @@ class LanguageModel:
             head = type(self.head).__name__
             return f"chunks of {self._chunk_size():,} rows, the head ({head}) runs again in the backward pass"
         dtype = linear.weight.dtype if _fp8_scales(linear) is None else torch.bfloat16
-        rows = self.chunk_rows or default_chunk_rows(linear.weight.shape[0], dtype)
+        rows = default_chunk_rows(linear.weight.shape[0], dtype)
         trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
         return f"chunks of {rows:,} rows, {trained}"
 

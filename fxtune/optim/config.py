@@ -56,9 +56,6 @@ class OptimizerConfig:
     """Added to the denominator of AdamW's update."""
     momentum: float = field(default=0.9, metadata={"min": 0, "below": 1})
     """SGD's and Muon's momentum."""
-    fused: bool = True
-    """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host
-    sync."""
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates add up instead of being lost. For
     `adamw`, and for `adamw_8bit`."""
@@ -91,14 +88,14 @@ class Traits(NamedTuple):
 
 
 TRAITS = {
-    OptimizerName.adamw: Traits(("betas", "eps", "fused"), 2.0, has_lr_rule=True),
+    OptimizerName.adamw: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
     OptimizerName.adamw_8bit: Traits(("betas", "eps"), 0.5, has_lr_rule=True),
     OptimizerName.adamw_schedulefree: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
     OptimizerName.apex_adamw: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
-    OptimizerName.sgd: Traits(("momentum", "fused"), 1.0),
+    OptimizerName.sgd: Traits(("momentum",), 1.0),
     OptimizerName.adafactor: Traits((), 0.01),
     OptimizerName.lion: Traits(("betas",), 1.0),
-    OptimizerName.muon: Traits(("momentum", "betas", "eps", "fused"), 1.0, has_lr_rule=True),
+    OptimizerName.muon: Traits(("momentum", "betas", "eps"), 1.0, has_lr_rule=True),
 }
 
 

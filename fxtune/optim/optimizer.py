@@ -355,9 +355,9 @@ def state_of(config: OptimizerConfig) -> OptimizerState:
 def undo_limit(config: OptimizerConfig) -> int:
     """The largest size in bytes of trained weights on a GPU for which a NonfiniteGuard undoes bad steps of this
     optimizer; 0 if no guard does."""
+    fused = (OptimizerName.adamw, OptimizerName.sgd)
     syncs = (OptimizerName.adafactor, OptimizerName.adamw_schedulefree)
-    skips = config.name in (OptimizerName.adamw, OptimizerName.sgd) and (config.fused or config.stochastic_rounding)
-    return 0 if skips or config.name in syncs else MAX_BYTES
+    return 0 if config.name in (*fused, *syncs) else MAX_BYTES
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
@@ -393,7 +393,7 @@ def _library_optimizers(
         if config.stochastic_rounding:
             use_cache_folder()  # its step is compiled
             return StochasticAdamW(groups, moments=getattr(torch, config.moments.value), **adam)
-        return torch.optim.AdamW(groups, fused=config.fused, **adam)
+        return torch.optim.AdamW(groups, fused=True, **adam)
 
     if config.name is OptimizerName.adamw:
         return [adamw(groups)]
@@ -412,7 +412,7 @@ def _library_optimizers(
         schedule_free.train()
         return [schedule_free]
     if config.name is OptimizerName.sgd:
-        sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=config.fused, **shared)
+        sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=True, **shared)
         for parameter in parameters if config.momentum else []:
             # If torch allocated the buffer in a skipped first step, it would stay uninitialised.
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -31,8 +31,8 @@ def fits(techniques: Pipeline, facts: Facts, degrees: Degrees) -> bool:
 
 
 def possible(ranks: int) -> Iterator[Degrees]:
-    """Each way to share the work of `ranks` ranks, the one that sends the least first: copies, then divided weights,
-    then divided rows."""
+    """Each way to share the work of `ranks` ranks, the least traffic first: copies, then divided weights, then divided
+    rows."""
     for context in _divisors(ranks):
         for shard in _divisors(ranks // context):
             yield Degrees(ranks // context // shard, shard, context)

@@ -203,8 +203,8 @@ class AnswerEvaluation:
         """Ask the questions. Returns their scores() with keys like questions/exact_match. Unless `when` is empty, the
         answers are kept under it, and rank 0 writes them to a file. `batch_sizes`, `world`: see answer()."""
         config, questions = self.config, self.questions
-        sizes = config.batch_size, config.max_new_tokens, batch_sizes
-        given = answer(model, self.tokenizer, questions, *sizes, world, self.images)
+        limits: Any = dict(max_new_tokens=config.max_new_tokens, batch_sizes=batch_sizes)
+        given = answer(model, self.tokenizer, questions, **limits, world=world, images=self.images)
         figures = {f"questions/{name}": score for name, score in scores(given, questions, config.metrics).items()}
         if when:
             self.answers[when] = given

@@ -34,7 +34,6 @@ OPTIMIZERS = {
     "sgd": dict(name=OptimizerName.sgd),
     "muon": dict(name=OptimizerName.muon),
     "lion": dict(name=OptimizerName.lion),
-    "unfused": dict(fused=False),
     "bitsandbytes": dict(name=OptimizerName.adamw_8bit),
 }
 PACKAGES = {"lion": "lion_pytorch", "bitsandbytes": "bitsandbytes"}

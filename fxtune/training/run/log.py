@@ -135,7 +135,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     loader, image_bytes = settle_loader(config.loader, builder.own(data.training), device)
     yield (
         f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned "
-        f"memory {'on' if loader.pin_memory else 'off'}"
+        f"memory {'on' if device.type == 'cuda' else 'off'}"
     )
     wanted = config.loader.resolved(device, image_bytes > 0)
     if (loader.num_workers, loader.prefetch_factor) != (wanted.num_workers, wanted.prefetch_factor):

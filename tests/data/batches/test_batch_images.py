@@ -281,7 +281,7 @@ def test_the_size_of_the_images_of_a_batch_is_known_before_any_is_decoded(tmp_pa
 
 
 def test_batches_that_are_ready_take_a_share_of_the_memory():
-    config = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=False)
+    config = LoaderConfig(num_workers=8, prefetch_factor=4)
     plenty = 1 << 40
     assert config.bounded(0, 0, 0) == config
     assert config.bounded(100, plenty, plenty) == config

@@ -18,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from fxtune.checkpoint.run_folder import EVIDENCE, REPORT
@@ -57,11 +57,7 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
 
 
 def preview(
-    recipe: str | Path | Config,
-    overrides: Sequence[str] = (),
-    *,
-    html: Path | None = None,
-    json: Path | None = None,
+    recipe: str | Path | Config, overrides: Sequence[str] = (), *, html: Path | None = None, json: Path | None = None
 ) -> None:
     """Print the first samples as the model will see them, and what a step needs. `html`, `json`: files to write the
     page and the samples to. Raises as train(), and StorageError for a file that cannot be written."""
@@ -92,7 +88,7 @@ def plan(
 ) -> Any:
     """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/forecast/run_forecast.py).
     `tokens`: of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
-    from fxtune.techniques.estimate.machines import machine
+    from fxtune.estimate.machines import machine
     from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 
     config = _config(recipe, overrides)
@@ -205,40 +201,11 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
     return compose.typed(OmegaConf.create(values))  # checked as a command line is
 
 
-def _words(config: Config) -> list[str]:
-    """The command line of `config`: each value that is not the default's."""
-    return [f"{key}={value}" for key, value in _changed(config, Config()) if value != "???"]
-
-
-def _changed(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each field of `config` that differs from `default`, as it is typed."""
-    for field in dataclasses.fields(config):
-        value, key = getattr(config, field.name), f"{prefix}{field.name}"
-        usual = getattr(default, field.name, dataclasses.MISSING)  # another objective has other options
-        if dataclasses.is_dataclass(value):
-            yield from _changed(value, usual, f"{key}.")
-        elif value != usual:
-            plain = json.loads(json.dumps(dataclasses.asdict(_Value(value))))["value"]
-            yield key, _as_typed(plain)
-
-
-def _as_typed(value: Any) -> str:
-    """A value in Hydra's grammar."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_as_typed(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_as_typed, value)) + "]"
-    if isinstance(value, str):
-        # A backslash stands for itself, except before a quotation mark.
-        return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + ("\\" + '"') * bool(found[2]), value) + '"'
-    return json.dumps(value)
-
-
-@dataclasses.dataclass
-class _Value:
-    """Wraps a value, so that asdict() makes plain data of a list of dataclasses."""
-
-    value: Any
+def _as_command(config: Config, file: Path) -> list[str]:
+    """Write `config` to `file` as a recipe. Returns the words of a command line that loads it."""
+    values, words = compose.as_recipe(config)
+    file.write_text(f"# @package _global_\n{yaml.safe_dump(values, allow_unicode=True)}", encoding="utf-8")
+    return [compose.path_override("+recipe", file), *words]
 
 
 def _train_on_ranks(config: Config, ranks: int) -> Run:
@@ -246,6 +213,7 @@ def _train_on_ranks(config: Config, ranks: int) -> Run:
 
     with tempfile.TemporaryDirectory(prefix="fxtune-json-") as scratch:
         answer = Path(scratch) / "answer.json"
-        if code := launch(ranks, ["train", *_words(config), "--json", str(answer)]):
+        words = _as_command(config, Path(scratch) / "config.yaml")
+        if code := launch(ranks, ["train", *words, "--json", str(answer)]):
             raise RankError(f"The ranks ended with exit code {code}, for the reason that they printed.")
         return Run(read_json(answer)["folder"])

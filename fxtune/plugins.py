@@ -8,11 +8,11 @@
 
 A plugin is a Python file that the command line names (`--plugin tickets.py`), or an installed package with an entry
 point in the group `fxtune.plugins`. A recipe can use by name what a plugin registers, but it cannot load a plugin. A
-registry holds fxtune's own names and those that plugins add, so one lookup serves both. The registry of objectives is
-beside them (objectives/registry.py).
+registry holds fxtune's own names and the names that plugins add, so one lookup serves both. The registry of objectives
+is objectives/registry.py.
 
 Plugins are loaded when a name is looked up for the first time in a process. The files of the command line are in an
-environment variable, so ranks and workers, which are processes of their own, find them, too.
+environment variable, so other processes, ranks and workers, find them, too.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Group:
 
 
 REGISTRIES: list[Registry[Any]] = []
-"""All of them, as far as their modules are imported."""
+"""All registries whose modules are imported."""
 
 
 class Registry(Mapping[str, Value]):
-    """The names of one kind that recipes may use: fxtune's own, and those that plugins add."""
+    """The names of one kind that recipes may use: fxtune's own, and the names that plugins add."""
 
     def __init__(self, kind: str, **ours: str) -> None:
         """`ours`: name -> "module:attribute", imported when it is used."""
@@ -100,7 +100,7 @@ class Registry(Mapping[str, Value]):
         if not name.isidentifier():
             raise ConfigError(f"{plugin.file}: `{name}` is no name of a {self.kind}: letters, digits and _ only.")
         if name in self._reserved:
-            raise ConfigError(f"{plugin.file}: fxtune has a {self.kind} `{name}` of its own. Choose another name.")
+            raise ConfigError(f"{plugin.file}: fxtune has its own {self.kind} `{name}`. Choose another name.")
         if name in self._added:
             other = self._added[name][1]
             raise ConfigError(
@@ -219,7 +219,7 @@ def files_used(files: Sequence[str | Path]) -> Iterator[None]:
 
 
 def load_plugin(file: str | Path) -> None:
-    """Load a plugin for the rest of this process and for those that it starts. Raises ConfigError."""
+    """Load a plugin for the rest of this process and for the processes that it starts. Raises ConfigError."""
     plugin = load_file(Path(file))
     paths = os.environ.get(FILES, "").split(os.pathsep)
     os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, paths), str(plugin.file)]))
@@ -239,7 +239,7 @@ def load_all() -> None:
 
 
 def load_file(path: Path) -> Plugin:
-    """Run the file of a plugin, which registers what it has. Raises ConfigError with its file and line."""
+    """Run the file of a plugin, which registers its parts. Raises ConfigError with its file and line."""
     file = path.expanduser().resolve()
     try:
         source = file.read_bytes()

@@ -36,7 +36,10 @@ for name in (
     os.environ.pop(name, None)
 # A busy machine must pass: hypothesis limits neither the time of an example nor the time to draw one.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", PATIENT, derandomize=True)  # the same examples on every machine, every time
+SHARE = 3
+"""`make test` tries one example in so many; `make test-all` tries all, and others each time."""
+# The same examples on every machine, every time.
+settings.register_profile("same", PATIENT, derandomize=True, max_examples=settings.default.max_examples // SHARE)
 settings.register_profile("random", PATIENT, print_blob=True)  # `make test-all`: --hypothesis-profile=random
 settings.load_profile("same")
 
@@ -83,6 +86,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("vital"):
             item.add_marker(pytest.mark.slow)
+        own = getattr(item.obj, "_hypothesis_internal_use_settings", None)  # by @settings, which overrides the profile
+        if own is not None and own.derandomize and own is not settings.default:
+            item.obj._hypothesis_internal_use_settings = settings(own, max_examples=-(-own.max_examples // SHARE))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

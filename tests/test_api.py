@@ -106,7 +106,7 @@ def test_a_mistake_raises_what_the_command_prints():
 
 
 def test_a_config_is_the_same_command_line(tmp_path):
-    """Ranks are started with words, so each value must survive being typed."""
+    """Ranks are started by a command, so each value must survive being written."""
     from fxtune import api
     from fxtune.config import compose
 
@@ -115,7 +115,8 @@ a second line \\" \\"""
     config = fxtune.load_recipe("quickstart", ["data.sources.0.limit=7", "techniques.lora.rank_pattern={q_proj: 8}"])
     config.data.system = text
     config.data.chat_template = "{% for m in messages %}{{ m }}{% endfor %}"
-    assert compose.load(api._words(config)) == config
+    config.run.dir, config.model.trust_remote_code = str(tmp_path / "it's here"), True
+    assert compose.load(api._as_command(config, tmp_path / "config.yaml")) == config
 
 
 def test_plan_is_a_forecast_of_the_run():

@@ -28,17 +28,10 @@ ROWS = [
     for number in range(2, 12)
 ]
 USED = [
-    "+recipe=quickstart",
-    "data.sources=[{path: tickets.jsonl, format: tickets}]",
-    "data.questions.path=questions.jsonl",
-    "data.questions.metrics=[numbers_right]",
-    "data.workers=1",
-    "objective=focal",
-    "techniques.plugins.use={neftune: {alpha: 2}}",
-    "train.epochs=null",
-    "train.max_steps=3",
-    "train.log_every=1",
-    "run.dir=run",
+    *("+recipe=quickstart", "data.sources=[{path: tickets.jsonl, format: tickets}]"),
+    *("data.questions.path=questions.jsonl", "data.questions.metrics=[numbers_right]", "data.workers=1"),
+    *("objective=focal", "techniques.plugins.use={neftune: {alpha: 2}}", "train.epochs=null", "train.max_steps=3"),
+    *("train.log_every=1", "run.dir=run"),
 ]
 
 

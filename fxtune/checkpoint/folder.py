@@ -3,9 +3,9 @@
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
 Ranks that hold different parts of the tensors write two files each (parts.py). A checkpoint is written under a name
-that begins with a dot, synced and renamed; the next save removes unfinished checkpoints. `aside-step-00000120` is no
-longer a checkpoint of the run; only the user removes it. No file read here contains code, and no name in a file is
-used as a path.
+that begins with a dot, synced and renamed; the next save removes unfinished checkpoints. Only the user removes a
+checkpoint that was set aside (`aside-step-00000120`). No file that is read here contains code, and no name in a file
+is used as a path.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def set_aside(path: Path) -> Path:
 
 
 def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
-    """How the files of the checkpoint at `path` differ from its manifest; None if they do not.
+    """How the files of the checkpoint at `path` differ from its manifest; None for an intact checkpoint.
 
-    `share`: (n, m): only each m-th file is read, from the n-th on. Other ranks read the other files.
+    `share`: (n, m): read each m-th file, from the n-th on. Other ranks read the other files.
     """
     if path.is_symlink():
         return Damage("it is a link")
@@ -165,11 +165,11 @@ def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
         files = {name: FileDigest(file["sha256"], file["bytes"]) for name, file in manifest["files"].items()}
         tensor_files = {name for kind in (WEIGHTS, MOMENTS) for name in _tensor_files(manifest, kind)}
         if set(files) != tensor_files | {STATE} or not isinstance(manifest["recipe"], str):
-            return Damage(f"{MANIFEST} is none of a checkpoint")
+            return Damage(f"{MANIFEST} does not describe a checkpoint")
         # File systems and desktops leave names with a leading dot (.nfs0001, .DS_Store).
         strange = {file.name for file in path.iterdir() if not file.name.startswith(".")} - {*files, MANIFEST}
     except (KeyError, TypeError, AttributeError):
-        return Damage(f"{MANIFEST} is none of a checkpoint")
+        return Damage(f"{MANIFEST} does not describe a checkpoint")
     except OSError as error:
         return Damage(f"it cannot be read: {error.strerror or error}")
     if strange:
@@ -190,7 +190,7 @@ def _tensor_files(manifest: Mapping[str, Any], kind: str) -> dict[str, Chunks | 
     """The files of a checkpoint's WEIGHTS or MOMENTS, by the names that fxtune gives them, with the chunks of their
     parts; None for a file of whole tensors.
 
-    Raises KeyError, TypeError or AttributeError if the manifest is none of a checkpoint.
+    Raises KeyError, TypeError or AttributeError if the manifest does not describe a checkpoint.
     """
     if manifest["format"] == FORMAT:
         return {kind: None}
@@ -201,7 +201,7 @@ def _tensor_files(manifest: Mapping[str, Any], kind: str) -> dict[str, Chunks | 
         for chunk in chunks.values():
             numbers = [*chunk["shape"], *chunk["offset"]]
             if len(chunk["shape"]) != len(chunk["offset"]) or any(type(number) is not int for number in numbers):
-                raise TypeError(f"{name}: a chunk of a part is none")
+                raise TypeError(f"{name}: a part has a chunk without a shape and a place")
     return found
 
 
@@ -248,4 +248,4 @@ def refusals(
         if name not in model:
             yield f"{MOMENTS} has moments of {name}, which is not trained here"
         elif key in _WEIGHT_SHAPED and moment.shape != model[name].shape:
-            yield f"{MOMENTS}: {full} has not the shape of its weight"
+            yield f"{MOMENTS}: {full} does not have the shape of its weight"

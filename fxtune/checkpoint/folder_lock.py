@@ -1,9 +1,9 @@
-"""The lock of a run folder: the operating system's (flock), and a note of who holds it.
+"""The lock of a run folder: the operating system's lock (flock), and a note about its holder.
 
-flock works for every path to the folder, and the death of a process releases it. Some network file systems keep it
-within one machine, and then a second host gets the lock, too. So the holder writes its host and a count, which goes
-up, next to the lock. Whoever gets the lock and finds the note of another host waits to see whether the count moves.
-After an orderly end there is no note. So only a run that died on one host and is continued on another has to wait.
+flock works for every path to the folder, and the death of a process releases it. On some network file systems a second
+host gets the lock, too. So the holder writes its host and a growing count next to the lock. A process that gets the
+lock and finds the note of another host waits to see whether the count grows. After an orderly end there is no note, so
+only a run that died on one host and continues on another has to wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 LOCK, HOLDER = ".lock", ".holder"
 COUNT_SECONDS = 5.0
-"""How often the holder counts."""
+"""Seconds between two counts of the holder."""
 WATCH_SECONDS = 3 * COUNT_SECONDS
 """How long the count of another host must stand still before its run counts as dead."""
 
@@ -60,7 +60,7 @@ class FolderLock:
         self._lock.release()
 
     def holder(self) -> str:
-        """Who has the lock, as far as is known: ` (process 7 on alpha)`."""
+        """The holder of the lock, if its note can be read: ` (process 7 on alpha)`."""
         note = self._read()
         return f" (process {note.get('process')} on {note.get('host')})" if note else ""
 
@@ -87,7 +87,7 @@ class FolderLock:
         (self.folder / HOLDER).write_text(json.dumps(note))
 
     def _read(self) -> dict[str, Any]:
-        """The note, empty if there is none. One that is being written cannot be read, and is read again."""
+        """The note; empty without one. A note that is half written is read again."""
         until = time.monotonic() + COUNT_SECONDS
         while True:
             try:

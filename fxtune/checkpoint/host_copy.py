@@ -1,12 +1,12 @@
 """Copies of tensors in host memory, so that a checkpoint is written while training goes on.
 
 On a GPU a side stream copies into pinned buffers, which the next copy reuses. The copy overlaps the next forward and
-backward pass, which only read weights. The optimizer's update has to wait for it on the device: `wait_on_device`. On a
-CPU tensors are cloned.
+backward pass, which only read weights. The optimizer's update waits for the copy on the device (`wait_on_device`). On
+a CPU tensors are cloned.
 
 The cost is host memory of the checkpoint's size (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48
-GB). On a host with less than twice that free, `take` copies nothing and returns None, and the checkpoint is written
-while the loop waits.
+GB). If less than twice this size is free, `take` copies nothing and returns None, and the loop waits while the
+checkpoint is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensors = dict[Any, torch.Tensor]
 
 
 class HostCopy:
-    """One copy at a time: `take` overwrites what the previous `take` returned."""
+    """One copy at a time: `take` overwrites the previous copy."""
 
     def __init__(self) -> None:
         self._layout: dict[Any, tuple[torch.Size, torch.dtype]] = {}
@@ -44,7 +44,7 @@ class HostCopy:
     def take(self, tensors: Mapping[Any, torch.Tensor], sharers: int = 1) -> Tensors | None:
         """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them.
 
-        `sharers`: how many processes of this host take as much at the same time.
+        `sharers`: the number of processes of this host that copy as much at the same time.
         """
         on_gpu = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_cuda}
         on_host = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
@@ -68,7 +68,7 @@ class HostCopy:
         return {**clones, **{name: self._pinned[name] for name in on_gpu}}
 
     def wait_on_host(self) -> None:
-        """Wait until the copies hold what `take` was given. May be called from any thread."""
+        """Wait until the copies are complete. May be called from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
         self._sources = []

@@ -8,8 +8,8 @@
         run-1.yaml              its recipe
         run-1.rows-0.jsonl      the new rows of its training data
 
-So `runs/NAME.refresh/current/adapter`, or `current/model` for runs that train the whole model, is always the model to
-serve. To go back to an earlier model, replace the link.
+So the model to serve is always `runs/NAME.refresh/current/adapter`, or `current/model` after full fine-tuning. To go
+back to an earlier model, replace the link.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The checkpoints of a run: complete or absent, written in the background, as safetensors and JSON, never pickle.
 
-A checkpoint holds the trained weights, the optimizer's moments and the `TrainState`. A batch is a function of (data
-plan, seed, step), and the step seeds dropout, so no random states and no positions in the data are saved.
+A checkpoint is the trained weights, the optimizer's moments and the `TrainState`. A batch is a function of (data plan,
+seed, step), and the step seeds dropout, so no random states and no positions in the data are saved.
 
 The training loop stops only while the tensors are copied (host_copy.py). A thread writes them (save.py) and removes
 old checkpoints (retention.py); at most one save is in flight. A failed save is reported once, and the next save tries
@@ -85,8 +85,8 @@ class Checkpoints:
         """The save in flight."""
         self._timings: dict[str, float] = {}
         self._saved_state: dict[str, Any] = {}
-        """The latest state on the disk, without the clock, which never stands still. save() skips an equal state: a
-        signal may come right after a save."""
+        """The latest state on the disk, without the clock, which always differs. save() skips an equal state: a signal
+        may come right after a save."""
         self._step: int | None = None
         """The step that was loaded or saved last. Checkpoints of later steps in the folder are not of this run."""
         self._noted_memory = False
@@ -220,9 +220,8 @@ class Checkpoints:
         """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run.
 
         A checkpoint has `size` bytes. A run that saves several needs room for two, because a new checkpoint is
-        complete before an older one is removed. `saves`: checkpoints that the run writes. `evaluates`: whether the run
-        keeps the best checkpoint, too.
-        Warns if fewer checkpoints fit than are kept.
+        complete before an older one is removed. `saves`: checkpoints that the run writes. `evaluates`: the run keeps
+        the best checkpoint, too. Warns if fewer checkpoints fit than are kept.
         """
 
         def check() -> str:

@@ -7,10 +7,10 @@
 The manifest has the shape of each whole tensor and the offset of each part. Ranks of any number, and one process, read
 only the rectangles that they need: the files are memory maps.
 
-torch's own engine for this, `torch.distributed.checkpoint`, keeps fewer promises: its writers hash nothing, its
-safetensors writer leaves no record of which files belong together, and its own format is a pickle. So fxtune writes
-and verifies the files itself (folder.py, save.py) and shares the format: each part carries torch's record of
-offsets (`DCP_SHARDING_INFO`), so that torch.distributed.checkpoint.load() with a HuggingFaceStorageReader reads it.
+`torch.distributed.checkpoint` promises less: its writers hash nothing, its safetensors writer does not record which
+files belong together, and its default format is a pickle. So fxtune writes and verifies the files itself (folder.py,
+save.py). The format is shared: each part has torch's record of offsets (`DCP_SHARDING_INFO`), so
+torch.distributed.checkpoint.load() with a HuggingFaceStorageReader reads it.
 """
 
 from __future__ import annotations

@@ -22,10 +22,8 @@ SPARE = 2**20
 
 @dataclass(frozen=True)
 class Retention:
-    """The `newest` last checkpoints stay, the best checkpoint, and the checkpoint of `branch_step`.
-
-    `best_step`: the step of the best evaluation; None: the best checkpoint does not stay for being the best.
-    """
+    """The last `newest` checkpoints stay, the checkpoint of `branch_step`, and the best checkpoint: of `best_step`,
+    the step of the best evaluation, unless it is None."""
 
     newest: int
     best_step: int | None = None

@@ -55,9 +55,9 @@ FREE_ON_RESUME = (
 """Keys that may differ when a run is resumed, because they do not change the trained weights."""
 LENGTH = ("max_steps", "epochs")
 """Keys of `train` that say how long a run is. A run may be extended if its config differs in these keys only."""
-CHECKPOINTS = "checkpoints"
 RUNS = Path("runs")
-"""Where the folders of runs are, below the working directory, unless run.dir names another place."""
+"""The folder of runs, below the working directory, unless run.dir names another place."""
+CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints inside the run's folder."""
 HOW_TO_START_ANEW = "run.resume=never, or another run.dir where that is set"
 RESULT = "result.json"
@@ -71,7 +71,7 @@ EVIDENCE = "evidence.json"
 ABOUT = "about.json"
 """The command of the run, its versions, and its data in figures, for reports."""
 TEMPLATE_TIME = "template_time"
-"""The key, in that file, of the time that chat templates wrote into the tokens."""
+"""The key in about.json of the time that chat templates wrote into the tokens."""
 PICTURES = "question_images"
 """The folder with small copies of the images of the first questions: DIGEST.jpg, by the hash of an image's file."""
 REPORT = "report.html"
@@ -90,7 +90,7 @@ class RunFolder:
     config: dict[str, Any] = field(default_factory=dict)
     """The config that the run was started with, as config.yaml has it."""
     extends: bool = False
-    """Whether the config asks for another length of the run in the folder, finished or not, and for nothing else."""
+    """Whether the config differs from the config of the run in the folder, finished or not, in its length alone."""
 
     @property
     def finished(self) -> bool:
@@ -192,9 +192,8 @@ def claim(
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any], completed: Completed = dict) -> Path:
     """The folder of one job of `fxtune -m`: the newest of ROOT, ROOT-2 and so on with a run of this config, finished
-    or not. If there is no such run, or with resume=never, it is the next free folder. So the same command continues
-    where it stopped, and a command with other settings gets new folders. Raises StorageError.
-    """
+    or not; otherwise, or with resume=never, the next free folder. So the same command continues where it stopped, and
+    a command with other settings gets new folders. Raises StorageError."""
     with _usable(root):
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
@@ -380,9 +379,8 @@ def metric_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def require_own_files(path: Path) -> None:
-    """Raise StorageError if the run folder has links that lead out of it (except to checkpoints on another disk), or a
-    pipe or a device, which would block when opened.
-    """
+    """Raise StorageError if the run folder has a link that leads out of it (except to checkpoints on another disk), or
+    a pipe or a device, which would block when opened."""
     for entry in path.iterdir():
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
             raise StorageError(

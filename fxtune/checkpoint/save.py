@@ -1,11 +1,10 @@
 """One save of a checkpoint, in a thread.
 
-With several ranks, each part is written by the first rank that holds it, all parts at the same time, in two phases:
-rank 0 makes the folder and room for all parts, each rank writes its part and sends the digests, and only then rank 0
-writes the manifest and renames the folder. The threads of the ranks agree on every phase over a separate process group
+With several ranks, the first rank that holds a part writes it, and all ranks write at the same time. Rank 0 makes the
+folder and room for all parts. Each rank writes its parts and sends the digests. Only then does rank 0 write the
+manifest and rename the folder. The threads of the ranks agree on every phase over a separate process group
 (distributed/background.py). So a save succeeds or fails on all ranks, and a rank that dies in between leaves no
-checkpoint.
-"""
+checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Save(threading.Thread):
         copied: Callable[[], None],
         own_step: int | None,
     ) -> None:
-        """`text`: the TrainState as JSON. `part`, `tensors`: what this rank writes. `copied` waits until `tensors` are
+        """`text`: the TrainState as JSON. `part`, `tensors`: the part of this rank. `copied` waits until `tensors` are
         on the host. `own_step`: the step that the run loaded or saved last."""
         super().__init__(name="checkpoint", daemon=True)
         self.folder, self.recipe, self.retention, self.ranks = folder, recipe, retention, ranks
@@ -107,7 +106,7 @@ class Save(threading.Thread):
             self._remove_old()
 
     def _together(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        """What work() returns on each rank. Raises OSError on all ranks if the disk or the memory of one refuses."""
+        """The results of work() on all ranks, which raise OSError if the disk or the memory of one refuses."""
 
         def named() -> Result:
             try:

@@ -79,7 +79,7 @@ class Answer:
         return ["--json", str(self.file)] if self.file else []
 
     def put(self, value: Any) -> None:
-        """Write the results, or those so far, by rank 0. Raises StorageError."""
+        """Write the results, on rank 0. A later call replaces them. Raises StorageError."""
         if self.file is not None and self._rank.rank == 0:
             write_json(self.file, value)
 

@@ -250,9 +250,7 @@ COMMANDS = {
         },
     ),
     "schema": Command(
-        "fxtune.cli.schema",
-        "the JSON Schema of recipes, for editors and programs",
-        positional_only=True,
+        "fxtune.cli.schema", "the JSON Schema of recipes, for editors and programs", positional_only=True
     ),
     "help": Command(
         "fxtune.cli.help", "explain a key: its type, range, default, meaning and where it acts", positional_only=True

@@ -28,7 +28,7 @@ from fxtune.migration.account import Fate, read
 from fxtune.system.terminal.console import say, table
 
 TOOLS = {module.TOOL.name: module.TOOL for module in (axolotl, openai, trl, llamafactory, swift)}
-"""The tools whose keys are the surest marks first."""
+"""In the order in which they are tried: tools with unmistakable keys first."""
 
 
 def run(

@@ -159,11 +159,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _run_parsed(
-    name: str,
-    command: Command,
-    parser: argparse.ArgumentParser,
-    options: argparse.Namespace,
-    argv: list[str],
+    name: str, command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]
 ) -> None:
     given = vars(options)
     own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}

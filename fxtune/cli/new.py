@@ -21,8 +21,8 @@ from fxtune.distributed.world import Device, World
 from fxtune.drafts import draft
 from fxtune.drafts.rows import read_rows
 from fxtune.errors import ConfigError
+from fxtune.estimate.machines import card_name, machine
 from fxtune.system.terminal.console import say
-from fxtune.techniques.estimate.machines import card_name, machine
 
 HOST_GIB = 128.0
 

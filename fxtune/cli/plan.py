@@ -20,9 +20,9 @@ from rich.text import Text
 from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
+from fxtune.estimate.machines import CARD_MODELS, card_name, machine
 from fxtune.system.terminal.console import plain, say, table, unicode
 from fxtune.system.terminal.units import GIB, format_bytes, format_seconds
-from fxtune.techniques.estimate.machines import CARD_MODELS, card_name, machine
 from fxtune.training.forecast.run_forecast import (
     Lengths,
     RunForecast,
@@ -121,7 +121,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
         "images": images and images.images,
         "image_tokens": images and images.features,
         "patches": images and images.patches,
-        "tower_seconds": forecast.tower_seconds,
+        "tower_seconds": forecast.image_seconds,
     }
 
 
@@ -174,8 +174,8 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
         ("a step", f"{forecast.step_seconds:,.3g} s, {figures['tokens_per_second']:,.0f} tokens/s"),
         (
             "vision encoder",
-            f"{forecast.tower_seconds:,.3g} s of a step ({forecast.tower_seconds / forecast.step_seconds:.0%})"
-            if forecast.tower_seconds
+            f"{forecast.image_seconds:,.3g} s of a step ({forecast.image_seconds / forecast.step_seconds:.0%})"
+            if forecast.image_seconds
             else "",
         ),
         ("images", _images(forecast.lengths)),

@@ -36,10 +36,7 @@ def listing() -> str:
     width = max((len(name) for name in found), default=0)
     blocks = []
     shipped_folder = discovery.place(discovery.shipped("recipes"))
-    for shipped, title in (
-        (False, f"in {discovery.LOCAL}/"),
-        (True, f"shipped with fxtune, in {shipped_folder}/"),
-    ):
+    for shipped, title in ((False, f"in {discovery.LOCAL}/"), (True, f"shipped with fxtune, in {shipped_folder}/")):
         lines = [f"  {recipe.name:{width}}  {recipe.title}" for recipe in found.values() if recipe.shipped is shipped]
         if lines:
             blocks.append("\n".join([title, *lines]))

@@ -9,8 +9,8 @@ Optuna draws the configurations: eight at random, then where losses were low. It
 a run.
 
 methods: halving (the default: successive halving; at 1/8 and 3/8 of a run the best third goes on), hyperband (several
-brackets of halving), median (those below the median go on), none (each configuration runs to its end). Each of several
-GPUs trains another configuration.
+brackets of halving), median (configurations below the median go on), none (each configuration runs to its end). Each
+of several GPUs trains another configuration.
 
 The sweep's folder is runs/NAME_sweep, or run.dir: a run for each configuration, optuna.db for optuna-dashboard,
 sweep.json and curves.svg. The sweep ends with the winner's recipe, recipes/NAME_swept.yaml. After a kill the same
@@ -106,7 +106,7 @@ def run(
     say(f"The best is trial {best.number}: {best.title}, held-out loss {best.loss:.4f}: {best.folder}")
     if line := sentence(sweep.used().figures(0, config.tracking.cost)):
         say(line)
-    say(f"The recipe is {path}: fxtune +recipe={_name(path)}. The curves are in {folder / CURVES}.")
+    say(f"The recipe is {path}: fxtune +recipe={discovery.name_of(path)}. The curves are in {folder / CURVES}.")
 
 
 def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
@@ -210,14 +210,10 @@ def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
     return [
         f"{sweep.config.run.name} with the lowest held-out loss of {len(sweep.trials)} configurations",
         "",
-        f"  python -m fxtune +recipe={_name(path)}",
+        f"  python -m fxtune +recipe={discovery.name_of(path)}",
         "",
         f"{recipe_writer.MARK.removeprefix('# ')}sweep {command} ({date.today()}, fxtune {__version__})",
         f"Values: {best.title}.",
         f"Measured: held-out loss {best.loss:.4f} after {best.steps} steps; {done} of {len(sweep.trials)} ran to "
         f"their end, for {sweep.runs:.3g} whole runs in all.",
     ]
-
-
-def _name(path: Path) -> str:
-    return path.stem if path.parent.resolve() == discovery.LOCAL.resolve() else str(path)

@@ -195,7 +195,7 @@ def header(search: Search, winner: Candidate, path: Path) -> list[str]:
         f"Hardware: {several}{facts.device_name}, {facts.memory / GIB:.0f} GiB.",
         f"Packages: fxtune {__version__}, {', '.join(packages)}.",
         f"Measured: {winner.speed:,.0f} tokens/s ({times}), peak {peak:.2f} GiB{gain}.",
-        f"The losses of the same batches are those of the recipe within {TOLERANCE[search.context.precision]:g}.",
+        f"On the same batches the losses equal the recipe's losses within {TOLERANCE[search.context.precision]:g}.",
     ]
 
 
@@ -223,8 +223,7 @@ def results(search: Search, winner: Optional[Candidate] = None, why: str = "") -
 
 
 def _command(path: Path) -> str:
-    local = path.parent.resolve() == discovery.LOCAL.resolve()
-    return f"python -m fxtune +recipe={path.stem if local else path}"
+    return f"python -m fxtune +recipe={discovery.name_of(path)}"
 
 
 def _gib(candidate: Candidate) -> str:

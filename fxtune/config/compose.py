@@ -12,9 +12,11 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fxtune.checkpoint.run_folder import read_config, read_template_time, read_trained_tokens
 from fxtune.config import discovery
-from fxtune.config.introspection import Slot
+from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.needs import unread
 from fxtune.config.overrides import COMMAND_LINE, Choice, ChoiceKind, RecipeStore, refuse
 from fxtune.config.root import Config, completed
-from fxtune.config.validate import Validator
+from fxtune.config.validate import Validator, command_line_only
 from fxtune.errors import ConfigError
 from fxtune.facts.options import AUTO
 
@@ -50,8 +52,9 @@ def load(overrides: list[str]) -> Config:
 
 
 def prepare(overrides: list[str], multirun: bool = False, register_all: bool = False) -> list[Choice]:
-    """Check `overrides` with every recipe and group that they name, and give those to Hydra (`register_all`: all,
-    so that they can be listed). Returns the choices in Hydra's spelling and order: recipes, groups, keys.
+    """Check `overrides` and every recipe and group that they name, and register these recipes and groups with Hydra.
+    `register_all`: register all others, too, so that they can be listed. Returns the choices in Hydra's spelling and
+    order: recipes, groups, keys.
 
     Raises one ConfigError that lists every mistake.
     """
@@ -128,6 +131,16 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     if all(choice.key != "data.cache_dir" for choice in choices):
         config.data.cache_dir = None
     return config
+
+
+def as_recipe(config: Config) -> tuple[dict[str, Any], list[str]]:
+    """`config` as the plain values of a recipe, and as words of a command line for the keys that no recipe may set."""
+    values, words = json.loads(json.dumps(asdict(config))), list[str]()
+    for key in filter(command_line_only, all_keys(Config)):
+        *path, name = key.split(".")
+        if value := functools.reduce(dict.__getitem__, path, values).pop(name):
+            words.append(path_override(key, value))
+    return values, words
 
 
 def path_override(key: str, path: Path | str) -> str:
@@ -208,7 +221,7 @@ def _register(store: RecipeStore, everything: bool) -> None:
 
 @functools.cache
 def _register_root() -> None:
-    """Give Hydra the schema, of which it takes a copy, and configs/train.yaml."""
+    """Give Hydra the schema, which it copies, and configs/train.yaml."""
     known = ConfigStore.instance()
     known.store(name="schema", node=_schema())
     known.store(name=_ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{_ROOT}.yaml"))

@@ -137,6 +137,11 @@ def place(path: Path) -> str:
         return str(path)
 
 
+def name_of(path: Path) -> str:
+    """What `+recipe=` takes for the recipe in this file: its name, or the path of a file that is not in ./recipes."""
+    return path.stem if path.parent.resolve() == LOCAL.resolve() else str(path)
+
+
 def names_data(text: str) -> bool:
     """Whether a word of the command line looks like a file of rows."""
     return text.lower().endswith(tuple(KINDS))

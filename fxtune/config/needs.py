@@ -54,7 +54,7 @@ def _has_other_sides(config: Config) -> bool:
     return bool(data.eval_sources or data.questions.path) or len(set(data.held_out_shares)) > 1
 
 
-_QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "batch_size", "metrics")
+_QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
 _WANDB_OPTIONS = ("project", "entity", "group", "tags", "init_timeout")
@@ -71,18 +71,11 @@ NEEDS = (
     KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),
     KeyNeed("train.stop.min_delta", "train.stop.patience"),
     KeyNeed("train.stop.metric", "train.stop.patience"),
-    *(
-        KeyNeed(f"optimizer.{option}", _optimizers_that_read(option))
-        for option in ("betas", "eps", "momentum", "fused")
-    ),
-    KeyNeed("optimizer.fused", "optimizer.stochastic_rounding=false"),
+    *(KeyNeed(f"optimizer.{option}", _optimizers_that_read(option)) for option in ("betas", "eps", "momentum")),
     KeyNeed("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
     KeyNeed("schedule.decay_steps", "schedule.name=wsd"),
-    *(
-        # null is automatic: two workers on a GPU
-        KeyNeed(f"loader.{option}", "loader.num_workers", lambda config: config.loader.num_workers != 0)
-        for option in ("persistent_workers", "prefetch_factor")
-    ),
+    # null is automatic: two workers on a GPU
+    KeyNeed("loader.prefetch_factor", "loader.num_workers", lambda config: config.loader.num_workers != 0),
     *(
         KeyNeed(f"tracking.wandb.{option}", "tracking.wandb.mode=auto|online|offline", warns=True)
         for option in _WANDB_OPTIONS

@@ -184,8 +184,6 @@ class RefreshConfig:
     alpha: float = field(default=0.01, metadata={"min": 0.001, "below": 0.5})
     """The rate of false alarms of each test: how often rows like the old rows count as drift, and how often a model
     that is not better passes the gate's test."""
-    sample: int = field(default=1000, metadata={"min": 10})
-    """The most old documents, and the most new documents, that are compared."""
     held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
     """The share of the new rows that is held out to judge by; a source's own eval_fraction comes first."""
     replay: float = field(default=0.5, metadata={"above": 0, "below": 1})

@@ -89,6 +89,12 @@ REPLACED = {
     "train.spike_window": _SPIKES,
     "train.spike_threshold": _SPIKES,
     "optimizer.library": _DECIDED,
+    "optimizer.fused": "AdamW and SGD are torch's fused kernels",
+    "techniques.liger.chunk_rows": "the fused loss holds as many rows of logits as fit into 1 GiB",
+    "loader.persistent_workers": "workers stay until the run ends",
+    "loader.pin_memory": "batches for a GPU are page-locked",
+    "data.questions.batch_size": "32 questions are answered at a time, and fewer where memory runs out",
+    "refresh.sample": "at most 1,000 old and 1,000 new documents are compared",
 }
 """Keys of earlier versions, with what took their place."""
 

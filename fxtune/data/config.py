@@ -113,8 +113,6 @@ class QuestionsConfig:
     """How many questions are printed with both answers."""
     max_new_tokens: int = field(default=64, metadata={"min": 1})
     """The length at which an answer is cut off."""
-    batch_size: int = field(default=32, metadata={"min": 1})
-    """Questions that are answered at a time."""
     metrics: list[str] = field(default_factory=list)
     """Metrics of plugins for the answers, beside exact_match; each is logged as questions/NAME (docs/plugins.md)."""
 
@@ -143,7 +141,6 @@ class ImageTokensConfig:
     """A larger image is reduced to this many tokens."""
 
     def require_unset(self) -> None:
-        """Raise ConfigError if a bound is set."""
         if self.min is not None or self.max is not None:
             raise ConfigError(
                 "data.image_tokens is for models that read images, and this model reads text. Leave it out."

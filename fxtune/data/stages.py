@@ -1,14 +1,11 @@
 """Stages of a run: how many rows each step takes, and how long they are.
 
-A run has one stage, or several: `train.batch_ramp` lets the batch grow, and `data.length_schedule` lets rows grow. A
-stage begins at a share of the run's steps, so the plan must know how many there are. With train.epochs that is the
-smallest number of steps that covers the epochs. Learning-rate schedules count steps, as always.
+`train.batch_ramp` lets the batch grow, and `data.length_schedule` lets rows grow. A stage begins at a share of the
+run's steps, so the plan must know their number: with train.epochs the smallest number that covers the epochs.
 
-Rows of the last stage are n times longer than rows of an earlier stage, n a whole number, whose steps take n times as
-many rows.
-So each step has room for the same tokens, in micro-batches of the same tokens: memory, the time of the matmuls and the
-noise of a gradient stay about what they are, and only attention becomes cheaper. "Dataset Decomposition" (arXiv
-2405.13226) keeps the tokens of a step, too.
+If rows of a stage are n times shorter than rows of the last stage, its steps take n times as many rows. So each step
+and each micro-batch has room for the same tokens: memory, the time of the matmuls and the noise of a gradient stay
+about the same, and attention becomes cheaper. "Dataset Decomposition" (arXiv 2405.13226) also keeps a step's tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any, NamedTuple
 
 class Stage(NamedTuple):
     share: float
-    """The share of the run's steps from which on it lasts. The first stage has 0."""
+    """The share of the run's steps at which it begins; 0 for the first stage."""
     rows: int
     """Rows of a step."""
     length: int
@@ -31,7 +28,7 @@ class Stage(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first step and row of a stage, and the size of its steps and rows."""
+    """The first step and row of a stage, its rows a step, and its tokens a row."""
 
     step: int
     row: int
@@ -44,7 +41,7 @@ class StepRows:
     """The rows of each step, laid out for a number of steps."""
 
     starts: tuple[Start, ...]
-    """The start of each stage. The last stage has no end."""
+    """The last stage has no end."""
     planned: int = field(default=0, compare=False)
     """The number of steps."""
 
@@ -63,8 +60,8 @@ class StepRows:
 
     @staticmethod
     def holding(rows: int, stages: Sequence[Stage], max_steps: int | None) -> StepRows:
-        """The layout of the fewest steps that hold `rows` rows, at most `max_steps`; approximate if later steps have
-        fewer rows."""
+        """The layout of the fewest steps for `rows` rows, at most `max_steps`; approximate if later steps have fewer
+        rows."""
         low, high = 1, -(-rows // min(stage.rows for stage in stages))
         while low < high:
             middle = (low + high) // 2
@@ -80,7 +77,7 @@ class StepRows:
         return any(start.length != self.starts[0].length for start in self.starts)
 
     def by_length(self) -> StepRows:
-        """The same rows, with only those stages that change the length of rows."""
+        """The same rows, with only the stages that change the length of rows."""
         changes = [start for before, start in pairwise(self.starts) if start.length != before.length]
         return StepRows((self.starts[0], *changes), self.planned)
 

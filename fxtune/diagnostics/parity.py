@@ -17,10 +17,10 @@ rounded. In other precisions the errors of tokens are larger and independent, so
 The loss of a mixture's routers depends on the micro-batches. It is compared in the configured ones; in other splits it
 is off.
 
-The B of a new adapter is zero, which would hide an error in its A, so each gets fixed values here. Where an objective
-has a reference, all trained weights are changed, because the model is its own reference at the start. One model is in
-memory at a time, and the plain ones run before those with fxtune's own code. Several ranks run the step together as in
-training, and are compared with plain transformers in one process, that of rank 0.
+The B of a new adapter is zero and would hide an error in its A, so each B gets fixed values here. Where an objective
+has a reference, all trained weights are changed, because a model at its start equals its reference. One model is in
+memory at a time, and plain models run before models with fxtune's code. Several ranks run the step together as in
+training. Rank 0 alone runs plain transformers and compares.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class _Result:
     change: float = 0.0
     """How many epsilons the loss changes by, if each log-probability changes by one."""
     shares: tuple[float, ...] = ()
-    """Of the loss, one for each group. Only plain transformers runs the groups one by one."""
+    """Each group's share of the loss. Only plain transformers runs the groups one by one."""
 
     @property
     def size(self) -> float:
-        """What an error of the loss is relative to. A loss of preferences may be 0."""
+        """The size by which errors of the loss are divided: a loss of preferences may be 0."""
         return max(abs(self.loss), self.change / MOST)
 
     @property
@@ -179,7 +179,7 @@ class _Comparison:
                 if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
                     setattr(config, name, 0.0)
         self.order = 1 if precision_of(builder.facts) == "float32" else 2
-        """Of the norm that adds up the errors of log-probabilities."""
+        """The order of the norm that adds up the errors of log-probabilities."""
         self.references: dict[bool, _Result] = {}
         """Without the routers' loss and, if the techniques have it, with the loss of the configured micro-batches."""
         self.rounding: dict[bool, tuple[float, float, float]] = {}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
-from fxtune.models.dims import experts_used
+from fxtune.models.experts import experts_per_token
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
@@ -51,11 +51,7 @@ class PlainModel(LanguageModel):
     routers see the prompt of a pair once."""
 
     def __init__(
-        self,
-        prepared: PreparedModel,
-        checkpointed: bool = False,
-        balanced: bool = False,
-        shares_prompts: bool = False,
+        self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False, shares_prompts: bool = False
     ) -> None:
         self.model: Any = prepared.module
         self.shares_prompts = shares_prompts
@@ -202,7 +198,7 @@ class PlainModel(LanguageModel):
 
     def _count(self, of_routers: list[Tensor], counts: RouterCounts) -> None:
         text = self.model.config.get_text_config()
-        used = experts_used(self.model.modules(), text)
+        used = experts_per_token(self.model.modules(), text)
         assert used is not None, "there are routers"
         for logits in of_routers:
             chosen = logits.detach().float().softmax(-1).topk(used).indices

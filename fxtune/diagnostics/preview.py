@@ -31,6 +31,10 @@ from fxtune.diagnostics.samples import ShownDocument, ShownRow, count_of, shown_
 from fxtune.distributed.files import require_writable, write_text
 from fxtune.distributed.world import World
 from fxtune.errors import DataError
+from fxtune.estimate.cards import rates
+from fxtune.estimate.memory import forecast
+from fxtune.estimate.step_time import micro_batch_seconds
+from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.run import Facts
 from fxtune.models.load import load_tokenizer
 from fxtune.settle.images import image_processor
@@ -38,10 +42,6 @@ from fxtune.settle.settled import settle
 from fxtune.settle.stages import Stage
 from fxtune.system.terminal import console as screen
 from fxtune.system.terminal.units import GIB, format_seconds
-from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.step_time import micro_batch_seconds
-from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.training.data.run_data import data_notes, held_out_note, run_data
 from fxtune.training.forecast.run_forecast import micro_batch_images, seconds_here
 from fxtune.training.forecast.step_count import few_steps

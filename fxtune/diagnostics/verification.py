@@ -22,7 +22,8 @@ from fxtune.diagnostics import parity
 from fxtune.distributed.world import World
 from fxtune.errors import CheckError
 from fxtune.models.dims import Shape
-from fxtune.models.structure import beside_text, for_images, is_adapter, parameter_counts, without_dropout
+from fxtune.models.kinds.image_decoder.parts import for_images
+from fxtune.models.structure import beside_text, is_adapter, parameter_counts, without_dropout
 from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.console import say, table, tick

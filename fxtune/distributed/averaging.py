@@ -1,14 +1,13 @@
 """Local steps: each rank trains alone for K steps, then all weights are averaged (local SGD, arXiv 1805.09767).
 
 Only weights are sent, once in K steps, so a step sends 1/K of the bytes of summed gradients. Every rank multiplies its
-gradient by the number of ranks, which makes it the mean over the rank's own rows; without momentum, K = 1 would be the
-plain step. Optimizer states differ between ranks from the first step on and are not averaged, so a checkpoint holds
-the state of every rank.
+gradient by the number of ranks, which makes it the mean over the rank's rows; without momentum, K = 1 would be the
+plain step. Optimizer states differ between ranks from the first step on and are not averaged, so a checkpoint has the
+state of every rank.
 
-torch has this as post-local SGD (torch.distributed.algorithms.model_averaging). Its averager is not used, because it
-replaces the storage of every weight by a view of one buffer, whose addresses no CUDA graph knows, skips weights whose
-gradient was dropped, and counts steps in an object that no checkpoint holds. The arithmetic is the same; a test
-compares the results.
+torch's averager for post-local SGD (torch.distributed.algorithms.model_averaging) has the same arithmetic, and a test
+compares the results. It is not used, because it moves every weight to a new buffer, which breaks CUDA graphs, skips
+weights whose gradient was dropped, and counts steps outside of checkpoints.
 
 Averages are taken in float32. In bfloat16 each average would round the weights.
 """

@@ -1,8 +1,8 @@
 """Exchanges values between ranks from a thread beside the training loop.
 
-The collectives of one process group must come in the same order on every rank, and a thread's collectives have no
-fixed place among the loop's. So the thread has a separate gloo group: CPU connections, which never wait for a GPU. A
-rank that dies closes its connections, and the others get a LostRankError at once.
+The collectives of a process group must come in the same order on every rank, and the collectives of a thread have no
+fixed place among the collectives of the loop. So the thread has a separate gloo group: CPU connections, which never
+wait for a GPU. A rank that dies closes its connections, and the others get a LostRankError at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundGroup:
-    """The ranks of `world` for one thread at a time. Making it is a collective; None means this process alone."""
+    """The ranks of `world` for one thread at a time; None: this process alone. All ranks make it together."""
 
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
@@ -55,8 +55,8 @@ class BackgroundGroup:
     def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
         """The results of work() on every rank, by rank.
 
-        An `expected` error of any rank is raised on all, with the same text. Any other error is raised on its own
-        rank, and the other ranks raise LostRankError.
+        All ranks raise an `expected` error of any rank, with the same text. Another error is raised by the rank that
+        had it, and the other ranks raise LostRankError.
         """
         if self.size == 1:
             return [work()]

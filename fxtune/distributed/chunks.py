@@ -1,8 +1,8 @@
 """Tensors divided over ranks: the part that a rank holds, and the whole tensor.
 
-A divided parameter is torch's DTensor, as `fully_shard` makes it. A plain tensor counts as a chunk that is the whole.
-`torch.distributed.tensor` is imported where it is used, because that takes half a second and the command line needs
-none of it.
+A divided parameter is torch's DTensor, as `fully_shard` makes it. A plain tensor counts as a single chunk.
+`torch.distributed.tensor` is imported where it is used, because the import takes half a second, which the command line
+does not need.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 Coordinates = tuple[tuple[str, int, int], ...]
-"""(placement, size, position) for each dimension of the mesh that divides a tensor. Ranks with the same coordinates
-hold the same chunk; a plain tensor has none."""
+"""(placement, size, position) for each dimension of the mesh that divides a tensor; empty for a plain tensor. Ranks
+with the same coordinates hold the same chunk."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Chunk:
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the chunk's first element lies in it."""
+    """The place of the chunk's first element in the whole tensor."""
     size: tuple[int, ...]
     """The shape of the chunk."""
 
@@ -106,6 +106,6 @@ def divided_like(chunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of `tensor`, on every rank: for a divided one a collective, which all ranks of its mesh join."""
+    """All of `tensor`, on every rank. For a divided tensor all ranks of its mesh call this together."""
     full: torch.Tensor = tensor.detach()
     return full.full_tensor() if is_divided(full) else full  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
 """The failure that ends a run of several ranks: all ranks end with the exit code of the rank that failed,
 and its message is printed once.
 
-A rank that fails announces its failure before it closes its connections. The others then lose their connections to
-it, and take the announced failure as the cause. The place of the announcement depends on who started the ranks:
+A rank that fails announces its failure before it closes its connections. The others lose their connections to it and
+take the announced failure as the cause. The place of the announcement depends on the program that started the ranks:
 
-    fxtune's launcher    In a file of the launcher's folder. The launcher prints it, because it also knows if a rank
-                         was killed and announced nothing.
-    torchrun, srun       In the store through which the ranks found each other. The first rank to write there prints
-                         its failure; on each other host a line says where that is. Ranks that fail before they have
-                         found each other (a mistake in a recipe) connect to the store for this.
+    fxtune's launcher    A file in the launcher's folder. The launcher prints it, because it also knows if a rank was
+                         killed and announced nothing.
+    torchrun, srun       The store through which the ranks found each other. The first rank to write there prints its
+                         failure; each other host prints a line with the name of that host. Ranks that fail before
+                         they have found each other (a mistake in a recipe) connect to the store for this.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fxtune.distributed.ranks import HEARTBEATS, process_rank
 from fxtune.errors import LostRankError, Stopped, UserError, first_line
 
 PATIENCE = timedelta(seconds=5)
-"""How long a rank that lost another rank waits for the other's announcement, and how long rank 0, if it holds the
-store, waits for the others to read its own."""
+"""How long a rank waits for the announcement of a rank that it has lost, and how long rank 0, if it has the store,
+waits until the others have read its announcement."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Failure:
     """time.time() of the announcement."""
     host: str = ""
     first: int = 0
-    """The name of its host, and the first rank there."""
+    """The name of the rank's host, and the first rank there."""
 
     @staticmethod
     def of(error: BaseException) -> Failure:
@@ -129,8 +129,8 @@ _KEPT: list[bool] = []
 
 
 def keep_connections() -> None:
-    """Note that this process must end by os._exit(). Either its run failed and it kept its process group, so it can
-    join no other run; or a thread still waits inside torch for a connection, and a normal exit would abort there."""
+    """Note that this process must end by os._exit(): its run failed and it kept its process group, or a thread still
+    waits inside torch for a connection, where a normal exit would abort."""
     _KEPT.append(True)
 
 

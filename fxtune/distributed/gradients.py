@@ -1,20 +1,20 @@
 """Adds up the gradients of replicas: every rank holds the whole model and has seen other rows of the same step.
 
-The sum is taken once an optimizer step. Nothing is sent at earlier micro-batches. All ranks get the same bits, so
-clipping, the skipping of non-finite steps and the update need no further agreement: they come out the same everywhere.
+The sum is taken once an optimizer step. Earlier micro-batches send nothing. All ranks get the same bits, so clipping,
+the skipping of non-finite steps and the update have the same result on all ranks without further agreement.
 
-Gradients are copied into flat buckets, in the order in which the backward pass finishes them: last layer first. While
-the last micro-batch is in its backward pass, a hook on each weight marks its gradient as final, and the sum of a
-complete bucket starts while the pass goes on (on a GPU on NCCL's stream). Buckets start in their fixed order, whatever
-order autograd takes, because all ranks must call their collectives in one order. The last bucket, which is complete
-only when the pass is over, starts after the ranks have agreed on the step, with the losses and metrics. So the sum of
-a single bucket never overlaps with the pass. Adapters do not need the overlap: at rank 16 the gradients of 8B's
-adapters are 168 MB, which take 0.6 ms over NVLink in a step of 930 ms.
+Gradients are copied into flat buckets, in the order in which the backward pass finishes them: last layer first. In the
+backward pass of the last micro-batch a hook on each weight marks its gradient as final, and the sum of a complete
+bucket starts while the pass goes on (on a GPU on NCCL's stream). Buckets start in a fixed order, because all ranks
+must call their collectives in one order. The last bucket is complete when the pass is over. It starts after the ranks
+have agreed on the step, with the losses and metrics, so the sum of a single bucket never overlaps with the pass.
+Adapters do not need the overlap: at rank 16 the gradients of 8B's adapters are 168 MB, 0.6 ms over NVLink in a step of
+930 ms.
 
-One rank alone may run out of memory in its last backward pass, while the others are already summing. This rank
-therefore starts its remaining sums (start_remaining()) with the present content of its buckets, which takes no memory,
-and only then do the ranks agree. So each rank takes part in the same sums in each attempt at a step, no rank waits for
-a sum that another rank has not started, and if the ranks agree that the step failed, all of them drop the result.
+One rank alone may run out of memory in its last backward pass, while the others are already summing. This rank starts
+its remaining sums (start_remaining()) with the present content of its buckets, which takes no memory, and only then do
+the ranks agree. So no rank waits for a sum that another rank has not started, and if the ranks agree that the step has
+failed, all drop the result.
 
 Overlap needs a hook that runs when the gradient is final. A replayed CUDA graph runs no hooks, and with float16 a
 gradient is final only after the pass, when the loss scale is divided out. Ranks that share rows cannot overlap either:
@@ -74,8 +74,8 @@ class Bucket:
 
 
 class GradientSum:
-    """Sums the gradients of `parameters` over the ranks of `world`. Holds a buffer as large as all gradients, in the
-    dtype that is sent.
+    """Sums the gradients of `parameters` over the ranks of `world`. Takes the memory of all gradients once more, in
+    the dtype that is sent.
 
     For each step: backward passes of the micro-batches of arming(), then start_remaining(), then finish(), or drop()
     if the step is given up.
@@ -112,8 +112,8 @@ class GradientSum:
                 self.parameters[member].register_post_accumulate_grad_hook(hook)
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last micro-batch. To know
-        which is the last, this reads one micro-batch ahead."""
+        """Yield `micro_batches`, and let the hooks start sums in the backward pass of the last micro-batch. Reads one
+        micro-batch ahead to find the last one."""
         self.drop()
         held_back: list[Item] = []
         for micro_batch in micro_batches:

@@ -1,8 +1,8 @@
 """Starts the ranks of a run on this host through torch's elastic agent, and reports a rank that died or hangs.
 
-Each rank is the same command again, with RANK, WORLD_SIZE and LOCAL_RANK in its environment. `torchrun` starts ranks
-in the same way, so a run does not know who started it. The agent ends all ranks when one fails. It is told not to
-restart them: the same command resumes from the last checkpoint, and a scheduler or a user gives it.
+Each rank is the same command again, with RANK, WORLD_SIZE and LOCAL_RANK in its environment, as with `torchrun`. The
+agent ends all ranks when one fails, and does not restart them: a scheduler or a user gives the same command, which
+resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def ranks_here(gpus: str, cpu: bool) -> list[int]:
 
 
 def require_equal_parts(degrees: Degrees, micro_batches: int, subject: str = "") -> None:
-    """Raise ConfigError if the ranks with different rows do not divide the micro-batches of a step. `subject`: what
-    gave the number of ranks."""
+    """Raise ConfigError if the ranks with different rows do not divide the micro-batches of a step. `subject`: the key
+    that gave the number of ranks."""
     if micro_batches % degrees.data_ranks:
         ranks = degrees.ranks
         parts = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
@@ -99,8 +99,8 @@ def launch(ranks: int, argv: list[str]) -> int:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            # Ranks have sessions of their own, so a terminal signals the launcher alone. Signals that nohup ignores
-            # stay ignored.
+            # Ranks have separate sessions, so a terminal signals the launcher alone. Signals that nohup ignores stay
+            # ignored.
             signals_to_handle=",".join(
                 number.name for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN
             ),

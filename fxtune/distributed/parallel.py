@@ -1,14 +1,12 @@
 """The config group `parallel`: how many ranks replicate, shard and cut rows, and how replicas add up their
 gradients.
 
-The ranks of a run form a grid of replicate x shard x context, and context varies fastest, so that ranks which exchange
-the most are neighbours of one host:
+The ranks of a run form a grid of replicate x shard x context. Context varies fastest, so ranks that exchange the most
+are neighbours on one host:
 
-- ranks along `replicate` have all weights and other rows;
-- ranks along `shard` have a part of each weight and other rows;
+- ranks along `replicate` have all weights and different rows;
+- ranks along `shard` have a part of each weight and different rows;
 - ranks along `context` have the same rows, and a part of each row.
-
-decide() is a pure function of the config and the number of ranks, so it is tested without either.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Compression(str, Enum):
 
 
 def count_or_auto() -> str:
-    """A field for a number of ranks that may be AUTO, so that it is kept as a text."""
+    """A field for a number of ranks or AUTO, kept as a text."""
     found: str = field(default=AUTO, metadata={"takes": "auto or a whole number from 1 on"})
     return found
 
@@ -62,7 +60,7 @@ class ParallelConfig:
 
     def refusals(self, adapters: bool = False) -> Iterator[str]:
         """Yield each degree that is neither `auto` nor a number, and ways to sum that exclude each other. `adapters`:
-        whether only they are trained."""
+        whether only adapters are trained."""
         for name in DEGREES:
             value = getattr(self, name)
             if value != AUTO and not re.fullmatch(r"[1-9]\d{0,4}", value):
@@ -71,8 +69,8 @@ class ParallelConfig:
             yield f"{' and '.join(f'`{option}`' for option in keys)} exclude each other: keep one of them"
         if self.compression is Compression.powersgd and adapters:
             yield (
-                "`parallel.compression=powersgd` approximates large gradient matrices, and those of adapters are "
-                "small and of low rank already. Set it to none, or techniques.lora.enabled=false"
+                "`parallel.compression=powersgd` approximates large gradient matrices, and the gradients of adapters "
+                "are small and of low rank. Set it to none, or techniques.lora.enabled=false"
             )
 
     @property
@@ -92,8 +90,8 @@ class ParallelConfig:
         return {Compression.powersgd: 16, Compression.bfloat16: 2}.get(self.compression, 4)
 
     def bucket_bytes(self, adapters: bool) -> int:
-        """Bytes of a bucket of gradients; 0: one bucket. `adapters`: whether only they are trained. Sums of
-        buckets start beside the backward pass of a step's last micro-batch."""
+        """Bytes of a bucket of gradients; 0: one bucket. `adapters`: whether only adapters are trained. The sums of
+        several buckets start during the backward pass of a step's last micro-batch."""
         return 0 if adapters else BUCKET
 
     def degree_refusals(self, degrees: Degrees) -> Iterator[str]:
@@ -122,7 +120,7 @@ class Degrees:
 
     @property
     def data_ranks(self) -> int:
-        """How many groups of ranks have different rows."""
+        """The number of ranks with different rows: replicate x shard."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -135,8 +133,8 @@ def agrees(config: ParallelConfig, degrees: Degrees) -> bool:
 
 
 def decide(config: ParallelConfig, ranks: int, shards: bool = False) -> Degrees:
-    """The degrees that `config` means for `ranks` ranks. Where it gives no number, the ranks that are left replicate;
-    with `shards` (the model does not fit one card) they shard.
+    """The degrees of `config` for `ranks` ranks. Ranks without a given degree replicate; with `shards` (the model does
+    not fit one card) they shard.
 
     Raises ConfigError if there are no such degrees.
     """

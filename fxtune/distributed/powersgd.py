@@ -1,18 +1,17 @@
 """PowerSGD (arXiv 1905.13727): sends two thin matrices in place of each gradient matrix, for slow links.
 
-A gradient of [n, m] is approximated by P Q^T of rank r, so (n + m) r numbers are sent and not n m: 1/512 for a matrix
-of 4,096 x 4,096 at rank 4. The error of the approximation on a rank is added to the rank's next gradient (error
+A gradient of [n, m] is approximated by P Q^T of rank r, so (n + m) r numbers are sent in place of n m: 1/512 for a
+matrix of 4,096 x 4,096 at rank 4. The error of the approximation on a rank is added to the rank's next gradient (error
 feedback). The gradient is therefore late and biased, and the loss falls more slowly. The gradients of the first
 `start` steps are summed whole, because errors at the beginning of a run cost the most.
 
-The arithmetic is torch's own hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which calls four
-methods of a DistributedDataParallel bucket; _TorchBucket has these methods for a Bucket of gradients.py. The hook
-calls collectives one after another from callbacks, whose order over several buckets would differ from rank to rank, so
-buckets are sent one by one, after the backward pass. The hook's result is a mean, so it is given N times the gradient.
+The arithmetic is torch's hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which calls four methods of
+a DistributedDataParallel bucket; _TorchBucket has these methods for a Bucket of gradients.py. The hook calls
+collectives from callbacks, and the order of callbacks of several buckets would differ from rank to rank. So buckets
+are sent one by one, after the backward pass. The hook's result is a mean, so its input is N times the gradient.
 
 Vectors, and matrices that would not shrink to half, are summed whole in float32. Memory: three times the gradients in
-float32 (bucket, error, and the copy by which the hook computes the error), and until the update a fourth (the error
-before the step: see keep()).
+float32 (the bucket, the error, a copy for computing the error), and until the update a fourth (keep()).
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ EPSILON = 1e-8
 
 
 class PowerSGD:
-    """Sums buckets by PowerSGD of rank `rank` from step `start` on, and keeps the error of each.
-
-    After each step keep() says whether the step counts.
-    """
+    """Sums buckets by PowerSGD of rank `rank` from step `start` on, and keeps their errors. After each step keep()
+    says whether the step counts."""
 
     def __init__(self, world: World, rank: int = RANK, start: int = START) -> None:
         """Raises ConfigError where torch's hook would fail: it waits for a GPU wherever it sees one."""
@@ -53,8 +50,8 @@ class PowerSGD:
         """The state before this step's compression."""
 
     def __call__(self, number: int, buffer: torch.Tensor, parts: list[torch.Tensor], last: bool) -> None:
-        """Replace `buffer`, float32 [numbers], by its sum over the ranks. `parts` are its views in their shapes;
-        `last`: it is the last one of this step."""
+        """Replace `buffer`, float32 [numbers], by its sum over the ranks. `parts`: the gradients, views of the buffer.
+        `last`: this is the last buffer of the step."""
         if number == 0:
             self._before = {"error": dict(self.hook_state.error_dict), "q": _copies(self.hook_state.q_memory_dict)}
         buffer.mul_(self.world.size)

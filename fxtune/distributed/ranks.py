@@ -13,18 +13,18 @@ from datetime import timedelta
 from typing import NamedTuple
 
 HEARTBEATS = "FXTUNE_HEARTBEATS"
-"""The environment variable by which fxtune's launcher gives its ranks the folder of their heartbeats."""
+"""The environment variable with the folder of the heartbeats, for the ranks of fxtune's launcher."""
 LAUNCHER = "FXTUNE_LAUNCHER"
 """The environment variable with the process id of fxtune's launcher."""
 MEETING = "FXTUNE_MEETING_SECONDS"
-"""The environment variable that says how long ranks wait for the others to start; 600 without it."""
+"""The environment variable with the seconds that ranks wait for the others to start; 600 by default."""
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 class ProcessRank(NamedTuple):
     rank: int
     size: int
-    """How many ranks there are."""
+    """The number of ranks."""
     local_rank: int
     """The rank on this host."""
 
@@ -57,8 +57,8 @@ def act_alone() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send this rank a SIGTERM when the process that started it dies, so that it saves and ends. Ranks
-    that nobody watches would hold their cards and the run folder. Only for ranks of fxtune's launcher and torchrun."""
+    """Let the kernel send this rank a SIGTERM when the process that started it dies, so that it saves, ends, and frees
+    its card and the run folder. Only for ranks of fxtune's launcher and torchrun."""
     launcher = os.environ.get(LAUNCHER)
     if (
         process_rank().size == 1
@@ -72,8 +72,8 @@ def end_with_launcher() -> None:
 
 
 def _translate_slurm() -> None:
-    """Set torch's variables from those of a task that srun started: the ranks meet at the first host of the step, at a
-    port that job and step choose. MASTER_ADDR and MASTER_PORT win where they are set."""
+    """Set torch's variables from Slurm's variables of a task that srun started. The ranks meet at the first host of
+    the step, at a port from the job and the step, unless MASTER_ADDR and MASTER_PORT are set."""
     rank, step_size, size, local_rank = (os.environ.pop(name, "") for name in _SLURM)
     hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"

@@ -1,20 +1,21 @@
 """Divides the weights of a model over ranks, with torch's `fully_shard` (FSDP2, arXiv 2304.11277).
 
 Each matrix is divided by rows: a rank holds some rows of the matrix, its gradient and its optimizer state. Before a
-decoder layer runs, the ranks gather its matrices; while it runs, they gather the next layer's. The matrices are freed
-after the layer and gathered once more for the backward pass. Then the gradients are summed in float32, and each rank
-gets its rows of the sum. So a rank sends 3 times the weights a step; with `replicate` it sends twice the gradients.
+decoder layer runs, the ranks gather its matrices; while it runs, they gather the matrices of the next layer. They free
+the matrices after the layer and gather them once more for the backward pass. Then the gradients are summed in float32,
+and each rank gets its rows of the sum. So a rank sends 3 times the weights a step; with `replicate` it sends twice the
+gradients.
 
-Experts of a mixture are divided by expert and never gathered: a rank computes the experts that it holds for the tokens
-of all ranks (kernels/token_exchange.py). So the backward pass leaves it their whole gradient.
+Experts of a mixture are divided by expert and never gathered: a rank computes its experts for the tokens of all ranks
+(kernels/token_exchange.py). So it has the whole gradient of its experts after the backward pass.
 
-Norms, biases and other vectors, and adapters stay whole on every rank. Together they are small (rank-16
-adapters of 70B: 0.8 GB in float32), their gradients travel in the one sum of gradients.py, and checkpoints and exports
-of adapters are the same as in one process. The embedding and the head, read by the first and the last kernel of a
-pass, are separate groups: the embedding is freed after its use, the head stays until its backward pass has run.
+Norms, biases, other vectors and adapters stay whole on every rank. They are small (rank-16 adapters of 70B: 0.8 GB in
+float32), gradients.py sums their gradients, and checkpoints and exports of adapters are the same as in one process.
+The first and the last kernel of a pass read the embedding and the head, which are separate groups: the embedding is
+freed after its use, the head stays until its backward pass has run.
 
-Under autocast the matrices of layers are gathered in autocast's dtype, the one in which they are multiplied: the same
-numbers for half the bytes. Gradients are summed, not averaged: losses are divided by the tokens of all ranks already.
+Under autocast the matrices of layers are gathered in autocast's dtype, in which they are multiplied: the same numbers
+for half the bytes. Gradients are summed, not averaged, because losses are divided by the tokens of all ranks already.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ Result = TypeVar("Result")
 
 
 class Sharding:
-    """What a pass and a training step control of the sharded weights of `model`; shard() returns it. `experts`:
-    parameters that are divided by expert, and this rank's experts of each."""
+    """Controls the sharded weights of `model` for passes and training steps; shard() returns it. `experts`: parameters
+    that are divided by expert -> this rank's experts."""
 
     def __init__(self, model: Any, world: World, experts: Mapping[nn.Parameter, nn.Parameter]) -> None:
         self.model, self.world, self.experts = model, world, experts
@@ -50,7 +51,7 @@ class Sharding:
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
         """Yield the `micro_batches` of a step. If gradients accumulate, they are summed over the ranks after the last
-        micro-batch only. A micro-batch is yielded when the next one is known, so that the last one is recognised."""
+        micro-batch only. Reads one micro-batch ahead to find the last one."""
         for own in self.experts.values():
             own.grad = None  # of a step that was given up
         ahead: list[Item] = []
@@ -64,8 +65,8 @@ class Sharding:
 
     @torch.no_grad()
     def collect_gradients_of_experts(self) -> None:
-        """Give the experts' parameters the gradients of this rank's experts, summed over the replicas. Over the ranks
-        that divide the weights they are sums already: a rank has computed the rows of all tokens of its experts."""
+        """Give the experts' parameters the gradients of this rank's experts, summed over the replicas. No sum over the
+        ranks that divide the weights is needed: each has computed all tokens of its experts."""
         mesh = self.world.weights_mesh
         for weight, own in self.experts.items():
             if own.grad is not None and mesh.ndim > 1:
@@ -86,8 +87,8 @@ class Sharding:
                 module.reshard()
 
     def with_head(self, work: Callable[[], Result]) -> Result:
-        """work(), which calls parts of the model and not the model itself. The parameters outside of its layers, such
-        as the head's, are gathered for it and for its backward pass."""
+        """work(), which calls parts of the model in place of the model. The parameters outside of the layers, such as
+        the head's, are gathered for work() and for its backward pass."""
         result: Result = self.model.run_with_head(work)
         if not torch.is_grad_enabled():
             self.model.reshard()
@@ -158,8 +159,8 @@ def shard(
 
 
 def divide_by_expert(experts: nn.Module, world: World) -> None:
-    """Replace each parameter [experts, ...] of a module, on the meta device, by one that is divided: each rank holds
-    equally many experts."""
+    """Replace each parameter [experts, ...] of a module on the meta device by a divided parameter: each rank holds the
+    same number of experts."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = world.weights_mesh

@@ -1,5 +1,5 @@
-"""Watches the ranks of a run. If all others wait for one rank, a line names this rank; if it hangs, it is ended, and
-the run with it.
+"""Watches the ranks of a run. If all others wait for one rank, a line names this rank. If the rank hangs, it is ended,
+and the run with it.
 
 fxtune's launcher watches the ranks that it started. Under torchrun and srun there is no launcher of fxtune, so ranks 0
 and 1 watch all ranks through the store: if rank 0 or 1 hangs, the other reports it.
@@ -28,8 +28,7 @@ stopped."""
 STEP_SECONDS = 1800.0
 """A rank that is not stopped is ended if the others have waited for it this long in one step, or if it had no pulse
 for this long: a driver's call can hold Python's lock until a card has done all its work, which takes minutes with rows
-of a million tokens. A rank with a pulse has no limit outside of steps: a large data set is tokenized, or a large model
-is exported, for hours."""
+of a million tokens. Outside of steps a rank with a pulse has no limit: it may tokenize or export for hours."""
 AGAIN = "The same command goes on from the last checkpoint."
 
 
@@ -42,8 +41,8 @@ class Watch:
         self._named = -1.0
 
     def look(self, beats: dict[int, Beat], now: float) -> tuple[int, str] | None:
-        """The rank that has to be ended and the sentence that says why, if there is one. Prints a line about a rank
-        that all others wait for and that still runs. `now`: time.monotonic()."""
+        """(the rank to end, a sentence with the reason), if a rank hangs. Prints a line about a rank that still runs
+        and that all others wait for. `now`: time.monotonic()."""
         for rank, beat in beats.items():
             pulse, rounds = self._pulses.get(rank, (-1, 0))
             # Rounds are counted, not seconds: if the whole machine stood still, this process did, too.

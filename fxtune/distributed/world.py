@@ -66,9 +66,9 @@ NCCL = {
 }
 """Environment variables for NCCL, where the user has not set them."""
 STUCK = timedelta(seconds=STEP_SECONDS + 600)
-"""How long a GPU waits for another GPU. NCCL counts from the moment in which the first rank issues a collective.
-Some are issued before the ranks have agreed on the step: early buckets of gradients, and weights that are gathered.
-So this is longer than the time that the watch gives a rank in a step: the watch, which names the rank, comes first."""
+"""How long a GPU waits for another GPU. NCCL counts from the moment in which the first rank issues a collective. Early
+buckets of gradients and gathers of weights are issued before the ranks have agreed on the step. So this is longer than
+the time that the watch gives a rank in a step, and the watch, which names the rank, comes first."""
 
 
 class Device(str, Enum):
@@ -156,8 +156,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_ranks` parts of a step this rank trains on. The ranks of one context group have the same
-        part."""
+        """Which of `data_ranks` parts of a step this rank trains on; the same in a context group."""
         return self.rank // self.degrees.context
 
     @property
@@ -182,8 +181,8 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost: each slice
-        (`mesh["shard"]`) has a process group. Made on first use, by all ranks together. One rank has none."""
+        """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost. Each slice
+        (`mesh["shard"]`) has a process group. Made on first use, by all ranks together; for several ranks only."""
         assert self.size > 1, "one rank has no mesh"
         if not _mesh.cache_info().currsize:  # fails at once if a rank is gone; torch would wait hours for it
             self.agree(0, "making a mesh of the ranks")
@@ -203,16 +202,14 @@ class World:
     def sum(
         self, tensor: torch.Tensor, doing: str = "adding up", group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """`tensor` summed over the ranks (of `group`), in place. Issued on the device; the host does not wait on a
-        GPU."""
+        """`tensor` summed over the ranks (of `group`), in place. The host does not wait for a GPU."""
         if self.size > 1:
             with self.waiting(doing):
                 dist.all_reduce(tensor, group=group)
         return tensor
 
     def copy_first(self, tensor: torch.Tensor, doing: str) -> torch.Tensor:
-        """`tensor` of rank 0, in place on the others. Issued on the device; the host does not wait
-        on a GPU."""
+        """`tensor` of rank 0, in place on the others. The host does not wait for a GPU."""
         with self.waiting(doing):
             dist.broadcast(tensor, src=0)
         return tensor
@@ -225,8 +222,8 @@ class World:
         return work
 
     def agree(self, mine: int, doing: str = "deciding together") -> int:
-        """The largest `mine` of all ranks. This makes one rank's decision (a signal, memory that ran out) the decision
-        of all ranks. The hosts wait for each other, not for their GPUs."""
+        """The largest `mine` of all ranks: one rank's decision (a signal, memory that ran out) becomes the decision of
+        all. The hosts wait for each other, not for their GPUs."""
         if self.size == 1:
             return mine
         value = torch.tensor(mine)
@@ -235,8 +232,8 @@ class World:
         return int(value)
 
     def exchange(self, numbers: list[float], doing: str = "collecting from all ranks") -> list[list[float]]:
-        """The `numbers` of every rank, in the order of the ranks; all ranks give equally many. The hosts wait for each
-        other, not for their GPUs."""
+        """The `numbers` of every rank, by rank; all ranks give equally many. The hosts wait for each other, not for
+        their GPUs."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         with self.waiting(doing):
@@ -305,7 +302,7 @@ class World:
                 # hold the groups, in circles.
                 upstream.forget_meshes()
                 gc.collect()
-            else:  # it would wait for the GPUs of ranks that are in a collective (pytorch#141510)
+            else:  # destroying the group waits for the GPUs of ranks in a collective (pytorch#141510)
                 failure.keep_connections()
 
     @contextmanager
@@ -338,11 +335,11 @@ class World:
         )
 
     def facts(self, strict: bool = False) -> MachineFacts:
-        """The device, the memory and the installed packages of rank 0, with the free memory of the fullest device: the
-        same facts on all ranks.
+        """The device, the memory and the installed packages of rank 0, with the free memory of the fullest device. All
+        ranks get the same facts.
 
-        `strict`: count all memory as free except the driver's. The memory that other processes use differs from
-        run to run, and `auto` settings depend on free memory.
+        `strict`: count all memory as free except the driver's. The use by other processes differs from run to run, and
+        `auto` settings depend on free memory.
         """
         name, total = f"{cores()} cores, {platform.machine()}", memory()[0]
         free = total
@@ -405,7 +402,7 @@ def _join(world: World) -> None:
         return
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
-    # Its default arguments keep the process group of the moment in which it is imported.
+    # Imported before the group exists: the module's default arguments keep the group of the moment of the import.
     import torch.distributed.nn.functional  # noqa: F401
 
     cuda = world.device.type == "cuda"
@@ -424,7 +421,8 @@ def _join(world: World) -> None:
             )
             if cuda:
                 group: Any = dist.group.WORLD
-                # Else meshes split this group, and the meshes of a second run of this process crash (pytorch#192109).
+                # Otherwise meshes split this group, and the meshes of a second run of this process crash
+                # (pytorch#192109).
                 group.bound_device_id = None
                 # The hosts have more patience than the GPUs.
                 upstream.set_host_timeout(group, PATIENCE)
@@ -455,8 +453,8 @@ BUSY = 0.1
 
 
 def _require_idle_cards(world: World) -> None:
-    """Raise HardwareError on all ranks if the card of any rank is busy: it would slow all ranks down, or run out of
-    memory later."""
+    """Raise HardwareError on all ranks if the card of any rank is busy. A busy card would slow all ranks down, or run
+    out of memory later."""
     busy = [line for line in world.gather(_other_use(world.device), "comparing cards") if line]
     if busy:
         listed = "\n".join(f"  {line}" for line in busy)
@@ -467,8 +465,8 @@ def _require_idle_cards(world: World) -> None:
 
 
 def _other_use(device: torch.device) -> str:
-    """A line about a card that other processes use; empty if none does. The driver's figures of memory also hold in a
-    container, where other process ids cannot be seen."""
+    """A line about a card that other processes use; empty for an idle card. The driver's figures of memory are right
+    in a container, too, where the ids of other processes cannot be seen."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

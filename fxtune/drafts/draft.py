@@ -23,7 +23,7 @@ from fxtune.system.terminal.units import GIB
 from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 
 EPOCHS = ((1_000, 3), (10_000, 2))
-"""(rows below which, epochs); else 1."""
+"""(a number of rows, epochs for fewer rows); 1 epoch for more."""
 STEPS = 100
 """A step has 32 documents, or fewer so that there are as many steps as this."""
 ROOM = 0.9
@@ -34,7 +34,7 @@ QUESTIONS = 20
 BUNDLES = (["lora", "fast"], ["qlora", "fast"])
 """Techniques, from the fastest to the smallest."""
 PAIR_RATE = 5.0e-6
-"""Of LoRA on pairs and judged answers: as in recipes/llama_dpo.yaml."""
+"""The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 
 
 @dataclass

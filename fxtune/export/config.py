@@ -1,7 +1,7 @@
-"""The config.json of an export, with RoPE as transformers 4 reads it beside RoPE as transformers 5 writes it.
+"""The config.json of an export, with RoPE in the forms of transformers 4 and 5.
 
 transformers 5 writes `rope_parameters`. transformers 4, and tools that follow it, read `rope_theta` and `rope_scaling`
-at the top of the config: without them they take a theta of 10,000 and no scaling, without a warning.
+at the top of the config. Without these keys they take a theta of 10,000 and no scaling, without a warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from fxtune.export.tokenizer import CONFIG as TOKENIZER
 from fxtune.export.tokenizer import ONLY_5
 
 CONFIG = "config.json"
-ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 
 
 def write_rope_for_4(folder: Path, config: Any) -> None:
@@ -35,9 +34,9 @@ def write_rope_for_4(folder: Path, config: Any) -> None:
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     try:
         same = kind.from_pretrained(folder).to_dict() == read
-    except ERRORS:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         same = False
-    if not same:  # a family that keeps these keys as something else
+    if not same:  # in this family these keys have another meaning
         file.write_text(before, encoding="utf-8")
 
 
@@ -55,7 +54,7 @@ def versions_of_readers(folder: Path) -> str:
 
 
 def _of_4(rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` as keys of transformers 4; empty for RoPE that it cannot have."""
+    """`rope_parameters` as keys of transformers 4; empty for RoPE that it does not know."""
     local = rope.get("sliding_attention")
     main = rope if "rope_theta" in rope else rope.get("full_attention")
     if not isinstance(main, dict) or "rope_theta" not in main:

@@ -3,9 +3,9 @@
     W = base + scaling * B A            scaling: alpha / r, or alpha / sqrt(r)
     W = m / |base + scaling * B A| * (base + scaling * B A)      DoRA, the norm over each output's row
 
-The formulas come from the papers and not from peft's code, which did the merge. The base's files, the adapter's file
-and the merged files are read: one tensor of each is in host memory at a time. Files may have other names for tensors
-than the model, so each file's names are read as transformers reads them.
+The formulas come from the papers and not from peft's code, which did the merge. One tensor of the base's files, of the
+adapter's file and of the merged files is in host memory at a time. Files may name tensors otherwise than the model, so
+their names are read as transformers reads them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ UNKNOWN = {
 
 
 def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str]:
-    """Compare the merged model in `folder` with what its base and its adapter give.
+    """Compare the merged model in `folder` with the sums of its base and its adapter.
 
     `lora`: peft's options of the adapter. `model`: the merged model, for the names of its tensors. Returns how many
-    tensors were computed, and a clause that says which were left out and why. Raises Mismatch for the first tensor
-    that is something else.
+    tensors were computed, and a clause on tensors that were left out. Raises Mismatch for the first tensor that
+    differs.
     """
     if lora.init_lora_weights in FACTORED:
         return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base"
@@ -99,25 +99,25 @@ class _Adapters:
             for name, weight in named.items()
             if not name.endswith(parameters)
         }
-        """The name in the adapter's file of each module of the model whose weight is adapted."""
+        """{module of the model whose weight is adapted: its name in the adapter's file}."""
         others = modules.difference(self.modules.values())
         self._others = {module.removesuffix(".base_layer").rpartition(".")[2] for module in others if parameters}
         if others and not parameters:
             raise Mismatch(f"{min(others)} has an adapter, and no tensor of the merged model is its weight")
 
     def passes_over(self, name: str) -> bool:
-        """Whether the tensor is in a module with an adapter on one of its tensors, such as experts."""
+        """Whether the tensor is in a module with an adapter on a parameter, such as experts."""
         return not self._others.isdisjoint(name.split("."))
 
     def replacement(self, name: str) -> str | None:
-        """The tensor of the adapter's file that replaces this one: a bias, or a tensor of a module trained in full."""
+        """The adapter's tensor that replaces the tensor `name`: a bias, or a tensor of a module trained in full."""
         module, _, leaf = name.rpartition(".")
         spelled = (f"{PREFIX}{module}.{leaf}", f"{PREFIX}{module}.base_layer.{leaf}")
         own = leaf != "weight" or module not in self.modules
         return next((path for path in spelled if own and path in self.trained.files), None)
 
     def applied(self, name: str, start: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
-        """What the merged tensor `name` must be, from the base's, and whether the adapter changes it."""
+        """(the right merged tensor `name`, whether the adapter changes it). `start`: the base's tensor."""
         if replacement := self.replacement(name):
             return self.trained[replacement], True
         assert start is not None
@@ -153,14 +153,14 @@ def _scaling(lora: Any, module: str, r: int) -> float:
 
 
 def _names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """By name in the model, the name in its files of each tensor. `keys`: the names in the files."""
+    """{name in the model: name in its files} of each tensor. `keys`: the names in the files."""
     names = renamed(model, keys)[0]
     found = {name: key_of(name, names, model.base_model_prefix) for name in model.state_dict()}
     return {name: names[key] for name, key in found.items() if key is not None}
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """By the name of the head's weight, the embedding's name. A base that ties both weights stores one tensor."""
+    """{name of the head's weight: name of the embedding's}. A base that ties both weights stores one tensor."""
     paths = {id(module): f"{path}.weight" for path, module in model.named_modules()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return {} if head is None else {paths[id(head)]: paths[id(embedding)]}

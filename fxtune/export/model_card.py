@@ -18,13 +18,14 @@ from fxtune.system.terminal.redact import redact
 
 
 def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
-    """Write README.md for the model or adapter in `folder`, in place of the empty template that peft writes.
+    """Write README.md for the model or adapter in `folder`. Secrets are redacted.
 
     `card`, all optional: title, base, revision, grown_from (see PreparedModel), adapter (the name of the merged
-    adapter), data (the fingerprint of the plan), weights (a sentence on their step), figures (metric -> value), proof
-    (a sentence), machine (the run's Facts), config (the run's, as plain data). Secrets are redacted.
+    adapter), data (the plan's fingerprint), weights (a sentence on their step), figures (metric -> value), proof (a
+    sentence), machine (the run's Facts), config (the run's config as plain data).
     """
     import yaml
+    from safetensors import safe_open
 
     machine = card.get("machine")
     card = redact({name: value for name, value in card.items() if name != "machine"})
@@ -39,7 +40,10 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     }
     if base and not Path(base).is_absolute():  # the hub rejects a card whose base_model is a path
         front_matter["base_model"] = base
-    tensors = _tensor_names(folder) if adapter else []
+    tensors: list[str] = []
+    if adapter:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            tensors += file.keys()
     refusals = vllm.refusals(adapter, tensors) if adapter else []
     run = config.get("run", {})
     summary = {
@@ -123,7 +127,6 @@ def _loading_code(
 
 
 def _ending_note(folder: Path, adapter: bool) -> list[str]:
-    """What the user of an adapter with a generation config must know."""
     if not adapter or not (folder / GENERATION_CONFIG).exists():
         return []
     return [
@@ -134,7 +137,6 @@ def _ending_note(folder: Path, adapter: bool) -> list[str]:
 
 
 def _template_note(variables: dict[str, Any]) -> list[str]:
-    """The variables of the chat template that prompts were written with in training."""
     if not variables:
         return []
     given = "".join(f", {name}={value!r}" for name, value in variables.items())
@@ -145,8 +147,8 @@ def _template_note(variables: dict[str, Any]) -> list[str]:
 
 
 def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refusals: list[str]) -> tuple[str, str]:
-    """What the user of a model with scaled RoPE must know, in general and with vLLM; empty for other models.
-    `refusals`: why vLLM does not load the adapter."""
+    """Notes on scaled RoPE, in general and for vLLM; empty for other models. `refusals`: why vLLM does not load the
+    adapter."""
     text = config.get("text_config") or config
     parameters = text.get("rope_parameters") or {}
     # One set of parameters, or a set for each type of layer.
@@ -168,14 +170,6 @@ def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refu
         return note, "vLLM computes dynamic scaling once, for the longest row, so its results differ."
     command = _vllm_command(config, base, positions, adapter, refusals)
     return note, f"With a version of vLLM that runs on transformers 5:\n\n```bash\n{command}\n```"
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    """The names of the tensors in the file of an adapter."""
-    from safetensors import safe_open
-
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return list(file.keys())
 
 
 def _vllm_image_note(beside_language_model: bool) -> str:

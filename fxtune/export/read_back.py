@@ -1,18 +1,17 @@
-"""Proves an export before it counts: what plain peft and plain transformers make of its files is what was trained.
+"""Proves an export before it counts: plain peft and plain transformers load from its files what was trained.
 
     weights     each tensor of the files is the model's, bit by bit, and none is left over (weights.py)
-    options     adapter_config.json, config.json and generation_config.json say what acts in the model
+    options     adapter_config.json, config.json and generation_config.json have the model's options
     tokenizer   read back from its files, it has the same tokens, ids and chat template
-    modules     plain peft adapts the same modules with the same ranks and scalings, and gives them the same weights
+    modules     plain peft adapts the same modules with the same ranks, scalings and weights
     logits      plain peft over plain transformers answers a probe as the trained model does
     ending      plain generation with the exported generation config ends its answer to a question of the data; if it
                 does not, the export counts all the same, and the proof says so
 
-For the last three, the plain model is built from the files without weights, and borrows the base's weights from the
-model in memory: no base is read again, and none is copied. Its code is transformers' and peft's own, without fused
-adapters, Liger or compiled layers. A quantized base stays quantized, experts in fp8 with the operator that computes
-them, and PiSSA and OLoRA keep what they took from the base, so what is compared is the export and not the
-quantization.
+For the last three, the plain model is built from the files without weights, and shares the base's weights with the
+model in memory: no base is read again or copied. Its code is transformers' and peft's own, without fused adapters,
+Liger or compiled layers. A quantized base stays quantized, so the comparison is of the export and not of the
+quantization. PiSSA and OLoRA keep the factors that they took from the base.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from fxtune.upstream.transformers import set_attention
 LIMIT = 1e-3
 """The largest mean KL divergence of the plain model's answers from the trained model's, in nats a token."""
 ROUNDINGS = 8
-"""Two ways to compute the same may differ by this many roundings of the input; see Answer.noise."""
+"""Roundings of the input by which two ways to compute may differ; see Answer.noise."""
 WRITTEN_BY_SAVING = ("inference_mode", "peft_version", "auto_mapping", "transformers_version", "_name_or_path")
-"""Options that saving writes itself and that change nothing."""
+"""Options of saving itself, which change nothing."""
 TEXT = "Hello, wörld! 1+1=2\n\n\tdef f(x): return x  # 你好 <|im_start|>"
 CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
 
@@ -79,10 +78,10 @@ def prove(
     world: World,
     question: EndingProbe | None = None,
 ) -> Proof:
-    """Compare the files in `folder` with the model and the tokenizer that they were written from. Rank 0 calls it.
+    """Compare the files in `folder` with the model and the tokenizer that they were written from, on rank 0.
 
     `tensors`: how many tensors were compared already. `answer`: gives the trained model's answer to the probe; None:
-    the model's own. Raises Mismatch: which file, what in it, and how it differs.
+    the model's own. Raises Mismatch, which names the file and the difference.
     """
     begin = time.perf_counter()
     model = prepared.module
@@ -124,8 +123,8 @@ def prove(
 
 
 def _ended_after(plain: Any, model: Any, folder: Path, question: EndingProbe) -> int | None:
-    """How many tokens the plain model writes up to an end token of the exported generation config; None if there is no
-    end token among the first `question.room`."""
+    """How many tokens the plain model writes up to an end token of the exported generation config; None without an end
+    token among the first `question.room`."""
     from transformers import GenerationConfig
 
     exported = (folder / GENERATION_CONFIG).exists()
@@ -179,7 +178,7 @@ def _require_same(file: str, live: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 
 def _loaded(kind: Any, file: Path) -> dict[str, Any]:
-    """The values that transformers reads from a config's file."""
+    """The config in a file as transformers reads it."""
     _read(file)
     try:
         found: dict[str, Any] = kind.from_pretrained(file.parent).to_dict()
@@ -220,7 +219,7 @@ def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 class _Plain:
-    """Builds the model that plain transformers and plain peft make of the files, over the base in memory."""
+    """Builds the plain model of the files, over the base in memory."""
 
     def __init__(self, prepared: PreparedModel, folder: Path) -> None:
         model, self.code = prepared.module, prepared.trust_remote_code
@@ -286,7 +285,7 @@ class _Plain:
 
 
 def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a base by the names that they have without adapters."""
+    """The modules of a base by their names without adapters."""
     for path, module in base.named_modules():
         parts = path.split(".")
         if not any(part.startswith(("lora_", "modules_to_save", "trainable_tokens")) for part in parts):
@@ -313,7 +312,6 @@ def _require_same_modules(model: Any, plain: Any) -> None:
 
 
 def _adapters(model: Any) -> dict[str, dict[str, Any]]:
-    """What decides how each adapted module acts."""
     from peft.tuners.lora import LoraLayer
 
     found = {}

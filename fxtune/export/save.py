@@ -28,7 +28,7 @@ from fxtune.system.files.atomic_files import replace_folder, sync
 
 
 def staging_folders(folder: Path) -> tuple[Path, Path]:
-    """(the folder that save_model() writes and then renames to `folder`, the folder that it replaces, moved away)."""
+    """(the folder that save_model() writes and renames to `folder`, the backup of an older `folder`)."""
     return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
 
 
@@ -47,20 +47,18 @@ def save_model(
 ) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
-    With adapters: PEFT's layout. It has no place for an edited config of the base (RoPE scaling), which is written to
-    config.json beside the adapter; the card says so, and with_changes_of() reads it. The same holds for a generation
-    config with end tokens that training has added (end_tokens.py).
+    With adapters: PEFT's layout. An edited config of the base (RoPE scaling), and a generation config with end tokens
+    that training has added (end_tokens.py), lie beside the adapter. The card says so; with_changes_of() reads them.
     Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
     with RoPE as transformers 5, transformers 4 and vLLM read it. Its processor files have the run's data.image_tokens.
 
     The folder is proven before it counts (read_back.py). `answer`, `question`: see prove(). `check`: one more check of
-    the written files, see Proof.with_check(). `record` gets the proof, which is also in the card and, with the sha256
-    of each file, in proof.json.
+    the written files, see Proof.with_check(). `record` gets the proof, which is also in the card and in proof.json.
 
     The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
     folder. `world`: the ranks that hold the model, which all call this; rank 0 writes. Raises StorageError, on all
-    ranks, if the disk refuses the files or the files differ from the trained model. `keeps` says in this error where
-    the trained weights still are.
+    ranks, if the disk refuses the files or the files differ from the trained model. `keeps`: where the error says
+    that the trained weights still are.
     """
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
@@ -123,14 +121,14 @@ def save_model(
 
 
 def _restore(folder: Path, old: Path) -> None:
-    """Undo half a replacement: the old export has been moved to `old`, and no new export is in its place."""
+    """Undo half a replacement: `old` has the old export, and `folder` has no new one."""
     if old.is_dir() and not old.is_symlink() and not folder.exists():
         old.rename(folder)
 
 
 def _make_readable(folder: Path) -> None:
-    """Give all files the permissions of README.md, and sync them: a power cut after the renaming must not leave empty
-    files. safetensors makes its files readable by their owner alone."""
+    """Give all files the permissions of README.md (safetensors lets only the owner read), and sync them: a power cut
+    after the renaming must not leave empty files."""
     readable = (folder / "README.md").stat().st_mode
     for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
         if path.is_file():

@@ -1,9 +1,8 @@
-"""The tokenizer of an export, in files that transformers 4 and 5, and tools that read neither, can read.
+"""The tokenizer of an export, in files for transformers 4 and 5 and for converters to GGUF and MLX.
 
 save_pretrained() of transformers 5 writes files that transformers 4 refuses: the class TokenizersBackend, and a list
-in `extra_special_tokens`. Converters to GGUF and MLX know the files of the base's author. So a tokenizer that training
-has not changed is exported as the base's own files, byte for byte, and a changed one with names that both versions
-know.
+in `extra_special_tokens`. Converters know the files of the base's author. So an unchanged tokenizer is exported as the
+base's own files, byte for byte, and a changed tokenizer with names that both versions know.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def rename_for_4(file: Path) -> None:
 
 
 def _is_unchanged(tokenizer: Any, source: Path) -> bool:
-    """Whether the tokenizer is the tokenizer of `source`. Its chat template may differ. Its pad token may differ where
-    the files have none, because load_tokenizer() chooses one."""
+    """Whether the tokenizer is the tokenizer of `source`, with any chat template. Where the files lack a pad token,
+    load_tokenizer() has chosen one."""
     values = json.loads((source / CONFIG).read_text(encoding="utf-8")) if (source / CONFIG).is_file() else {}
     if "auto_map" in values or not isinstance(tokenizer.chat_template, str | None):
         return False

@@ -1,9 +1,9 @@
 """Which adapters vLLM loads, by its own rules.
 
 The rules are from its main branch of 2026: vllm/lora/peft_helper.py (options that it refuses, and one scaling for all
-modules), vllm/config/lora.py (values of --max-lora-rank) and vllm/lora/lora_model.py (names of tensors). Options that
-it does not read, such as rank_pattern, are the worst: such an adapter loads and gives wrong answers. Whether its class
-of a model takes adapters at all (`SupportsLoRA`) is in its list of models.
+modules), vllm/config/lora.py (values of --max-lora-rank) and vllm/lora/lora_model.py (names of tensors). An adapter
+with an option that vLLM does not read, such as rank_pattern, loads and gives wrong answers. vLLM's list of models says
+whether a class takes adapters (`SupportsLoRA`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 def max_rank(r: int) -> int | None:
-    """The least value of --max-lora-rank for rank `r`; None above the largest."""
+    """The least --max-lora-rank for rank `r`; None above the largest."""
     return next((rank for rank in MAX_RANKS if rank >= r), None)
 
 
 def is_beside_language_model(tensors: Iterable[str]) -> bool:
     """Whether some tensors of an adapter belong to a vision encoder or a projector. `tensors`: their names."""
-    parts = [f".{part}." for family in FAMILIES.values() for part in (family.tower, *family.projector)]
+    parts = [f".{part}." for family in FAMILIES.values() for part in (family.encoder, *family.projector)]
     return any(part in name for name in tensors for part in parts)
 
 

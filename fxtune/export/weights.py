@@ -1,9 +1,9 @@
 """The weights of an export: written by rank 0 in files of bounded size, read back, and compared with the live ones.
 
-A model whose weights are divided over ranks is gathered one decoder layer at a time, so no rank ever holds it whole:
-rank 0 needs host memory for one file and one layer. Names and shapes are as in the family's files on the hub:
-when transformers loads a model, it merges experts and renames some weights, and this is undone for each layer. Then
-each rank reads its own rows out of the files and compares them, bit by bit, with the rows in its memory.
+A model whose weights are divided over ranks is gathered one decoder layer at a time: rank 0 needs host memory for one
+file and one layer. transformers merges experts and renames some weights when it loads a model. This is undone for each
+layer, so names and shapes are as in the family's files on the hub. Then each rank reads its own rows out of the files
+and compares them, bit by bit, with the rows in its memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ExportedWeights:
                     raise Mismatch(f"{name} is in {files[name]} by {where}, and was written to {file}")
 
     def _compare_live(self, opened: ExitStack, main: bool) -> None:
-        """Compare what this rank holds of each tensor; undivided ones on rank 0 only."""
+        """Compare this rank's part of each tensor; undivided tensors on rank 0 only."""
         for name, tensor in self.live.items():
             if is_divided(tensor) or main:
                 self._require_equal(opened, name, local(tensor), chunk_of(tensor))
@@ -133,13 +133,13 @@ class ExportedWeights:
 
 
 def on_main(world: World, work: Callable[[], Result]) -> Result:
-    """What work() returns on rank 0, which alone calls it. Raises its OSError on all ranks."""
+    """The result of work() on rank 0, which alone calls it. Raises its OSError on all ranks."""
     found: Result = on_all(world, lambda: work() if world.main else None)[0]  # type: ignore[assignment]
     return found
 
 
 def on_all(world: World, work: Callable[[], Result]) -> list[Result]:
-    """What work() returns on each rank. An OSError or Mismatch of one rank is raised on all ranks."""
+    """The results of work() on all ranks. An OSError or Mismatch of one rank is raised on all ranks."""
     error: OSError | None = None
     result: Any = None
     try:
@@ -253,16 +253,16 @@ class _Files:
 
 
 def _state(model: Any) -> Tensors:
-    """The tensors of a model that its files hold, as they are divided here: without second names of tied weights."""
+    """The tensors for a model's files, as they are divided here: without second names of tied weights."""
     state = model.state_dict(keep_vars=True)
-    # transformers tells tied weights by their memory, and an empty part of a divided one has none.
+    # transformers recognizes tied weights by their memory, and an empty part of a divided weight has no memory.
     stand_ins = {id(tensor): torch.empty(1) for tensor in state.values()}
     kept = saved_names(model, {name: stand_ins[id(tensor)] for name, tensor in state.items()})
     return {name: state[name] for name in kept}
 
 
 def _layers(state: Tensors) -> list[Tensors]:
-    """`state` by decoder layer; first what is in none."""
+    """`state` by decoder layer; first the tensors outside layers."""
     layers: dict[str, Tensors] = {"": {}}
     for name, tensor in state.items():
         found = re.match(r".*?\.\d+\.", name)
@@ -271,7 +271,7 @@ def _layers(state: Tensors) -> list[Tensors]:
 
 
 def _gathered(layer: Tensors, world: World) -> Tensors:
-    """The tensors of `layer` on rank 0, whole; nothing on the others. One tensor is gathered after the other."""
+    """The whole tensors of `layer` on rank 0, gathered one by one; nothing on other ranks."""
     found = {}
     for name, tensor in layer.items():
         full = whole(tensor)
@@ -281,7 +281,6 @@ def _gathered(layer: Tensors, world: World) -> Tensors:
 
 
 def _apart(read: torch.Tensor, held: torch.Tensor) -> str:
-    """How two tensors differ, in words."""
     if (read.shape, read.dtype) != (held.shape, held.dtype):
         return f"; {list(read.shape)}, {read.dtype} there; {list(held.shape)}, {held.dtype} here"
     count = int((read.double() != held.double().cpu()).sum())

@@ -50,8 +50,8 @@ class OptimizerState:
     moments: float = 2.0
     """Numbers for each trained parameter."""
     others: float | None = None
-    """Of parameters that are no hidden matrix: embeddings, the head, norms, and experts, which are one tensor a layer;
-    None: as of all."""
+    """The same for parameters that are no hidden matrix: embeddings, the head, norms and experts (one tensor a layer);
+    None: `moments`."""
     size: int = 0
     """Bytes of each number; 0: as many as the weight's have."""
     undo_limit: int = 0
@@ -77,8 +77,6 @@ class Execution:
     """Whether one kernel computes act(gate) * up."""
     fused_loss: bool = False
     """Whether loss and head are one operation that never holds all logits."""
-    loss_rows: int | None = None
-    """Rows of logits that it holds at a time; None: by their bytes."""
     fp8_products: float = 0.0
     """The share of the products of trained linears that runs in fp8. At 1 linears also keep their inputs in fp8."""
     adapters: Adapters | None = None

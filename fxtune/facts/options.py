@@ -137,8 +137,6 @@ class LigerOptions(AutoOptions):
     device; `fused_linear_cross_entropy` computes head and loss without holding all logits. `auto`: with a GPU the
     kernels of operations that neither torch.compile nor techniques.lora fuses, and the fused loss if a micro-batch's
     logits exceed 64 MiB."""
-    chunk_rows: Optional[int] = field(default=None, metadata={"min": 1})
-    """Rows of logits that the fused loss holds at a time; null: as many as fit into 1 GiB."""
 
     def runs(self, kernel: str) -> bool:
         """Whether this kernel runs; false while `auto` is undecided."""
@@ -177,7 +175,7 @@ class QuantizeOptions(Options):
     `fp8`: products in 8-bit floating point, the fastest. `mxfp4`: the experts of a mixture in 4 bits, in blocks of 32,
     as gpt-oss ships them; linears stay in model.dtype. bitsandbytes stores nf4 and int8."""
     compute_dtype: ComputeDtype = ComputeDtype.auto
-    """The dtype of dequantized weights and their matmuls. `auto`: that of the model's other matmuls."""
+    """The dtype of dequantized weights and their matmuls. `auto`: the dtype of the model's other matmuls."""
     skip: list[str] = field(default_factory=list)
     """Linears to leave unquantized, such as `down_proj` or `layers.0.mlp.up_proj`. The head has its own option."""
     head: bool = False
@@ -261,7 +259,7 @@ class LoraOptions(Options):
 @dataclass
 class RouterOptions(Options):
     enabled: bool = True
-    """Add the auxiliary loss of a mixture of experts. Nothing happens where the model has none."""
+    """Add the auxiliary loss of a mixture of experts. Nothing happens where the model has no such loss."""
     aux_loss_coef: Optional[float] = field(default=None, metadata={"min": 0})
     """The factor of the auxiliary loss; 0: none. null: router_aux_loss_coef of the model's config if its
     output_router_logits is true, else 0."""
@@ -307,16 +305,16 @@ class CheckpointingOptions(AutoOptions):
     """policy=selective: exceptions from `save`, with the same names: [gate_proj, up_proj] keeps the other
     `matmuls`."""
     mix: dict[str, int] = field(default_factory=dict, metadata={"min": 0, "max": 10_000})
-    """policy=mix: how many layers keep `everything`, the `wide` products (gate, up) and all below, the `narrow` ones
-    (q, k, v, o) and all below, `attention`, or their `input`: {narrow: 12, wide: 20}. Layers that are not counted keep
-    their input. Those that keep little come first."""
+    """policy=mix: how many layers keep `everything`, the `wide` products (gate, up) and all below, the `narrow`
+    products (q, k, v, o) and all below, `attention`, or their `input`: {narrow: 12, wide: 20}. Layers that are not
+    counted keep their input. Layers that keep little come first."""
     budget: float = field(default=0.5, metadata={"min": 0, "max": 1})
     """policy=budget: the share that the compiler may keep of what it would keep. 0: layers' inputs only; 1: all of
     it."""
     offload: Offloaded = Offloaded.none
     """What layers hold in pinned host memory from forward to backward, copied while layers compute (needs a GPU).
     `inputs`: layers' inputs; `kept`: also what else they keep, except for products wider than the hidden state
-    (compiled). The last layer's tensors stay, and those of further layers that the host has no room for."""
+    (compiled). The last layer's tensors stay on the device, and so do tensors for which the host has no room."""
     mlp_tiles: int = field(default=1, metadata={"min": 1, "max": 1024})
     """Run each MLP in this many tiles of the sequence and recompute them one by one; 1: no tiles."""
 
@@ -381,7 +379,7 @@ class CompileOptions(AutoOptions):
 
     @property
     def keep_gradients(self) -> bool:
-        """Whether the optimizer must add gradients to memory of its own (techniques/compile/technique.py)."""
+        """Whether gradients stay in the same memory from step to step (techniques/compile/technique.py)."""
         return self.enabled and (self.mode is CompileMode.reduce_overhead or self.records)
 
     @property

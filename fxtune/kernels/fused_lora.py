@@ -8,9 +8,9 @@ dense base has even these as extra columns of the frozen products. frozen_base.p
 how A and B become part of its products; `kind` selects it.
 
 Kept for the backward pass: x (the caller's own tensor), x A^T, and for an MLP gate_up (gate and up side by side), the
-widest tensor of a layer. p = act(gate) * up is computed again by the backward kernel, which in the same
-pass reduces p and the gradient of gate_up over the rows (kernels/swiglu.py: FusedSums). With `keep=False` gate_up is
-computed again from x, too. With `tiles` > 1 an MLP handles its rows tile by tile, forward and backward.
+widest tensor of a layer. The backward kernel computes p = act(gate) * up again, and in the same pass reduces p and the
+gradient of gate_up over the rows (kernels/swiglu.py: FusedSums). With `keep=False` gate_up is computed again from x,
+too. With `tiles` > 1 an MLP handles its rows tile by tile, forward and backward.
 
 Forward and backward passes are operators, not autograd functions. So torch.compile takes them as they are,
 checkpointing policies can name them, and a recomputation skips an operator whose results nobody uses. Gradients of A

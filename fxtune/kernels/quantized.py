@@ -1,5 +1,5 @@
-"""Weights packed in 4 or 8 bits, dequantized for one use. The modules that hold such weights are techniques'
-quantized_modules.py (linears) and quantized_experts.py.
+"""Weights packed in 4 or 8 bits, dequantized for one use. techniques/quantized_modules.py (linears) and
+techniques/experts/quantized.py hold such weights.
 
 A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before
 the matmul, forward and again backward, and nothing in 16 bits outlives the operator.

@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from fxtune.models.experts import experts_per_token
+from fxtune.models.flops import matmul_sizes
 from fxtune.models.structure import beside_text, decoder_layers, skeleton
-
-EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-"""Names in configs of the number of experts that a token uses, for routers that do not keep it as `top_k`."""
 
 
 @dataclass(frozen=True)
@@ -144,30 +143,13 @@ def built(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def matmul_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a module that multiplies by its own matrix; None for others.
-
-    The module is recognized by its attributes, so quantized and fused linears count with their logical size. Of a
-    wrapper with the same attributes, such as PEFT's, only the inner linear counts.
-    """
-
-    def sizes(candidate: nn.Module) -> tuple[int, int] | None:
-        names = ("nx", "nf") if type(candidate).__name__ == "Conv1D" else ("in_features", "out_features")  # GPT-2
-        rows, columns = (getattr(candidate, name, None) for name in names)
-        if isinstance(getattr(candidate, "base_layer", None), nn.Embedding):  # PEFT's embedding
-            return None
-        return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
-
-    inner = any(sizes(child) for child in module.modules() if child is not module)
-    return None if inner else sizes(module)
-
-
-def experts_used(modules: Iterable[Any], config: Any) -> int | None:
-    """How many experts a token uses, from a layer's or a model's router or the text model's config; None: neither
-    says."""
-    own = (module.top_k for module in modules if isinstance(getattr(module, "top_k", None), int))
-    named = (used for name in EXPERTS_USED if isinstance(used := getattr(config, name, None), int))
-    return next(own, None) or next(named, None)
+def key_copies(heads: int, key_heads: int, ranks: int) -> int:
+    """How often each key head is sent where `ranks` ranks divide the heads, so that every rank gets the key heads of
+    its query heads: the least divisor of heads / key_heads with which `ranks` divides key_heads * copies, or
+    heads / key_heads itself."""
+    groups = heads // key_heads
+    fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
+    return next(fitting, groups)
 
 
 @functools.lru_cache(maxsize=16)
@@ -181,13 +163,12 @@ def _shape(model: Any) -> Shape:
         plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
         each = [replace(layer, attentions=(plain,)) for layer in each]
     kinds = tuple(dict.fromkeys(each))
-    linears: set[Any] = {module.weight for layer in layers for module in layer.modules() if _has_matrix(module)}
+    weighted: list[Any] = [module for layer in layers for module in layer.modules() if hasattr(module, "weight")]
+    linears = {module.weight for module in weighted if matmul_sizes(module)}
     experts = {weight for layer in layers for weight in _experts(layer)}
     around = {*model.parameters()} - {*beside_text(model)}
-    tables, head = (
-        around - {weight for layer in layers for weight in layer.parameters()},
-        model.get_output_embeddings(),
-    )
+    tables = around - {weight for layer in layers for weight in layer.parameters()}
+    head = model.get_output_embeddings()
     return Shape(
         hidden,
         len(table),
@@ -204,10 +185,6 @@ def _shape(model: Any) -> Shape:
 
 def _count(weights: Iterable[nn.Parameter]) -> int:
     return sum(weight.numel() for weight in weights)
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return matmul_sizes(module) is not None and hasattr(module, "weight")
 
 
 def _experts(layer: nn.Module) -> list[nn.Parameter]:
@@ -237,7 +214,7 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
     q = sum(each.heads * each.value_width for each in attentions) or q
     experts, expert_inner, used = _experts(layer), 0, 1
     if experts:
-        used = experts_used(named.values(), text) or 1
+        used = experts_per_token(named.values(), text) or 1
         of_one = [weight[0].numel() for weight in experts]
         expert_inner = of_one[-1] // hidden
         kept[1] += used * sum(of_one) // hidden
@@ -282,7 +259,7 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
 
 
 def layer_config(text: Any, index: int) -> Any:
-    """The config of a layer, from that of a text model: since transformers 5.24 layers may differ in it."""
+    """A layer's config, from the text model's config: since transformers 5.24 each layer may have another one."""
     own, layers = getattr(text, "per_layer_config", None), getattr(text, "num_hidden_layers", None) or 0
     return text if own is None or index >= layers else own[index]  # BLT has no count of all its layers
 

@@ -31,6 +31,8 @@ TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
 """Options that name the modules with adapters."""
 BESIDE = "(?#no expert)"
 """Begins what matching_modules() adds to a pattern: a comment in a regular expression."""
+ADAPTER = "default"
+"""peft's name of the only adapter."""
 SCORES = "SEQ_CLS"
 """peft's task of adapters with a head that scores documents."""
 _PEFT_ONLY = (

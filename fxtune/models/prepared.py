@@ -141,7 +141,7 @@ class PreparedModel:
     added_ends: list[int] = field(default_factory=list)
     """End tokens of the data that training adds to the end tokens in the base's generation config."""
     routers: Routers | None = None
-    """The routers of a mixture that are observed; None where the model has none that fxtune knows."""
+    """The observed routers of a mixture; None if fxtune knows no router of the model."""
     quantization: Quantization | None = None
     """What techniques.quantize changed."""
     targets: AdapterTargets | None = None
@@ -157,7 +157,7 @@ class PreparedModel:
     offload: HostCopies | None = None
     """What sends tensors of layers to host memory and fetches them."""
     reads_sizes_on_host: bool = False
-    """Whether the vision encoder reads the sizes of images on the host (techniques/attention/tower.py)."""
+    """Whether the vision encoder reads the sizes of images on the host (techniques/attention/vision_encoder.py)."""
     sharding: Sharding | None = None
     """What controls weights that are divided over ranks; None: each rank holds whole weights."""
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.shards import MARK
-from fxtune.models.structure import outputs, without_dropout
+from fxtune.models.structure import hooked, observing, outputs
 
 TOKENS = 8
 """Tokens of the probe."""
@@ -56,7 +56,6 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
         up = torch.arange(states.shape[-1], device=device) % 2 * 2 - 1
         return states * (1 + nudge * up).to(states.dtype)
 
-    hook = model.get_input_embeddings().register_forward_hook(moved)
     experts = model.get_experts_implementation() if mask is not None else None
     if experts is not None:
         # On the meta device torch's grouped products take only bfloat16.
@@ -64,17 +63,15 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
     stored = [name for name, buffer in model.named_buffers() if mask is not None and hasattr(buffer, MARK)]
     try:
         with (
+            hooked([model.get_input_embeddings().register_forward_hook(moved)]),
             _emptied(model, stored),
-            without_dropout(model),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
+            observing(model),
         ):
             logits = outputs(model, **row, attention_mask=mask, use_cache=False)
             images = kind_of(model.config).images
             if images and (with_image := images.probe(model)):
                 logits = torch.cat([logits, outputs(model, **with_image, use_cache=False)[:, -TOKENS:]], 1)
     finally:
-        hook.remove()
         if experts is not None:
             model.set_experts_implementation(experts)
     return logits
@@ -82,7 +79,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
 
 @contextmanager
 def _emptied(model: Any, buffers: Sequence[str]) -> Iterator[None]:
-    """In the body the named buffers, such as the biases of routers, have no memory, as the parameters have none."""
+    """In the body the named buffers, such as the biases of routers, have no memory, like the parameters."""
     places = [(model.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in buffers)]
     filled = [module._buffers[leaf] for module, leaf in places]
     try:

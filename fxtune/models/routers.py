@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxtune.models.structure import backbone
+from fxtune.models.structure import backbone, hooked
 from fxtune.upstream.transformers import recorded_outputs
 
 COMPARISONS = 2**24
@@ -96,12 +96,8 @@ def broken_router(model: nn.Module, routers: Routers, run: Callable[[], object])
         if not found and bool(args[0].isfinite().all()) and not bool(logits.isfinite().all()):
             found.append(names[router])
 
-    hooks = [module.register_forward_hook(note) for module in names]
-    try:
+    with hooked(module.register_forward_hook(note) for module in names):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found[0] if found else None
 
 

@@ -2,15 +2,15 @@
 One process does the same with a model that fits nowhere in 16 bits: it quantizes the rows as it reads them.
 
     built = empty(...)            every parameter on the meta device, each marked with its name in the files
-    ...                           techniques replace modules; who joins parameters marks the result (mark_joined)
-    wanted = pieces_of(built)     which rows of which tensor of the files each parameter consists of
+    ...                           techniques replace modules; joined parameters are marked (mark_joined)
+    wanted = pieces_of(built)     for each parameter: the tensors of the files, and their rows, that it consists of
     shard(built, ...)             memory for this rank's rows (distributed/sharding.py)
     read(...)                     those rows, from the files
     complete(built, ...)          what modules compute from the rows of all ranks
 
 For formats that cannot quantize a part of a matrix (nf4, int8), read_each() hands out whole tensors before shard().
 
-A module whose weight is not stored as the files have it (fp8) is one that StoresRows.
+A module that stores its weight in another format than the files (fp8) is a StoresRows.
 
 safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
 memory. The files must store weights as the architecture has them, under its names or under older names that

@@ -7,12 +7,13 @@ import inspect
 import json
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fxtune.distributed.chunks import LinearWeights
 from fxtune.errors import ConfigError, first_line
@@ -36,27 +37,6 @@ def body(model: nn.Module) -> nn.Module:
     """All of a model but its head, with or without adapters: it makes hidden states of tokens and images."""
     base = _base(model)
     return kind_of(base.config).body(base)
-
-
-def towers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that make features of images, with or without adapters."""
-    base = _base(model)
-    images = kind_of(base.config).images
-    return images.towers(base) if images else []
-
-
-def tower_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of towers(), first to last, with or without adapters."""
-    base = _base(model)
-    images = kind_of(base.config).images
-    return images.layers(base) if images else []
-
-
-def projectors(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model between its vision encoders and its decoder, with or without adapters."""
-    base = _base(model)
-    images = kind_of(base.config).images
-    return images.projectors(base) if images else []
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -131,7 +111,7 @@ def is_adapter(parameter: str) -> bool:
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the model's weights. Packed weights and adapters have dtypes of their own."""
+    """The dtype of the model's weights. Packed weights and adapters may have others."""
     parameters = model.named_parameters()
     return next(weight.dtype for name, weight in parameters if weight.is_floating_point() and not is_adapter(name))
 
@@ -146,17 +126,8 @@ def image_arguments(
 
 def beside_text(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that no text reaches, outside of the decoder and the head, such as a vision encoder's."""
-    parts = [part for part in (backbone(model), output_head(model)) if part is not None]
-    reached = {id(parameter) for part in parts for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in reached]
-
-
-def for_images(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that images alone reach: of vision encoders, projectors and what lies beside them. An encoder of
-    sound has others."""
-    parts = [*towers(model), *projectors(model)]
-    around = body(model).parameters(recurse=False) if parts else ()
-    return list(dict.fromkeys([*(weight for part in parts for weight in part.parameters()), *around]))
+    base = _base(model)
+    return kind_of(base.config).beside_text(base)
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
@@ -201,3 +172,22 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.train(was_training)
+
+
+@contextmanager
+def observing(model: nn.Module, gradients: bool = False) -> Iterator[None]:
+    """The context of a pass that is only observed: without dropout and compiled code, and without gradients unless
+    `gradients`."""
+    with without_dropout(model), torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks at the end of the context."""
+    registered = list(hooks)
+    try:
+        yield
+    finally:
+        for hook in registered:
+            hook.remove()

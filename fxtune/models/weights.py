@@ -12,6 +12,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
+from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.known import kind_of
 from fxtune.system.files.hub import Origin, fetch
 from fxtune.system.process.oom import out_of_memory_reason
@@ -107,27 +108,12 @@ def read(
         raise StorageError(
             f"{place} cannot be loaded as its config.json says: {first_line(error)}. Use a complete copy."
         ) from error
-    shapes = [
-        f"{name} ({tuple(stored)} in the file, {tuple(expected)} in the config)"
-        for name, stored, expected in report["mismatched_keys"]
-    ]
-    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-    drawn = kind.drawn_weights(missing)
-    troubles = misfits(
-        ("weights of the architecture are not in the files", missing.difference(drawn)),
-        (
-            "weights in the files have no place in the architecture",
-            unexpected.difference(kind.unused_weights(unexpected)),
-        ),
-        ("weights have another shape", shapes),
-        ("errors", report["error_msgs"]),
-    )
-    if troubles:
+    if troubles := _misfits_of(report, kind):
         raise StorageError(
             f"{place} do not fit its config.json ({hf_config.model_type}): {troubles}. transformers would continue "
             "with random weights. Use a complete copy."
         )
-    for name in drawn:
+    for name in kind.drawn_weights(set(report["missing_keys"])):
         draw_weight(built.get_parameter(name), hf_config, seed)
     if unpacked:
         forget_conversions(built)  # or save_pretrained would name the unpacked tensors as the packed ones
@@ -137,6 +123,22 @@ def read(
     if reason := _packed_weight(files, built) or ("" if all_finite(built) else _why_not_finite(files, dtype)):
         raise StorageError(f"model.path={path}: {reason}")
     return built
+
+
+def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
+    """misfits() in transformers' report on the weights that it has loaded."""
+    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    homeless = unexpected.difference(kind.unused_weights(unexpected))
+    shapes = [
+        f"{name} ({tuple(stored)} in the file, {tuple(expected)} in the config)"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
+    return misfits(
+        ("weights of the architecture are not in the files", missing.difference(kind.drawn_weights(missing))),
+        ("weights in the files have no place in the architecture", homeless),
+        ("weights have another shape", shapes),
+        ("errors", report["error_msgs"]),
+    )
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
-"""What training minimises, as a class that the trainer asks.
+"""The interface of objectives: the loss that training minimises.
 
 An objective reads log-probabilities of supervised tokens from a LanguageModel, token by token or summed over a
 document, and returns a sum for each micro-batch. The training step divides by `normalizer`, once for the whole
 optimizer step. A mean of means would give a token more weight in a micro-batch with few tokens (transformers#34191),
-and the loss would depend on how a step is split into micro-batches.
+and the loss would depend on the split of a step into micro-batches.
 
 An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is the key `objective.beta`.
 """
@@ -33,17 +33,17 @@ CONTRACT = "a float32 sum that can be differentiated, and float32 sums without g
 
 @dataclass
 class Objective:
-    """What training minimises. `objective=NAME` chooses it; the other keys are options of the chosen one."""
+    """The loss that training minimises. `objective=NAME` chooses it; the other keys are its options."""
 
     name: str = field(default="causal_lm", metadata={"kind": str, "words": OBJECTIVES})
     """`causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
     needs: ClassVar[Needs] = Needs()
     interface: ClassVar[type[LanguageModel]] = LanguageModel
-    """What loss() gets as its model, for the head of `needs`."""
+    """The class of the model that loss() gets, for the head of `needs`."""
     unit: ClassVar[str] = "mean loss"
-    """What a mean of the loss counts, for messages and axes."""
+    """The unit of a mean loss, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}
-    """Metrics of loss() that people read, each with a line on what it is, for `fxtune help objective`."""
+    """Metrics of loss() that people read, each with a line about it, for `fxtune help objective`."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without
@@ -60,16 +60,16 @@ class Objective:
         raise NotImplementedError
 
     def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
-        """float32 [Needs.step_sums], without gradient: sums of a micro-batch that the loss of others depends on.
+        """float32 [Needs.step_sums], without gradient: a micro-batch's part of sums that all losses depend on.
 
-        A first pass adds them up over all micro-batches and ranks of the step, or of an evaluation. loss() then reads
-        them as `batch.step_sums`; None there means that the micro-batch is looked at alone.
+        A first pass adds up the parts over all micro-batches and ranks of the step, or of an evaluation. loss() reads
+        the sums as `batch.step_sums`; None: the micro-batch stands alone.
         """
         raise NotImplementedError
 
     @property
     def forward_passes(self) -> int:
-        """Passes without gradient in each optimizer step, beside the pass that is learned from: for step_sums()."""
+        """Forward passes without gradient in each optimizer step: for step_sums()."""
         return int(self.needs.step_sums > 0)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -81,13 +81,12 @@ class Objective:
         yield from self.needs.refusals(self.name, facts.degrees)
 
     def keeps_start(self, adapters: bool, epochs: float) -> bool:
-        """Whether a run of so many epochs keeps a copy of the adapters that it starts from. `adapters`: whether it
-        trains adapters."""
+        """Whether a run of `epochs` keeps a copy of its first adapters. `adapters`: whether it trains adapters."""
         return False
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
-        """Yield each reason why nothing can be learned from the documents of a training plan: as accept(), which sees
-        the held-out documents, too."""
+        """Yield each reason why nothing can be learned from the documents of a training plan. See also accept(), which
+        sees the held-out documents, too."""
         yield from ()
 
     def plan_notes(self, plan: Plan) -> Iterator[str]:
@@ -97,8 +96,8 @@ class Objective:
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
     ) -> tuple[list[TokenTable], list[TokenTable]]:
-        """The tables to train and to evaluate on: the tables of the sources, or tables made from them. `data`: how
-        long rows are, and what happens to longer groups.
+        """The tables to train and to evaluate on: the tables of the sources, or tables made from them. `data`: the
+        length of rows, and the treatment of longer groups.
 
         Raises one ConfigError that names each table whose rows this objective cannot learn from.
         """
@@ -109,7 +108,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class GroupLosses:
-    """The loss and the metrics of each group of a micro-batch, which are in the slot of one document of the group."""
+    """The loss and the metrics of each group of a micro-batch, stored in the slot of one document of the group."""
 
     counted: torch.Tensor
     """bool [slots]: one document of each group. The other slots of `losses` and `metrics` are meaningless."""

@@ -30,7 +30,7 @@ from fxtune.objectives.needs import Needs, same_label_refusals
 from fxtune.objectives.reference import WithReference
 
 MOST_GOOD = 4 / 3
-"""Weight times number of good answers, over the same of bad ones: at most this in the paper, at least 1."""
+"""(weight x number of good answers) / (weight x number of bad answers) is 1 to this in the paper."""
 
 
 def _judgments(plan: Plan) -> tuple[int, int]:
@@ -44,16 +44,16 @@ class KTO(GroupObjective, WithReference):
     needs: ClassVar[Needs] = Needs(labels=True, reference=True, step_sums=2)
     metrics: ClassVar[Mapping[str, str]] = {
         "reward_accuracy": "share of answers that the model has moved towards if good, and away from if bad",
-        "reward_margin": "beta times how far it has moved so, beyond kl",
+        "reward_margin": "beta times how far the model has moved in that direction, beyond kl",
         "kl": "z0: the mean log ratio of mismatched answers, at least 0",
         "log_probs": "mean log-probability of a token of the answers",
         "length": "tokens of an answer",
     }
     beta: float = field(default=0.1, metadata={"above": 0})
-    """How strongly the model is held to its reference: the larger, the closer."""
+    """How close the model stays to its reference: the larger, the closer."""
     desirable_weight: float = field(default=1.0, metadata={"above": 0})
-    """Weight of good answers. Raise it where they are few: in the paper, weight times number of good answers is 1 to
-    4/3 of weight times number of bad ones."""
+    """Weight of good answers. Raise it where good answers are few: in the paper, weight times number of good answers
+    is 1 to 4/3 times weight times number of bad answers."""
     undesirable_weight: float = field(default=1.0, metadata={"above": 0})
     """Weight of bad answers."""
 

@@ -3,11 +3,11 @@
 The head is the largest matmul of a model: with a vocabulary of 128k it is 1/15 of an 8B model's work, and its logits
 take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
 gathered, and the head runs on these alone: the same numbers for less work, and no host sync. A batch without images
-passes by the vision encoder of a model that has one.
+skips the vision encoder.
 
-Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere). LOGIT_FACTORS
-may miss a family. So the constructor compares the logits of a small row with the logits of the model's own
-forward. If they differ, the model's own forward is used, and the evidence says so.
+Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere), and
+LOGIT_FACTORS may miss a family. So the constructor compares the logits of a small row with the model's own forward. If
+they differ, the model's own forward is used, and the evidence says so.
 
 With Liger's `fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """
@@ -76,7 +76,6 @@ class LanguageModel:
         self.model: Any = prepared.module
         self.routers = prepared.routers
         self.fused = liger is not None and liger.runs("fused_linear_cross_entropy")
-        self.chunk_rows = liger.chunk_rows if liger is not None and self.fused else None
         config: Any = self.model.config.get_text_config()
         factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
         self.scale = next(factors, 1.0)
@@ -97,7 +96,7 @@ class LanguageModel:
         return -self._cross_entropy(batch, "none")
 
     def total(self, batch: Batch) -> torch.Tensor:
-        """The sum, in `unit`, of what the head makes of the documents with targets; for proofs."""
+        """The sum of the head's results for the documents with targets, in `unit`; for proofs."""
         return self.summed_loss(batch)
 
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
@@ -108,7 +107,7 @@ class LanguageModel:
         return batch.document_sums(self.log_probs(batch))
 
     def scores(self, batch: Batch) -> torch.Tensor:
-        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]; some number for slots without a
+        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]; undefined for slots without a
         document. An objective that calls this method sets `Needs.head`, and gets a ScoreModel."""
         raise NotImplementedError
 
@@ -128,8 +127,8 @@ class LanguageModel:
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """(the auxiliary loss, figures of the routers) of the newest forward pass, whose input was `batch`.
 
-        Each is multiplied by `count`, the part of the objective's normalizer that this micro-batch has: its supervised
-        tokens, documents or groups. The loss is None in evaluation and for models without one.
+        Each is multiplied by `count`, this micro-batch's part of the objective's normalizer: its supervised tokens,
+        documents or groups. The loss is None in evaluation and for models without an auxiliary loss.
         """
         self.asked_routers = True
         if self.routers is None:
@@ -147,7 +146,8 @@ class LanguageModel:
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> torch.Tensor:
         if self.own_forward:
-            return F.cross_entropy(self._own_logits(batch), batch.labels, reduction=reduction)
+            logits = self.model(**self._inputs(batch)).logits.flatten(0, 1).index_select(0, batch.supervised_at)
+            return F.cross_entropy(logits.float(), batch.labels, reduction=reduction)
         return self.prepared.with_head(lambda: self._head_losses(self._hidden(batch), batch.labels, reduction))
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
@@ -160,12 +160,11 @@ class LanguageModel:
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
         """Cross-entropy of `labels` [rows] for `hidden` [rows, d]; reduction "sum": a scalar, "none": [rows]."""
         if not self.fused:
-            return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
+            return self._plain_losses(hidden, labels, reduction)
         if (linear := _linear(self.head)) is not None:
             options = dict(
                 scale=self.scale,
                 cap=self.cap,
-                chunk_rows=self.chunk_rows,
                 fp8_scales=_fp8_scales(linear),
                 gemm=self.gemm,
             )
@@ -177,7 +176,7 @@ class LanguageModel:
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
         chunks = zip(hidden.split(self._chunk_size()), labels.split(self._chunk_size()), strict=True)
         losses = [
-            checkpoint(self._chunk_losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=random)
+            checkpoint(self._plain_losses, *chunk, reduction, use_reentrant=False, preserve_rng_state=random)
             for chunk in chunks
         ]
         if reduction == "none":
@@ -187,12 +186,8 @@ class LanguageModel:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return scale_and_cap(self.head(hidden), self.scale, self.cap).float()
 
-    def _chunk_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+    def _plain_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
         return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)
-
-    def _own_logits(self, batch: Batch) -> torch.Tensor:
-        logits = self.model(**self._inputs(batch)).logits
-        return logits.flatten(0, 1).index_select(0, batch.supervised_at).float()
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         if self.routers is not None:
@@ -208,7 +203,7 @@ class LanguageModel:
 
     def _chunk_size(self) -> int:
         vocabulary = self.model.config.get_text_config().vocab_size
-        return self.chunk_rows or default_chunk_rows(vocabulary, torch.float32)
+        return default_chunk_rows(vocabulary, torch.float32)
 
     def _head_logits_and_losses(self, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Logits [rows, vocabulary] and the losses [rows] of `labels`, from the decoder and the head."""
@@ -257,14 +252,14 @@ class LanguageModel:
             head = type(self.head).__name__
             return f"chunks of {self._chunk_size():,} rows, the head ({head}) runs again in the backward pass"
         dtype = linear.weight.dtype if _fp8_scales(linear) is None else torch.bfloat16
-        rows = self.chunk_rows or default_chunk_rows(linear.weight.shape[0], dtype)
+        rows = default_chunk_rows(linear.weight.shape[0], dtype)
         trained = "the head is trained" if linear.weight.requires_grad else "the head is frozen, so it has no gradient"
         return f"chunks of {rows:,} rows, {trained}"
 
 
 class _SelectRows(torch.autograd.Function):
-    """states[at] for distinct rows, so that the backward pass reads each gradient and adds up none. torch's
-    index_copy_ sorts in deterministic mode."""
+    """states[at] for distinct rows, so the backward pass copies each gradient and adds up nothing. torch's index_copy_
+    sorts in deterministic mode."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -17,18 +17,18 @@ class Needs:
     documents: tuple[int, int | None] = (1, 1)
     """The fewest and the most documents of a group; None: any number."""
     labels: bool | None = False
-    """True: each group has a label on at least one of its documents. None: labels are read where there are any.
-    False: labels are refused, as nothing would read them."""
+    """True: each group has a label on at least one of its documents. None: labels are optional. False: labels are
+    refused, because nothing would read them."""
     whole_documents: bool = False
     """Whether the loss is computed from one number for each document, so that no document may be divided among ranks.
     An objective with groups or labels always needs whole documents."""
     reference: bool = False
-    """Whether the objective compares the model with a reference, the model as it was at the start of the run. Such an
-    objective has an option `reference` (objectives/reference.py)."""
+    """Whether the objective compares the model with a reference, the model at the start of the run. Such an objective
+    has an option `reference` (objectives/reference.py)."""
     step_sums: int = 0
     """How many sums over the whole optimizer step the loss of a micro-batch depends on (Objective.step_sums())."""
     head: str = "lm"
-    """The head of the model (Decoder.head): `lm` gives log-probabilities of tokens, `score` a number a document."""
+    """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for a number a document."""
 
     @property
     def reads_groups(self) -> bool:

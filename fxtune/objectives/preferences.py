@@ -1,11 +1,11 @@
-"""What the objectives over pairs of answers share: a group is a pair, the chosen answer first, then the rejected one.
+"""The common part of objectives over pairs of answers. A group is a pair: the chosen answer, then the rejected one.
 
-An objective gets, for both answers of each pair, the summed log-probability of the answer's tokens, under the trained
-model and under the reference, and returns a loss for each pair. The step divides their sum by the number of its pairs
-(not of tokens: a pair counts once, however long its answers are).
+An objective gets the summed log-probabilities of both answers of each pair, under the trained model and under the
+reference, and returns a loss for each pair. The step divides the sum of losses by its number of pairs, so a pair
+counts once, however long its answers are.
 
-The metrics show what a falling loss hides. `log_probs_chosen` often falls as well, with `log_probs_rejected` falling
-faster; `length_chosen` and `length_rejected` show whether the data prefers long answers.
+The metrics show changes that a falling loss hides. `log_probs_chosen` often falls as well, and `log_probs_rejected`
+falls faster; `length_chosen` and `length_rejected` show whether the data prefers long answers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ METRICS = {
     "length_chosen": "tokens of the chosen answer",
     "length_rejected": "tokens of the rejected answer; if it is much shorter, the model may learn length alone",
 }
-"""What each metric is."""
+"""A line on each metric."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A number for both answers of each pair, float32 [slots]. A pair's entry is that of its first document in
-    `Batch.cu_seqlens`; entries without a pair are meaningless, but finite."""
+    """A number for both answers of each pair, float32 [slots], stored in the slot of the pair's first document in
+    `Batch.cu_seqlens`. Slots without a pair are meaningless, but finite."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -110,7 +110,7 @@ def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
 
 
 def contradictions(plan: Plan) -> Iterator[str]:
-    """Yield a line if the plan trains on two answers to one prompt in both orders."""
+    """Yield a line if the plan trains on the same two answers in both orders."""
     found = plan.stream.spans(np.arange(len(plan.stream.segments)))
     texts = [
         hash(plan.tables[source].ids[slice(*plan.tables[source].offsets[document : document + 2])].tobytes())
@@ -141,7 +141,7 @@ class PairObjective(GroupObjective):
 
     @abstractmethod
     def rewards(self, pairs: ScoredPairs) -> Answers:
-        """How much the trained model prefers each answer, in the objective's own measure."""
+        """How much the trained model prefers each answer, in the objective's measure."""
 
     def token_weights(self, batch: Batch, lengths: torch.Tensor) -> torch.Tensor | None:
         """The weight of each target in the sums, float32 [supervised]; None: all count alike. `lengths` [slots]: the

@@ -1,4 +1,4 @@
-"""Which model a preference objective compares the trained model with, and when its log-probabilities are computed."""
+"""The reference of a preference objective: which model it is, and when its log-probabilities are computed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class WithReference(Objective):
 
     needs: ClassVar[Needs] = Needs(reference=True)
     reference: Reference = Reference.auto
-    """The model that the trained one is compared with. `start`: the model as it was when training began, with the
-    adapter of model.adapter if there is one, in each step. `stored`: the same, its log-probabilities computed once
-    before the first step and kept beside the tokens. `base`: the model without any adapter, in each step. `auto`:
-    `stored` for full fine-tuning and for more than one epoch, else `start`."""
+    """The model that the trained model is compared with. `start`: the model when training began, with the adapter of
+    model.adapter, computed in each step. `stored`: the same model, computed once before the first step and kept beside
+    the tokens. `base`: the model without any adapter, computed in each step. `auto`: `stored` for full fine-tuning and
+    for more than one epoch, else `start`."""
 
     @property
     def forward_passes(self) -> int:
-        """As for any objective, and each pass of the trained model has one of the reference, unless it is stored."""
+        """Also a pass of the reference for each pass of the trained model, unless the reference is stored."""
         own = super().forward_passes
         return own if self.reference is Reference.stored else 2 * own + 1
 
@@ -65,5 +65,5 @@ class WithReference(Objective):
         if lora.enabled and lora.factored and self.reference is Reference.base:
             yield (
                 "objective.reference=base: techniques.lora.init moves a part of the base's weights into the adapters, "
-                "so the model without them is not the one that training starts from. Set objective.reference=start."
+                "so training does not start from the model without them. Set objective.reference=start."
             )

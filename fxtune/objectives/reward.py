@@ -1,11 +1,11 @@
-"""Reward models (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155): a number for each answer, the chosen one's
-above the rejected one's.
+"""Reward models (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155): a number for each answer, higher for the
+chosen than for the rejected answer.
 
     loss = -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2
 
-Only differences of rewards matter for the first term, so rewards could drift; the second one keeps them around zero
-(Eisenstein et al., arXiv:2312.09244). `margin` asks for a larger difference where the labels of a pair say that it is
-large (Touvron et al., arXiv:2307.09288).
+Only differences of rewards matter for the first term, so rewards could drift; the second term keeps them around zero
+(Eisenstein et al., arXiv:2312.09244). `margin` asks for a larger difference where the labels of a pair differ more
+(Touvron et al., arXiv:2307.09288).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The model's interface for objectives over a head that scores documents (models/kinds/scorer.py).
 
-The score of a document is the head's number for the hidden state of its last token. transformers takes the rightmost
-token of a row that is not `pad_token_id`: one score a row, at another token where padding and end of text are one
-token. Here the bounds of documents say where each ends, so rows may be packed, and only these hidden states reach the
-head. The product is float32 under every autocast, because rewards are compared with each other.
-"""
+The score of a document is the head's number for the hidden state of its last token. The bounds of documents give the
+last tokens, so rows may be packed, and only these hidden states reach the head. (transformers takes the rightmost
+token of a row that is not `pad_token_id`, which is a wrong token where padding and end of text are the same token.)
+The product is float32 under every autocast, because rewards are compared with each other."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from fxtune.techniques.base import Evidence
 
 
 class ScoreModel(LanguageModel):
-    """As LanguageModel, with scores() in place of what reads tokens. The constructor raises ConfigError if the head
-    does not give the scores of the model's own forward pass."""
+    """A LanguageModel with scores() in place of losses of tokens. The constructor raises ConfigError if the head does
+    not give the scores of the model's own forward pass."""
 
     unit = "score"
 
@@ -52,7 +51,7 @@ class ScoreModel(LanguageModel):
             return F.linear(states.float(), head.weight.float()).squeeze(-1)
 
     def _compare(self) -> Evidence:
-        """Compare the score of a small row with that of the model's own forward pass."""
+        """Compare the score of a small row with the score of the model's own forward pass."""
         self.fused = False
         device = next(self.model.parameters()).device
         row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)

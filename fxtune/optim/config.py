@@ -1,4 +1,4 @@
-"""Optimizers by name: their options, the options that each one reads, and checks of what can run on a machine."""
+"""Optimizers by name: their options, the options that each reads, and the reasons why one cannot run on a machine."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Moments(str, Enum):
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits (by bitsandbytes, with stochastic_rounding by
-    torchao); `adamw_schedulefree` averages its weights instead of decaying the
-    learning rate (arXiv 2405.15682), so it needs schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex;
-    `muon` updates matrices with Muon, scaled so that an AdamW learning rate fits, and all other weights with AdamW."""
+    """`adamw_8bit` keeps AdamW's moments in 8 bits (by bitsandbytes, with stochastic_rounding by torchao);
+    `adamw_schedulefree` averages its weights instead of decaying the learning rate (arXiv 2405.15682), so it needs
+    schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with Muon, scaled so
+    that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
     """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
     rule for AdamW and supervised text (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
@@ -48,23 +48,20 @@ class OptimizerConfig:
     """Peak learning rate of the parts for images, on the same schedule: the vision encoder and its projector, whole or
     with adapters. null: full fine-tuning leaves these parts as they are, and adapters there have `lr`."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
-    """Decoupled weight decay (weight x lr x weight_decay a step). SGD is the exception: torch's adds weight x
-    weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters get none."""
+    """Decoupled weight decay (weight x lr x weight_decay a step). The exception is torch's SGD, which adds weight x
+    weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters are not decayed."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"min": 0, "below": 1})
     """AdamW's and Lion's two decay rates (Lion's authors advise 0.9, 0.99)."""
     eps: float = field(default=1e-8, metadata={"above": 0})
     """Added to the denominator of AdamW's update."""
     momentum: float = field(default=0.9, metadata={"min": 0, "below": 1})
     """SGD's and Muon's momentum."""
-    fused: bool = True
-    """AdamW and SGD: one kernel for all parameters. It also skips a non-finite step on the device, without a host
-    sync."""
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates add up instead of being lost. For
     `adamw`, and for `adamw_8bit`."""
     moments: Moments = Moments.float32
-    """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16`: half the memory, 4 bytes a weight, and
-    they are rounded stochastically, too."""
+    """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16`: half the memory, 4 bytes a weight,
+    also with stochastic rounding."""
     in_backward: Switch = Switch.auto
     """Update each weight in the backward pass, as soon as its gradient is whole, and free the gradient: full
     fine-tuning then holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on
@@ -85,20 +82,20 @@ class Traits(NamedTuple):
     reads: tuple[str, ...]
     """Options that this optimizer reads besides lr and weight_decay."""
     moments: float
-    """Numbers that it keeps for each parameter."""
+    """Numbers that the optimizer keeps for each parameter."""
     has_lr_rule: bool = False
     """Whether lr=auto has a rule: for the kinds of AdamW, and for Muon, whose updates are scaled to AdamW's."""
 
 
 TRAITS = {
-    OptimizerName.adamw: Traits(("betas", "eps", "fused"), 2.0, has_lr_rule=True),
+    OptimizerName.adamw: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
     OptimizerName.adamw_8bit: Traits(("betas", "eps"), 0.5, has_lr_rule=True),
     OptimizerName.adamw_schedulefree: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
     OptimizerName.apex_adamw: Traits(("betas", "eps"), 2.0, has_lr_rule=True),
-    OptimizerName.sgd: Traits(("momentum", "fused"), 1.0),
+    OptimizerName.sgd: Traits(("momentum",), 1.0),
     OptimizerName.adafactor: Traits((), 0.01),
     OptimizerName.lion: Traits(("betas",), 1.0),
-    OptimizerName.muon: Traits(("momentum", "betas", "eps", "fused"), 1.0, has_lr_rule=True),
+    OptimizerName.muon: Traits(("momentum", "betas", "eps"), 1.0, has_lr_rule=True),
 }
 
 
@@ -160,7 +157,7 @@ def refusals(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
 
 
 def no_rule(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
-    """Yield each reason why lr=auto has no rule to go by."""
+    """Yield each reason why no rule for lr=auto applies."""
     give = "Give a number (`fxtune lr` tests rates)"
     if not TRAITS[config.name].has_lr_rule:
         yield f"optimizer.lr: auto has a rule for AdamW and none for {config.name.value}. {give}."
@@ -188,8 +185,8 @@ def packages(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
 
 
 def library(config: OptimizerConfig, facts: MachineFacts) -> str:
-    """The package of adamw_8bit: bitsandbytes, because torchao's update is compiled at the start of a run; torchao
-    with stochastic rounding, which bitsandbytes does not have, and where bitsandbytes is not installed."""
+    """The package of adamw_8bit: bitsandbytes, because torchao's update is compiled at the start of a run. It is
+    torchao with stochastic rounding, which bitsandbytes lacks, and where bitsandbytes is not installed."""
     return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
 
 

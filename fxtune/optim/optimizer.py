@@ -43,8 +43,8 @@ TRAINED = "trained"
 
 
 class Optimizer:
-    """The trainable parameters of a model and the library optimizers that update them: with Muon two, else one. If
-    the caller updates weights one by one, or if updates draw random bits, each weight has a separate optimizer."""
+    """The trainable parameters of a model and the library optimizers that update them: two with Muon, otherwise one.
+    If the caller updates weights one by one, or if updates draw random bits, each weight has a separate optimizer."""
 
     def __init__(
         self,
@@ -55,13 +55,12 @@ class Optimizer:
         sharding: Sharding | None = None,
         for_images: Collection[nn.Parameter] = (),
     ):
-        """`keep_gradients`: zero gradients in place and never drop them, because the next replay of a CUDA graph
-        overwrites the gradient that it returned. A weight that no backward pass has reached since the last step is
-        still not updated: a gradient of zeros would apply weight decay and the momentum of earlier steps.
+        """`keep_gradients`: zero gradients in place and never drop them, because a replay of a CUDA graph writes to
+        the same tensors. A weight that no backward pass has reached since the last step is still not updated: a
+        gradient of zeros would apply weight decay and the momentum of earlier steps.
 
-        `one_by_one`: update() is called for each weight in place of step(). `sharding`: given if the model's weights
-        are divided over ranks. `for_images`: the parameters that have
-        OptimizerConfig.lr_vision, if it is set.
+        `one_by_one`: update() is called for each weight in place of step(). `sharding`: of a model whose weights are
+        divided over ranks. `for_images`: the parameters with OptimizerConfig.lr_vision, if it is set.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
@@ -334,7 +333,7 @@ def _library_state(parameter: torch.Tensor, plain: dict[str, Any]) -> dict[str, 
 
 
 def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """On a CPU torchao's update runs uncompiled: compiling C++ for it would take longer than it saves."""
+    """On a CPU torchao's update runs uncompiled: compiling its C++ takes longer than it saves."""
     on_cpu = part.param_groups[0]["params"][0].device.type == "cpu"
     eager = on_cpu and _is_from(part, TORCHAO)
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
@@ -356,9 +355,9 @@ def state_of(config: OptimizerConfig) -> OptimizerState:
 def undo_limit(config: OptimizerConfig) -> int:
     """The largest size in bytes of trained weights on a GPU for which a NonfiniteGuard undoes bad steps of this
     optimizer; 0 if no guard does."""
+    fused = (OptimizerName.adamw, OptimizerName.sgd)
     syncs = (OptimizerName.adafactor, OptimizerName.adamw_schedulefree)
-    skips = config.name in (OptimizerName.adamw, OptimizerName.sgd) and (config.fused or config.stochastic_rounding)
-    return 0 if skips or config.name in syncs else MAX_BYTES
+    return 0 if config.name in (*fused, *syncs) else MAX_BYTES
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
@@ -394,7 +393,7 @@ def _library_optimizers(
         if config.stochastic_rounding:
             use_cache_folder()  # its step is compiled
             return StochasticAdamW(groups, moments=getattr(torch, config.moments.value), **adam)
-        return torch.optim.AdamW(groups, fused=config.fused, **adam)
+        return torch.optim.AdamW(groups, fused=True, **adam)
 
     if config.name is OptimizerName.adamw:
         return [adamw(groups)]
@@ -413,7 +412,7 @@ def _library_optimizers(
         schedule_free.train()
         return [schedule_free]
     if config.name is OptimizerName.sgd:
-        sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=config.fused, **shared)
+        sgd = torch.optim.SGD(groups, momentum=config.momentum, fused=True, **shared)
         for parameter in parameters if config.momentum else []:
             # If torch allocated the buffer in a skipped first step, it would stay uninitialised.
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

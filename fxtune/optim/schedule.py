@@ -1,8 +1,8 @@
-"""Learning-rate schedules: a pure function of the step and of a few lengths.
+"""Learning-rate schedules: a pure function of the step and of a few lengths, the fields of `Schedule`.
 
-`Schedule` holds the lengths. They are saved with a run's state because they may change while it runs: a run that ends
-early decays from then on, and a finished run may be extended. WSD (warmup-stable-decay, arXiv 2404.06395) allows both:
-its rate does not depend on the end of the run until the decay begins, so the decay may begin at any checkpoint.
+The lengths are saved with a run's state, because they may change: a run that ends early decays from then on, and a
+finished run may be extended. WSD (warmup-stable-decay, arXiv 2404.06395) allows both: its rate does not depend on the
+end of the run until the decay begins, so the decay may begin at any checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Schedule:
     planned: int
     """The steps that train.epochs and train.max_steps ask for."""
     steps: int
-    """The rates are laid out for this many steps."""
+    """The length of warm-up, plateau and decay together."""
     last: int
     """The run ends after this many steps: before `steps` if it was cut off."""
     warmup: int
@@ -82,11 +82,8 @@ class Schedule:
         return schedule
 
     def rate(self, step: int) -> float:
-        """The learning rate of step `step`.
-
-        It is not 0 in the first step (warm-up counts from 1) nor in the last: decay reaches `min_lr_ratio` one step
-        after the end.
-        """
+        """The learning rate of step `step`. It is not 0 in the first step (warm-up counts from 1), nor in the last
+        step: decay reaches `min_lr_ratio` one step after the end."""
         config, step, steps = self.config, step - self.dropped, self.steps - self.dropped
         warm = self.peak * (step + 1) / self.warmup if step < self.warmup else self.peak
         if config.name is ScheduleName.constant:
@@ -106,8 +103,8 @@ class Schedule:
         return self.steps - self.decay
 
     def decay_from(self, origin: int) -> int:
-        """The length of a decay that begins after `origin` steps: the same share as in a whole run, but not beyond the
-        plan's end."""
+        """The length of a decay that begins after `origin` steps: the same share as in a whole run, within the
+        plan."""
         config = self.config
         share = min(config.decay_steps, 0.99)  # of all steps, the decay included
         decay = math.ceil(origin * share / (1 - share)) if config.decay_steps < 1 else _steps(config.decay_steps, 0)

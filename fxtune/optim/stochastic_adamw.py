@@ -1,15 +1,15 @@
 """AdamW with stochastic rounding to bfloat16, so that updates too small for a bfloat16 weight still add up.
 
-A bfloat16 has 8 significant bits: rounded to nearest, an update below 1/512 of a weight is lost, and one below 1/256
-may be. A fine-tuning update is about as large as the learning rate, 1e-5. Here the update is computed in float32, 16
-random bits are added below the bits that stay, and the sum is truncated: a weight changes rarely, but by the right
-amount on average (arXiv 2010.06192). The moments are float32 or bfloat16. Rounded to nearest, a second moment in
-bfloat16, which changes by 1/1000 a step, would never change; so moments are rounded stochastically, too.
+A bfloat16 has 8 significant bits. Rounding to nearest loses updates below 1/512 of a weight, and may lose updates
+below 1/256. A fine-tuning update is about as large as the learning rate, 1e-5. Here the update is computed in float32,
+16 random bits are added below the bits that stay, and the sum is truncated. So a weight changes rarely, but by the
+right amount on average (arXiv 2010.06192). The moments are float32 or bfloat16. Moments in bfloat16 are rounded
+stochastically, too: a second moment changes by 1/1000 a step, which rounding to nearest would lose.
 
 Memory per weight: 2 bytes + 8 for the moments (4 in bfloat16) + 2 for the gradient; float32 weights take 4 + 8 + 4.
 The random bits come from torch's generator of the device. The caller seeds it for each weight and step, so a resumed
-run draws the same. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU it runs eagerly.
-"""
+run draws the same bits. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU it runs
+eagerly."""
 
 from __future__ import annotations
 
@@ -75,10 +75,9 @@ def _compiled() -> Callable[..., None]:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW for bfloat16 weights (and float32 ones, which need no rounding). It is used like torch's fused AdamW: the
-    caller sets `found_inf`, a float scalar on the device, before step(); if it is not 0, no weight, moment or counter
-    changes. `moments`: the dtype of the moments of bfloat16 weights; float32 weights have float32 moments.
-    """
+    """AdamW for bfloat16 weights; float32 weights are not rounded. As with torch's fused AdamW the caller sets
+    `found_inf`, a float scalar on the device, before step(): if it is not 0, no weight, moment or counter changes.
+    `moments`: the dtype of the moments of bfloat16 weights; float32 weights have float32 moments."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ def load_speakers(
     elif output.kind is OutputKind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
         tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
-        named = (output.config.get("model") or {}).get("tokenizer")  # the run read the image processor from there, too
+        named = (output.config.get("model") or {}).get("tokenizer")  # also the image processor's folder
         source, hf_config = replace(adapter.model, tokenizer=named), adapter.hf_config
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)

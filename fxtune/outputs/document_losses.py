@@ -126,8 +126,8 @@ def measure(
 def store_common_reference(
     config: Config, start: ModelConfig, documents: Sequence[MeasuredDocuments], pad_id: int
 ) -> None:
-    """Give the tables of `documents` the log-probabilities of `documents` under the model of `config` that a run
-    begins with which has `start`; from a file beside the table, if it is there. For an objective with a reference.
+    """Give the tables of `documents` the reference's log-probabilities, for an objective with a reference. The
+    reference is the model that a run of `config` from `start` begins with. Numbers that lie beside the table are read.
 
     Raises as RunBuilder and its methods do, StorageError if the file cannot be written.
     """
@@ -142,7 +142,7 @@ def _builder(config: Config, model: ModelConfig) -> RunBuilder:
     gc.collect()  # frees the model of an earlier call
     alone = ParallelConfig()  # the run may divide its weights over ranks
     objective = config.objective
-    if isinstance(objective, WithReference):  # whichever the run has: models are compared with one reference
+    if isinstance(objective, WithReference):  # one reference for all models that are compared
         objective = replace(objective, reference=Reference.stored)
     techniques = config.techniques.of_evaluation()
     builder = RunBuilder(replace(config, model=model, parallel=alone, techniques=techniques, objective=objective))
@@ -198,7 +198,7 @@ def document_losses(
 
 
 def _losses(model: LanguageModel, objective: Objective, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each slot of `batch.cu_seqlens` adds to DocumentLosses: (`summed`, `count`)."""
+    """(`summed`, `count`) of DocumentLosses, for each slot of `batch.cu_seqlens`."""
     if isinstance(objective, GroupObjective):
         groups = objective.group_losses(model, batch)
         return torch.where(groups.counted, groups.losses, 0.0), groups.counted

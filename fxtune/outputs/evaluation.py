@@ -120,11 +120,9 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     figures: dict[str, Any] = {}
     if plan is not None:
         with closing(builder.held_out(plan, language_model, config.objective)) as held_out:
-            multiple = plan.stream.rows_of_group
-            means = sizes.run("evaluation", config.train.micro_batch_size, held_out.measure, multiple)
-        figures.update({f"eval/{name}": value for name, value in means.items()})
-    limits = data.questions.batch_size, data.questions.max_new_tokens, sizes
-    answers = answer(language_model.prepared, tokenizer, questions, *limits, images=images)
+            figures.update(held_out.figures(sizes, config.train.micro_batch_size))
+    limits: Any = dict(max_new_tokens=data.questions.max_new_tokens, batch_sizes=sizes)
+    answers = answer(language_model.prepared, tokenizer, questions, **limits, images=images)
     if questions:
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})

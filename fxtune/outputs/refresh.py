@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
-import json as json_text
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from fxtune.checkpoint.lineage import Lineage, open_lineage
 from fxtune.checkpoint.run_folder import RESULT
 from fxtune.config import compose
 from fxtune.config.root import Config
+from fxtune.config.validate import TRUST
 from fxtune.data.tokenized.profile import PERCENTILES, Profile
 from fxtune.distributed.launch import launch
 from fxtune.errors import ConfigError, Ended, StorageError, not_written
@@ -134,7 +134,7 @@ class _Refresh:
         if entry["decision"] == DRIFT or (entry["decision"] == NO_DRIFT and self.force):
             self._prepare(entry, data, parent)
         if entry["decision"] == TRAINING:
-            self._train(entry)
+            self._train(entry, config)
             self._judge(entry, data, parent)
         say(_drift_verdict(entry["drift"], config.refresh.alpha))
         if "gate" in entry:
@@ -226,8 +226,7 @@ class _Refresh:
         folder, name = self.lineage.folder, self._candidate(entry).name
         rows = data.write_new_rows(folder, name)
         config = data.candidate(parent / self.kind, self._candidate(entry), rows)
-        values = redact(json_text.loads(json_text.dumps(dataclasses.asdict(config))))
-        values["run"]["dir"] = values["data"]["cache_dir"] = None  # a recipe cannot lead out of the working directory
+        values = redact(compose.as_recipe(config)[0])
         text = f"# The run of refresh {entry['number']} of {parent}\n# @package _global_\n"
         try:
             replace_text(folder / f"{name}.yaml", text + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -236,14 +235,15 @@ class _Refresh:
         entry["decision"] = TRAINING
         self.lineage.save()
 
-    def _train(self, entry: dict[str, Any]) -> None:
-        """Start or resume the run of an entry, until it is finished."""
+    def _train(self, entry: dict[str, Any], config: Config) -> None:
+        """Start or resume the run of an entry, until it is finished. `config`: as _configs() returned it."""
         if (self._candidate(entry) / RESULT).exists():
             return
         words = [
             compose.path_override("+recipe", self._candidate(entry).with_suffix(".yaml")),
             compose.path_override("run.dir", self._candidate(entry)),
             *(text for text in self.overrides if text.startswith("data.cache_dir=")),
+            *(word for word in compose.as_recipe(config)[1] if TRUST in word),
         ]
         config = compose.load(words)
         gc.collect()  # frees the model that the drift was measured with

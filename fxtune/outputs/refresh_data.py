@@ -47,6 +47,8 @@ from fxtune.settle.images import image_processor
 from fxtune.system.files.atomic_files import read_json, replacing
 from fxtune.training.run.resume_check import describe_tables
 
+MEASURED = 1000
+"""The most old documents, and the most new documents, that are compared."""
 PATIENCE = 3
 """train.stop.patience of a refresh whose run had none."""
 
@@ -128,7 +130,7 @@ class RefreshData:
         tables, self.eval_tables = config.objective.accept([*old, *new], held, config.data)
         self.old_tables, self.new_tables = tables[: len(old)], tables[len(old) :]
         _require_same_data(parent, self.old_tables)
-        self.noun = old[0].noun
+        self.noun = old[0].format.noun
         """What is compared, for messages: `documents`, `pairs`, ..."""
         tables = [*self.old_tables, *self.eval_tables]
         held_out = [_held_out(self.old_tables, before.held_out_shares), *(table.digests for table in self.eval_tables)]
@@ -152,13 +154,13 @@ class RefreshData:
         return tokenize(source, self.config.data, self.tokenizer, images=self.images)
 
     def _sample(self, tables: Sequence[TokenTable], digests: np.ndarray) -> MeasuredDocuments:
-        """At most refresh.sample of the documents `digests` of `tables`, in the order of holding out."""
+        """At most MEASURED of the documents `digests` of `tables`, in the order of holding out."""
         of_tables = np.concatenate([table.digests for table in tables])
         distinct, first = np.unique(of_tables, return_index=True)
         held_out_by = np.concatenate([table.held_out_by for table in tables])[first]
         order = np.argsort(hold_out_number(held_out_by), kind="stable")
         ordered = distinct[order]
-        return MeasuredDocuments(tables, ordered[np.isin(ordered, digests)][: self.settings.sample])
+        return MeasuredDocuments(tables, ordered[np.isin(ordered, digests)][:MEASURED])
 
     def require_enough(self, parent: Path) -> None:
         """Raise DataError or ConfigError if there are too few documents for the tests."""
@@ -193,7 +195,7 @@ class RefreshData:
         return find_drift(old, new, self.settings)
 
     def gate(self, before: Path, after: Path) -> Gate:
-        """Whether the weights in the folder `after` may replace those in `before`."""
+        """Whether the weights in the folder `after` may replace the weights in `before`."""
         self._store_reference()
         groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
         old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
@@ -236,7 +238,7 @@ class RefreshData:
         ]
         # An epoch of a mixture has as many supervised tokens as all its sources.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
-        stop, limit = config.train.stop, self.settings.sample
+        stop = config.train.stop
         # New pairs may have prompts that the old ones hold out. on_overlap is refused where no side differs.
         shares = {source.eval_fraction for source in weighted}
         has_other_sides = old.eval_sources or old.questions.path is not None or len(shares) > 1
@@ -252,7 +254,7 @@ class RefreshData:
             objective=objective,
             run=replace(config.run, dir=str(folder), resume=Resume.auto, export=Export.best),
             model=models.starting_from(config.model, weights),
-            data=replace(old, sources=weighted, eval_limit=limit, on_overlap=overlap),
+            data=replace(old, sources=weighted, eval_limit=MEASURED, on_overlap=overlap),
             train=replace(
                 config.train,
                 max_steps=None,
@@ -307,7 +309,7 @@ def _require_same_format(parent: Path, old: Sequence[TokenTable], new: Sequence[
 
     def kind(table: TokenTable) -> str:
         if table.format.answers:
-            return table.noun
+            return table.format.noun
         return "chats" if table.format.is_chat else table.format.name
 
     formats = {kind(table) for table in old}

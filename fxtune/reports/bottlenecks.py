@@ -1,7 +1,7 @@
-"""Where the time of a run goes, and which keys would save some of it: RULES, one entry for each cause.
+"""Where the time of a run goes, and which keys would save time: RULES, one entry for each cause.
 
-A rule reads only figures that the run recorded. Its share is a share of the run's whole time, so the list begins with
-the change that would save most.
+A rule reads only figures that the run recorded. Its share is a share of the run's whole time, so the change that saves
+most comes first.
 """
 
 from __future__ import annotations
@@ -107,16 +107,8 @@ def _checkpoints(times: Times) -> list[str]:
     return [f"checkpoint.every={2 * every}"] if every else ["checkpoint.keep_best=false"]
 
 
-def _log_lines(times: Times) -> float:
-    return times.share("rest") if times.ranks == 1 and times.option("train.log_every") == 1 else 0.0
-
-
-def _between_ranks(times: Times) -> float:
-    return times.share("rest") if times.ranks > 1 else 0.0
-
-
 def _idle_card(times: Times) -> float:
-    """How long the card had no kernel while the steps ran, beside what the other rules explain."""
+    """The share of the time in which the card had no kernel, without the time that other rules explain."""
     used = times.run.last.get("energy/gpu_utilization")
     known = sum(map(times.share, ("startup", "data", "evaluation", "other", "saving", "rest")))
     return max(1.0 - used - known, 0.0) if isinstance(used, (int, float)) else 0.0
@@ -162,7 +154,7 @@ RULES: dict[str, Rule] = {
     ),
     "between ranks": Rule(
         0.10,
-        _between_ranks,
+        lambda times: times.share("rest") if times.ranks > 1 else 0.0,
         lambda times: "Sums over the ranks, and waiting for each other, took {share} of the time",
         lambda times: ["a larger train.global_batch_size", "parallel.compression=bfloat16"],
     ),
@@ -192,7 +184,7 @@ RULES: dict[str, Rule] = {
     ),
     "log lines": Rule(
         0.10,
-        _log_lines,
+        lambda times: times.share("rest") if times.ranks == 1 and times.option("train.log_every") == 1 else 0.0,
         lambda times: "The loop logs each step, and took {share} of the time between the parts of the steps",
         lambda times: ["train.log_every=10"],
     ),
@@ -206,7 +198,7 @@ RULES: dict[str, Rule] = {
 
 
 def find_bottlenecks(run: RunFiles) -> list[Bottleneck]:
-    """What there is to change, the largest share first. Empty if nothing is worth it, or if nothing was recorded."""
+    """The findings, the largest share first. Empty if no change is worth it, or if nothing was recorded."""
     times = Times(run)
     found = []
     for rule in RULES.values():
@@ -216,7 +208,7 @@ def find_bottlenecks(run: RunFiles) -> list[Bottleneck]:
 
 
 def sentences(run: RunFiles) -> Iterator[str]:
-    """The findings, and what the time is made of, in words."""
+    """The parts of the time and the findings, in words."""
     parts, found = time_shares(run), find_bottlenecks(run)
     total = sum(part.seconds for part in parts)
     if not parts:

@@ -1,7 +1,5 @@
-"""Charts of a run's metrics, or of several runs', as SVG without style, script or address: the page has the style.
-
-Drawn by pygal. A line has at most POINTS points; of a longer one the lowest and the highest value of each section are
-drawn.
+"""Charts of the metrics of one or several runs, drawn by pygal, as SVG without style, script or address. The page has
+the style. A line has at most POINTS points: in a longer line, the lowest and the highest value of each section.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
     logarithmic = logarithmic and low > 0 and high / low >= LOGARITHMIC
     steps = [step for _, points in drawn for step, _ in points]
     across, up = ticks(min(steps), max(steps), 5), log_ticks(low, high) if logarithmic else ticks(low, high, 4)
-    height = math.log10 if logarithmic else float  # pygal's own logarithmic scale would be one of steps, too
+    height = math.log10 if logarithmic else float  # pygal's logarithmic scale would apply to steps, too
     # The classes of pygal's elements are styled by the page.
     chart = pygal.XY(
         width=WIDTH, height=HEIGHT, margin=4, margin_right=18, css=[], js=[], no_prefix=True, show_legend=False,

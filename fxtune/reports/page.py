@@ -1,8 +1,8 @@
 """A page about a run, or about several side by side: one HTML file that needs no network.
 
-It shows what the runs recorded, and says what they did not record. Every value is escaped by the template
-(fxtune/assets/report.html), and the page's own policy lets a browser load nothing and run only the script that was
-written into it: a sample may hold `</script>`.
+It shows the figures that the runs recorded, and names the figures that they did not record. The template
+(fxtune/assets/report.html) escapes every value, because a sample may contain `</script>`. The page's policy lets a
+browser load nothing, and run only the script of the page.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Table:
 
 @dataclass
 class RunView:
-    """What the page shows of one run apart from the others."""
+    """The parts of the page about one run."""
 
     name: str
     color: int
@@ -112,7 +112,7 @@ class Page:
     differences: Table
     sources: Table
     evidence: list[tuple[str, list[dict[str, Any]]]]
-    """(names of the runs, their options); runs with equal options share an entry, and the name is empty if all do."""
+    """(names of the runs, their options). Runs with equal options share an entry, whose name is empty if all do."""
     lengths: list[tuple[str, list[tuple[str, int, float]]]]
     """(training source and names of the runs, [(range of tokens, documents in it, their share of the largest
     count)])."""
@@ -377,7 +377,7 @@ def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:
 
 
 def _asked(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a question from others: its text and the images that it shows."""
+    """The identity of a question: its text and its images."""
     return str(row.get("question")), *(str(image.get("digest")) for image in _images(row))
 
 
@@ -401,10 +401,13 @@ def _judged(answer: str | None, right: str | None) -> tuple[bool, str] | None:
 
 
 def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
+    def dates(run: RunFiles) -> str | None:
+        return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
+
     rows: list[tuple[str, Callable[[RunFiles], Any]]] = [
         ("command", lambda run: run.about.get("command")),
         ("folder", lambda run: str(run.folder)),
-        ("first and last log line", _dates),
+        ("first and last log line", dates),
         ("ranks", lambda run: _whole(run.last.get("train/ranks"))),
         ("fxtune", lambda run: run.about.get("fxtune")),
         ("Python", lambda run: run.about.get("python")),
@@ -415,10 +418,6 @@ def _environment(runs: Sequence[RunFiles], names: list[str]) -> Table:
     for key in dict.fromkeys(key for machine in machines for key in machine):
         cells.append([key, *(machine.get(key) for machine in machines)])
     return Table(["", *names], cells)
-
-
-def _dates(run: RunFiles) -> str | None:
-    return run.times and " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) for date in run.times)
 
 
 def _whole(value: Any) -> str | None:

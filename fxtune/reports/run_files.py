@@ -45,10 +45,7 @@ class _Metrics:
             return
         for name, value in row.items():
             if isinstance(value, (float, int)):
-                curve = self.curves.get(name)
-                if curve is None:
-                    curve = self.curves[name] = {}
-                curve[step] = value
+                self.curves.setdefault(name, {})[step] = value
 
 
 @contextmanager
@@ -66,8 +63,8 @@ def as_written(*folders: Path) -> Iterator[None]:
 
 
 class RunFiles:
-    """The files of the run in `folder`, each read when it is first asked for. One that is not there is empty. Raises
-    ConfigError for a folder that is no run, StorageError for a file that cannot be read."""
+    """The files of the run in `folder`, each read when it is first used; a missing file is empty. Raises ConfigError
+    for a folder that is no run, StorageError for a file that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,13 +90,13 @@ class RunFiles:
 
     @property
     def times(self) -> tuple[float, float] | None:
-        """Of the first and the last log line, in seconds since 1970."""
+        """The times of the first and the last log line, in seconds since 1970; None without log lines."""
         first, last = self._metrics.first_time, self._metrics.last_time
         return None if first is None or last is None else (first, last)
 
     @cached_property
     def last(self) -> dict[str, Any]:
-        """The last value of each metric: of the whole run if it is finished."""
+        """The last value of each metric; of a finished run, its final figures."""
         return self._metrics.last | self.result
 
     @cached_property
@@ -148,8 +145,8 @@ class RunFiles:
         return [row for row in rows if isinstance(row, dict)]
 
     def picture(self, digest: str) -> str | None:
-        """A data: URI with the small copy of the image of a question, by the hash of the image's file; None if the run
-        has none."""
+        """A data: URI with the small copy of a question's image, by the hash of the image's file; None without a
+        copy."""
         file = self.folder / PICTURES / f"{digest}.jpg"
         try:
             if not _DIGEST.fullmatch(digest) or file.is_symlink() or kind_of(file) != FILE:

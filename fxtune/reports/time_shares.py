@@ -1,8 +1,7 @@
 """Where the time of a run went, from the times that it recorded: start-up, parts of the steps, evaluations, saves.
 
-The time of a part of the steps is its mean over the log lines, times the number of steps; a line is weighted by the
-steps since the line before it. A line that a resumed run has repeated counts once, so steps that a kill lost are not
-counted.
+The time of a part of the steps is its mean over the log lines, weighted by the steps of each line, times the number of
+steps. A line that a resumed run has repeated counts once, so steps that a kill lost are not counted.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def step_times(run: RunFiles) -> StepTimes | None:
     stalls = curves.get("checkpoint/stall_seconds", {})
     saving = sum(seconds for step, seconds in stalls.items() if step in weights) / steps
     if passes is not None:
-        # A GPU that is still busy with the steps before does not wait while the host waits for data.
+        # A GPU that still computes earlier steps does not wait while the host waits for data.
         waiting = min(waiting, max(seconds - passes - (update or 0.0), 0.0))
     return StepTimes(steps, seconds, waiting, passes, update, saving)
 

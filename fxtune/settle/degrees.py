@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import Need
 from fxtune.facts.run import Facts
-from fxtune.techniques.estimate.memory import Need
 from fxtune.techniques.pipeline import Pipeline
 
 
@@ -31,8 +31,8 @@ def fits(techniques: Pipeline, facts: Facts, degrees: Degrees) -> bool:
 
 
 def possible(ranks: int) -> Iterator[Degrees]:
-    """Each way to share the work of `ranks` ranks, the one that sends the least first: copies, then divided weights,
-    then divided rows."""
+    """Each way to share the work of `ranks` ranks, the least traffic first: copies, then divided weights, then divided
+    rows."""
     for context in _divisors(ranks):
         for shard in _divisors(ranks // context):
             yield Degrees(ranks // context // shard, shard, context)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from fxtune.estimate.step_time import attention_backward_share
 from fxtune.facts.run import Facts
 from fxtune.techniques.attention.backends.backend import head_widths
 from fxtune.techniques.attention.technique import attention_layers
-from fxtune.techniques.estimate.step_time import attention_backward_share
 from fxtune.techniques.pipeline import Pipeline
 
 MOST = 0.02
@@ -41,8 +41,9 @@ ONE_ORDER = ("eager", "flex")
 
 
 def decide(asked: Pipeline, usual: Pipeline, facts: Facts) -> tuple[Pipeline | None, list[str]]:
-    """The techniques with deterministic kernels, or None; and lines on what was decided. Without lines on a CPU, which
-    has no other kernels. `asked`: before any `auto` is decided; `usual`: for the fastest kernels."""
+    """The techniques with deterministic kernels, or None to keep the fastest kernels; and lines on the decision. A CPU
+    has deterministic kernels only, so it gets None and no line. `asked`: before any `auto` is decided; `usual`: with
+    each `auto` decided for the fastest kernels."""
     if facts.device != "cuda":
         return None, []
     fixed = replace(facts, techniques=asked, deterministic=True)

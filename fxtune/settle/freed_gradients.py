@@ -22,7 +22,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
     if config.optimizer.in_backward is Switch.on:
         for key, why, change in _reasons(config, facts):
-            if key == RECORDS:  # refuses this itself
+            if key == RECORDS:  # the compile technique refuses this
                 continue
             yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
 
@@ -40,8 +40,8 @@ def change_for(config: Config, facts: Facts) -> str:
 
 
 def refuse_halved(asked: Switch, rows: int) -> str:
-    """A note that `auto` stays off, as a resumed run halved its micro-batches to `rows` rows, so that each step has
-    several. Raises ConfigError if the recipe `asked` for it: on."""
+    """A note that `auto` stays off in a resumed run: the run halved its micro-batches to `rows` rows, so a step has
+    several. Raises ConfigError if the recipe has asked for `on`."""
     why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
     if asked is Switch.on:
         raise ConfigError(
@@ -51,8 +51,8 @@ def refuse_halved(asked: Switch, rows: int) -> str:
 
 
 def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
-    """`facts` with the decision of optimizer.in_backward, and a line on it if it was `auto` and is on. No technique
-    need be resolved."""
+    """`facts` with optimizer.in_backward decided, and a line on it if `auto` has switched it on. The techniques of
+    `facts` may still have their `auto`."""
     asked = config.optimizer.in_backward
     if asked is not Switch.auto:
         return replace(facts, in_backward=asked is Switch.on), ""
@@ -94,11 +94,7 @@ def _reasons(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
             "train.batch_ramp=[]" if train.batch_ramp else f"train.global_batch_size={train.micro_batch_size}",
         )
     if facts.degrees.ranks > 1:
-        yield (
-            "run.gpus",
-            f"this run has {facts.degrees}, which add up gradients before the update",
-            "run.gpus=1",
-        )
+        yield ("run.gpus", f"this run has {facts.degrees}, which add up gradients before the update", "run.gpus=1")
     if optimizer.name in COUNTS_FOR_ALL:
         yield (
             "optimizer.name",
@@ -118,10 +114,6 @@ def _reasons(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
             "techniques.compile.scope=layers",
         )
     if techniques.compile.enabled and techniques.compile.cuda_graphs is Switch.on:
-        yield (
-            RECORDS,
-            "CUDA graphs keep all gradients",
-            "techniques.compile.cuda_graphs=off",
-        )
+        yield (RECORDS, "CUDA graphs keep all gradients", "techniques.compile.cuda_graphs=off")
     if train.noise_scale:
         yield "train.noise_scale", "train.noise_scale compares several micro-batches", "train.noise_scale=false"

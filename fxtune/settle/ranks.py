@@ -64,8 +64,8 @@ def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") 
 
 
 def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
-    """The degrees that `config.parallel` allows `ranks` ranks and that divide a step, the one that sends the least
-    first. `cut`: include degrees that divide rows where the config leaves this open."""
+    """The degrees that `config.parallel` allows `ranks` ranks and that divide a step, the least traffic first.
+    `cut`: include degrees that divide rows where the config leaves this open."""
     return [
         degrees
         for degrees in possible(ranks)
@@ -78,9 +78,9 @@ def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
 def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees, str]:
     """How the ranks of a run of `config` share its work, and a line that says so and why.
 
-    `counts`: how many ranks there may be, the most first. `facts`: those of this process. If no degrees divide a step,
-    the result does not either: see require_equal_parts(). Ranks of one CPU share its memory, so nothing is divided
-    there unless the config asks for it.
+    `counts`: how many ranks there may be, the most first. `facts`: of this process. If no degrees divide a step, the
+    returned degrees do not divide it either, and require_equal_parts() refuses them. Ranks of one CPU share its
+    memory, so nothing is divided there unless the config asks for it.
     """
     techniques, parallel = config.techniques, config.parallel
     facts = replace(facts, techniques=techniques)

@@ -1,5 +1,5 @@
-"""The reasons why a run is refused that its config shows: each part of the recipe says its own. Techniques do so in
-Technique.check, and weights that are divided in techniques/divided_weights.py."""
+"""Why a run is refused, as far as its config shows it. Each part of the recipe yields its own reasons; techniques
+yield theirs in Technique.check, and divided weights in techniques/divided_weights.py."""
 
 from __future__ import annotations
 

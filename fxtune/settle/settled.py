@@ -18,6 +18,7 @@ from fxtune.data.tokenized.cache import cache_root
 from fxtune.distributed.launch import require_equal_parts
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError
+from fxtune.estimate.memory import divides_experts
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of
@@ -31,7 +32,6 @@ from fxtune.settle.rows import decide_rows
 from fxtune.system.machine import tested_versions
 from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.attention import isolation
-from fxtune.techniques.estimate.memory import divides_experts
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable
 from fxtune.techniques.pipeline import Pipeline
 

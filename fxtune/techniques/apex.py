@@ -1,10 +1,10 @@
 """NVIDIA Apex's norms: FusedLayerNorm and FusedRMSNorm, one CUDA C++ kernel each, for users with Apex.
 
-In eager torch a norm is six kernels that each read and write all hidden states. Apex's is one kernel, as are Liger's
-and torch.compile's, so they exclude each other. Apex is not on PyPI (`apex` there is another project): it is built
+In eager torch a norm is six kernels that each read and write all hidden states. Apex has one kernel; so have Liger and
+torch.compile, so the three exclude each other. Apex is not on PyPI (`apex` there is another project): it is built
 from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers. Its optimizer is `optimizer.name=apex_adamw`.
 
-A norm is replaced where Apex computes the same: torch's own norms, and those of Llama's kind (`variance_epsilon`, a
+A norm is replaced where Apex computes the same: torch's own norms, and norms like Llama's (`variance_epsilon`, a
 weight that multiplies). Each replaced norm is compared with the original on random rows.
 """
 

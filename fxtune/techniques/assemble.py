@@ -17,17 +17,18 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import AUTO, WeightFormat
 from fxtune.models import load as models
+from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.load import Init, ModelConfig
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
-from fxtune.models.structure import beside_text, for_images, skeleton
+from fxtune.models.structure import beside_text, skeleton
 from fxtune.models.weights import fits_whole
 from fxtune.techniques import divided_weights
-from fxtune.techniques.attention import tower
+from fxtune.techniques.attention import vision_encoder
+from fxtune.techniques.experts.full import compute_experts
 from fxtune.techniques.lora import targets, trained_tokens
-from fxtune.techniques.lora.experts import compute_experts
 from fxtune.techniques.pipeline import Pipeline, acting
 from fxtune.techniques.quantize.selection import takes_rows
 
@@ -82,7 +83,7 @@ def assemble(
     if divided or not (lora.enabled or quantize.enabled):
         compute_experts(built.module, everywhere=divided)
     replace_patch_embeddings(built.module)
-    tower.prepare(built.module)
+    vision_encoder.prepare(built.module)
     built.reads_sizes_on_host = True
     if lora.enabled:
         lora.choose_tokens(built.module, tokenizer, special_tokens)

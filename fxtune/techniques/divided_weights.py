@@ -19,21 +19,12 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import Scope, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
-from fxtune.models.structure import (
-    backbone,
-    decoder_layers,
-    for_images,
-    output_head,
-    skeleton,
-    without_dropout,
-)
+from fxtune.models.experts import divisible_experts
+from fxtune.models.kinds.image_decoder.parts import for_images
+from fxtune.models.structure import backbone, decoder_layers, observing, output_head, skeleton
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.lora.experts import (
-    EXCHANGE,
-    divisible_experts,
-    exchange_of,
-)
+from fxtune.techniques.experts.run import EXCHANGE, exchange_of
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.precision import Precision
 from fxtune.techniques.quantize.check import OLDEST, WITHOUT_FP8
@@ -160,7 +151,7 @@ def _observe_experts(model: nn.Module, experts: list[nn.Module], probe: dict[str
     weights = [weight for module in experts for weight in module.parameters(recurse=False) if is_divided(weight)]
     held, total = sum(local(weight).nbytes for weight in weights), sum(weight.nbytes for weight in weights)
     counter = OperatorCounter(lambda name, _: name if name in (GATHER, SUM) else None)
-    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), counter:
+    with observing(model), counter:
         model(**probe)
     gathers, sums = counter.counts[GATHER], counter.counts[SUM]
     exchange, parts = exchange_of(experts[0]), total // held

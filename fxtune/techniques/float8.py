@@ -28,7 +28,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
 from fxtune.kernels.fp8_training import MULTIPLE
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers, is_named, skeleton, without_dropout
+from fxtune.models.structure import decoder_layers, is_named, observing, skeleton
 from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
@@ -121,7 +121,7 @@ class Float8(Float8Options, Technique):
             ", ".join(f"{name} {error:.4f}" for name, error in errors.items()),
             all(0 < error < WORST_ERROR for error in errors.values()),
         )
-        with without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(model.module):
             for linear in linears:
                 linear.training = True  # without_dropout() restores it
             seen = observe_operators(lambda: model.module(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
@@ -134,7 +134,7 @@ class Float8(Float8Options, Technique):
 
 
 class Float8Linear(nn.Linear):
-    """A linear whose products run in fp8 while it trains, over the weight and bias of another."""
+    """A linear whose products run in fp8 while it trains, with the weight and bias of another linear."""
 
     fp8_weight_gradient = True
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError, UnavailableError
+from fxtune.estimate.memory import Need, forecast
 from fxtune.facts.options import AUTO, AutoOptions, Techniques
 from fxtune.facts.run import Facts
 from fxtune.models.dims import position_limit
@@ -32,7 +33,6 @@ from fxtune.techniques.attention.technique import ISOLATED, SHARES_PROMPT, Atten
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate.memory import Need, forecast
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.from_plugins import PluginTechniques
 from fxtune.techniques.liger.technique import Liger

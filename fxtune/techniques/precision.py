@@ -26,7 +26,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import Autocast, PrecisionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import base_dtype, decoder_layers, without_dropout
+from fxtune.models.structure import base_dtype, decoder_layers, observing
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream import torch as upstream
@@ -101,9 +101,7 @@ class Precision(PrecisionOptions, Technique):
         weights = base_dtype(model.module)
         counter = OperatorCounter(_matmul_dtype)
         with (
-            without_dropout(model.module),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
+            observing(model.module),
             self.context(device),
             counter,
         ):

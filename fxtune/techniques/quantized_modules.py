@@ -3,8 +3,8 @@
 nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal
 distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256.
 
-int8: one scale for each output row. The matmul is fxtune's own: that of bitsandbytes rounds the activations to 8 bits
-too.
+int8: one scale for each output row. fxtune multiplies itself, because bitsandbytes' matmul rounds the activations to
+8 bits, too.
 
 bitsandbytes stores nf4 and int8 weights, and peft knows its linears.
 
@@ -37,7 +37,7 @@ from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows, mark_joined
 
 FP8_TENSORS = ("weight", "scales", "back", "back_scales")
-"""Names of an fp8 linear's tensors: those of a fp8.Weight."""
+"""Names of an fp8 linear's tensors, in the order of fp8.Weight."""
 SAMPLE = 64
 """Rows of a divided weight on which its rounding is measured."""
 
@@ -105,7 +105,8 @@ def dequantized(module: Any) -> Tensor:
 
 
 def packed(module: Any) -> list[Tensor]:
-    """The tensors that a quantized module stores. kernels.quantized.unpack() reads those of nf4 and int8."""
+    """The tensors that a quantized module stores. kernels.quantized.unpack() reads the tensors of nf4 and
+    int8."""
     weight = module.weight
     if isinstance(module, Fp8Linear):
         return [getattr(module, name).detach() for name in module.names]
@@ -194,7 +195,7 @@ class DividedCodes(StoresRows):
     """A module with codes in fp8, which may be divided over ranks."""
 
     source_dtype: torch.dtype
-    """The dtype that is quantized: that of the model's weights."""
+    """The dtype of the weights before they are quantized."""
 
     def store_rows(self: Any, name: str, into: Tensor, first: int, rows: Tensor) -> None:
         rows = rows.to(into.device, self.source_dtype)
@@ -233,7 +234,7 @@ class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
 
     scales: Tensor
     names: tuple[str, ...]
-    """Of its tensors: FP8_TENSORS, or the first two without the transpose."""
+    """The names of its tensors: FP8_TENSORS, or the first two without the transpose."""
 
     def hold(self, weight: fp8.Weight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)

@@ -37,11 +37,13 @@ CLOSE = 1e-5
 """Largest relative error of a float32 frequency. Another scaling is off by 1e-2 or more."""
 
 
+BY_LONGEST = {RopeType.dynamic.value, "longrope"}
+"""Types whose frequencies depend on the longest row so far."""
 PARAMETERS: dict[RopeType, dict[str, float | None]] = {
     RopeType.yarn: {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
     RopeType.llama3: {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""Of each type that has any, with the usual values."""
+"""Parameters by type, with the usual values."""
 
 
 @dataclass
@@ -217,8 +219,16 @@ class Rope(RopeOptions, Technique):
         return before if self._written(current, before) == current else positions
 
 
+def rope_types(facts: Facts) -> set[str]:
+    """The types of RoPE that the model will have, by transformers' names."""
+    if facts.techniques.rope.enabled:
+        return {facts.techniques.rope.type.value}
+    own = facts.text.get("rope_parameters") or {}  # parameters for all layers, or by the type of layer
+    return {str(options.get("rope_type", "default")) for options in (own, *own.values()) if isinstance(options, dict)}
+
+
 def own_scaling(config: dict[str, Any]) -> str | None:
-    """A description of the RoPE scaling in a language model's own config (a plain dict); None: it has none."""
+    """A description of the RoPE scaling in a language model's own config (a plain dict); None without scaling."""
     current = _flat(config.get("rope_parameters") or {}) or {}
     if current.get("rope_type", "default") == "default":
         return None

@@ -18,15 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxtune.distributed.world import World
 from fxtune.facts.options import RouterOptions
 from fxtune.facts.run import Facts
-from fxtune.models.dims import experts_used
+from fxtune.models.experts import experts_per_token
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, skeleton, without_dropout
+from fxtune.models.structure import backbone, hooked, observing, skeleton
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import recorded_outputs, router_loss
 
@@ -65,15 +64,12 @@ class Router(RouterOptions, Technique):
             yield Evidence("router", asked, "none of its modules is a router that fxtune observes", False)
             return
         logits: list[Tensor] = []
-        hooks = [
-            router.register_forward_hook(lambda _, __, output: logits.append(output[0])) for router in routers.modules
-        ]
-        try:
-            with without_dropout(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                module(**probe)
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+        def note(_: Any, __: Any, output: Any) -> None:
+            logits.append(output[0])
+
+        with hooked(router.register_forward_hook(note) for router in routers.modules), observing(module):
+            module(**probe)
         own_loss, reference = (loss.item() for loss in (routers.loss(), _own_loss(module, tuple(logits))))
         yield Evidence(
             "router",
@@ -99,8 +95,6 @@ def _without_loss(facts: Facts) -> str | None:
 def _own_loss(model: Any, logits: tuple[Tensor, ...]) -> Any:
     """transformers' auxiliary loss of the logits of all routers."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    text = model.config.get_text_config()
-    used = experts_used(base.modules(), text)
-    loss = router_loss(base)
+    used, loss = experts_per_token(base.modules(), model.config.get_text_config()), router_loss(base)
     assert loss is not None, "_without_loss() has looked"
     return loss(logits, logits[0].shape[-1], used)

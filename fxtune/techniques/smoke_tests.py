@@ -144,7 +144,7 @@ def require_adamw_step(optimizer: Callable[[list[Any]], Any], device: torch.devi
 
 
 def require_same(ours: Callable[..., Any], plain: Callable[..., Any], inputs: list[Any]) -> float:
-    """Compare outputs and gradients of all inputs of a function with those of plain torch in float32."""
+    """Compare a function's outputs and the gradients of all its inputs with plain torch in float32."""
     copies = [tensor.clone().float().requires_grad_() for tensor in inputs]
     out, expected = ours(*(tensor.requires_grad_() for tensor in inputs)), plain(*copies)
     gradient = torch.randn_like(expected)

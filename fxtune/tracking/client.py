@@ -1,14 +1,13 @@
 """Starts, watches and ends the process of a tracker (worker.py).
 
 A tracker's library is a network client with threads, exit hooks and perhaps a service process. In the training
-process a dead network, a killed service or a hanging upload would block a step or the exit. In a separate process the
-worst case is that the separate process is killed. It costs one Python interpreter (about 100 MB of memory) and no time
-in the training loop.
+process a dead network, a killed service or a hanging upload would block a step or the exit. A separate process can be
+killed. It costs one Python interpreter (about 100 MB of memory) and no time in the training loop.
 
 metrics.jsonl is the history of a run, and a tracker's history is a copy of it with one row for each step. Every
 session starts from the file's first line, and rows that the tracker has are skipped. So the next session completes a
-failed session. `fxtune sync` runs a session without training. W&B may be offline: the newest folder has all rows then.
-`wandb sync` sends all rows of a folder, also rows that the server has, so it is suggested only if the server has none.
+failed session. `fxtune sync` runs a session without training. If W&B is offline, its newest folder has all rows.
+`wandb sync` sends all rows of a folder, so it is suggested only if the server has no rows of the run.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> 
 
 
 class TimeLeft:
-    """Estimates the time left from the steps of this process only: an earlier one may have run on another machine."""
+    """Estimates the time left from the steps of this process: an earlier process may have run on another machine."""
 
     def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
         self.total, self.done, self._clock = total, done, clock
@@ -138,9 +138,8 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(PlainDisplay):
-    """A progress bar and the latest figures at the bottom of the terminal, notes above them. What matters most stands
-    first, so that a narrow terminal cuts the rest.
-    """
+    """A progress bar and the latest figures at the bottom of the terminal, with notes above them. The most important
+    figures come first, because a narrow terminal cuts the last ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
@@ -255,8 +254,6 @@ COLUMNS = {
     "questions/exact_match": Column("exact_match", ".3f", "exact match"),
 }
 """Metrics in their order in a line. All others follow under their own names."""
-
-
 HIDDEN = (
     *("time/", "startup/", "train/forward_backward_seconds", "train/update_seconds"),
     *(
@@ -269,7 +266,7 @@ HIDDEN = (
 
 
 def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
-    """The metrics as texts without spaces, in the order of COLUMNS. `live`: only those for the live display."""
+    """The metrics as texts without spaces, in the order of COLUMNS. `live`: only the metrics of the live display."""
     shown = {}
     for metric in [*(name for name in COLUMNS if name in metrics), *(name for name in metrics if name not in COLUMNS)]:
         other = Column("_".join(metric.replace("/", " ").split()), ".4g", live=not metric.startswith("checkpoint/"))

@@ -1,7 +1,7 @@
 """Throughput of training: model FLOPs, tokens/s, MFU, memory, and the time spent waiting for data.
 
-Model FLOPs count only what the model needs, so that extra work (recomputed activations, padding, attention to masked
-keys) lowers MFU instead of raising it:
+Model FLOPs count only the work that the model needs, so extra work (recomputed activations, padding, attention to
+masked keys) lowers MFU:
 
 - A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
   ones 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head is
@@ -11,7 +11,8 @@ keys) lowers MFU instead of raising it:
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
 - A vision encoder counts its linears for each patch of an image, its projector for each feature. All patches of an
   image, or of a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass
-  (estimate/tower.py). An image's features are tokens of its document, so the decoder counts them as it counts text.
+  (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder counts them as
+  it counts text.
 - A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
 
 MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
@@ -33,11 +34,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxtune.models.dims import Shape, matmul_sizes
+from fxtune.estimate.cards import peak_flops
+from fxtune.models.dims import Shape
+from fxtune.models.experts import described_per_token, follows_interface
+from fxtune.models.flops import ATTENTION_PASSES, matmul_sizes, weight_flops
+from fxtune.models.kinds.image_decoder.cost import ImageCost, ImageParts
+from fxtune.models.kinds.known import kind_of
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.cards import peak_flops
-from fxtune.techniques.estimate.tower import ATTENTION_PASSES, ImageParts, TowerCost, tower_cost, weight_flops
-from fxtune.techniques.lora.experts import follows_interface, used_experts
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class TrainingCost:
     """Matmuls of the output head, per supervised token."""
     attention: tuple[tuple[int | None, float], ...]
     """(window in keys or None, FLOPs per pair of a query and a key) for each kind of layer."""
-    tower: TowerCost | None = None
+    image_cost: ImageCost | None = None
     """Of images; None: the model reads none."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
@@ -69,10 +72,9 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
 
     `forward_passes`: passes without gradient over the same tokens, in each step.
 
-    In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts stored
-    otherwise than in transformers' interface, layers without softmax attention. Norms, activations,
-    RoPE, routers and softmax are negligible and left out.
-    """
+    In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts
+    outside of transformers' interface, layers without softmax attention. Norms, activations, RoPE, routers and softmax
+    are negligible and left out."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
@@ -82,10 +84,12 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
     where = {"body": 0.0, "head": 0.0}
-    used = used_experts(model, config.get_text_config())
+    used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
-    of_images = {id(module) for module in ImageParts.of(model) or ()}
+    images, base = kind_of(config).images, getattr(model, "get_base_model", lambda: model)()
+    image_parts = ImageParts.of(images, base) if images else None
+    of_images = {id(module) for module in image_parts or ()}
     modules: list[Any] = list(model.modules())
     wrappers = [module for module in modules if hasattr(module, "num_experts") and hasattr(module, "lora_A")]
     of_experts: dict[int, int] = {
@@ -113,11 +117,12 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
         if id(module) in of_experts:  # an adapter of all experts in one matrix
             flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
-    return TrainingCost(where["body"], where["head"], attention, tower_cost(model, forward_passes))
+    image_cost = image_parts.training_cost(forward_passes) if image_parts else None
+    return TrainingCost(where["body"], where["head"], attention, image_cost)
 
 
 def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
-    """None: a layer has no attention, or one that reads other keys than those before it or in a window."""
+    """TrainingCost.attention; None if a layer has no attention, or attention that is neither causal nor windowed."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         return None
@@ -142,7 +147,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 class PlannedImages(Protocol):
-    """Arrays with one entry an image: see TowerShape.work()."""
+    """Arrays with one entry an image: see EncoderShape.work()."""
 
     @property
     def features(self) -> np.ndarray: ...
@@ -208,9 +213,9 @@ class Meter:
         images = self.plan.images(step)
         self._images += len(images.features)
         self._has_images |= self._images > 0
-        if self.cost and self.cost.tower and len(images.features):
-            tower = self.cost.tower
-            self._flops += tower.flops(tower.shape.work(images.features, images.heights, images.widths))
+        if self.cost and self.cost.image_cost and len(images.features):
+            cost = self.cost.image_cost
+            self._flops += cost.flops(cost.shape.work(images.features, images.heights, images.widths))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -225,7 +230,7 @@ class Meter:
 
     def read(self, waited: float | None = None) -> dict[str, float]:
         """The metrics of the steps since the last read(). Call it after the loop has waited for the device. `waited`:
-        seconds that the rank which waited longest waited for data; None: this process is the only one."""
+        the longest wait of a rank for data, in seconds; None: this process is the only one."""
         seconds = max(self._clock() - self._began, 1e-9)
         figures = {
             "train/tokens": float(self.tokens),

@@ -1,8 +1,7 @@
 """Writes the metrics of a run: always to metrics.jsonl, and to the trackers that the config names.
 
-Training goes on if a tracker fails: `Tracker.log` never raises and never waits. Each tracker runs in a process of its
-own that reads metrics.jsonl (client.py, worker.py).
-"""
+Training goes on if a tracker fails: `Tracker.log` never raises and never waits. Each tracker runs in a separate
+process that reads metrics.jsonl (client.py, worker.py)."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class CostConfig:
     card_hour: Optional[float] = field(default=None, metadata={"above": 0})
     """The price of one GPU for an hour (on the CPU: of one process), as clouds have it."""
     kwh: Optional[float] = field(default=None, metadata={"above": 0})
-    """The price of a kilowatt-hour, for machines of your own. Only energy that can be read is counted."""
+    """The price of a kilowatt-hour, for your own machines. Only energy that can be read is counted."""
 
     def of(self, card_seconds: float, joules: float | None) -> float | None:
         """The cost of this time of cards and this energy; None without a price, or if the priced amount is unknown."""
@@ -120,7 +119,7 @@ def check(config: TrackingConfig, facts: Facts) -> Iterator[str]:
 
 
 def _options(config: TrackingConfig) -> dict[str, dict[str, Any]]:
-    """The own options of each configured tracker, by its key in worker.TRACKERS."""
+    """The options of each configured tracker, by its key in worker.TRACKERS."""
     wandb = {key: getattr(config.wandb, key) for key in ("project", "entity", "group", "tags", "init_timeout")}
     options = {
         "wandb": wandb if wandb_mode(config.wandb) != "disabled" else None,

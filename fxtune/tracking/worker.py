@@ -1,7 +1,7 @@
 """The process of a tracker: it follows metrics.jsonl and sends the tracker one row for each step.
 
-Each tracker has a process of its own, so its library cannot stop, slow or block training. Another tracker is a class
-here, in `TRACKERS` under its key; its package in system/machine/facts.py; and its key in tracker.py.
+Each tracker has a separate process, so its library cannot stop, slow or block training. A new tracker is a class here,
+which `TRACKERS` lists, its package in system/machine/facts.py, and its key in tracker.py.
 
 Input, one JSON object a line: first `{"tracker", "options", "argv", "pid", "history"}`, at the end
 `{"finish": exit_code, "summary": {...}}`. If the input ends without "finish", the training process died, and the run
@@ -41,12 +41,11 @@ GOES_ON = 75  # the exit code of a run that was stopped by a signal and will be 
 
 
 class Client:
-    """A run in a tracker, which is new if the tracker does not know its id. It is made with the imported library, the
-    run's `id`, `name` and `config`, `dir`, `mode` and own options. It may raise anything: that becomes a message.
-    """
+    """A run in a tracker; a new run if the tracker does not know its id. Arguments: the imported library, the run's
+    `id`, `name` and `config`, `dir`, `mode`, and the tracker's options. Every error becomes a message."""
 
     title = module = package = ""
-    """Its name in messages, what is imported, and what pip installs."""
+    """The tracker's name in messages, the module to import, and the package that pip installs."""
     environment: dict[str, str] = {}  # keeps the library from reporting to its makers
     last, url = -1, ""
     """The last step that the tracker has, after which rows are logged, and where a user finds the run."""
@@ -125,7 +124,7 @@ class TensorBoard(Client):
 
 
 class MLflow(Client):
-    """MLflow's run is found by a tag with the id. MLflow lets no param change: those of the first session stay."""
+    """A tag with the id finds the run. MLflow lets no param change, so the params of the first session stay."""
 
     title, module, package = "MLflow", "mlflow", "mlflow-skinny"
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
@@ -156,9 +155,7 @@ class MLflow(Client):
         self._waiting += [metric(REFUSED.sub("_", name), value, time, row[STEP]) for name, value in figures]
 
     def flush(self) -> None:
-        with contextlib.suppress(
-            self._mlflow.MlflowException
-        ):  # the server is away: the rows wait, until finish() at the latest
+        with contextlib.suppress(self._mlflow.MlflowException):  # the server is away: the rows wait for finish()
             self._send("metrics", self._waiting)
 
     def finish(self, exit_code: int, summary: dict[str, Any]) -> None:
@@ -196,7 +193,7 @@ TRACKERS: dict[str, Any] = {tracker.module: tracker for tracker in (Wandb, Tenso
 
 
 def main() -> None:
-    # A library's service inherits descriptors 0, 1 and 2. Holding our pipes it would hide the death of this process.
+    # A library's service inherits descriptors 0, 1 and 2. With our pipes it would hide the death of this process.
     lines, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -27,9 +27,15 @@ class _Failed:
     error: Exception
 
 
+def interruptible(world: World) -> AbstractContextManager[None]:
+    """In the body a signal raises Stopped at once. With several ranks it is only recorded: the ranks must agree first,
+    to stop together."""
+    return SIGNALS.interruptible() if world.size == 1 else SIGNALS.held()
+
+
 def shared(world: World, work: Callable[[], Result], doing: str) -> Result:
-    """work() on every rank; most often only rank 0 has something to do. If one rank fails, all raise its error. No
-    rank leaves before the others are done. Signals wait."""
+    """work() on every rank. If one rank fails, all raise its error. No rank leaves before the others are done. Signals
+    wait."""
     if world.size == 1:
         return work()
     with SIGNALS.held():
@@ -48,15 +54,15 @@ def together(
     agree: Callable[[int], int] | None = None,
     doing: str = "deciding together",
 ) -> Result:
-    """work() on every rank, which must not wait for a collective. It may start sums; start_sums() starts the rest.
-    Every rank calls that after work(), also if work() failed. `agree` is called in place of world.agree().
+    """work() on every rank. work() must not wait for a collective, but may start sums. Afterwards every rank calls
+    start_sums(), which starts the remaining sums, also if work() failed. `agree`: called in place of world.agree().
 
-    If one rank fails, all raise its error; if one ran out of memory, all raise MemoryShortError; if one was signalled,
-    all raise Stopped; with stops=False a signal waits for a later call. A signalled rank leaves work() at once. With
-    one rank this is only work(): the signal handler raises Stopped by itself.
+    If one rank fails, all raise its error. If one runs out of memory, all raise MemoryShortError. If one is signalled,
+    it leaves work() at once and all raise Stopped; with stops=False the signal waits for a later call. With one rank
+    this is only work(), and the signal handler raises Stopped.
 
-    The exception: ranks that share rows or weights wait for each other inside work(). There a signal waits until
-    work() ends. A rank that fails raises its error without agreeing, and the others raise LostRankError.
+    Ranks that share rows or weights wait for each other inside work(). There a signal waits until work() ends, and a
+    rank that fails raises its error without agreeing: the others raise LostRankError.
     """
     if world.size == 1:
         return work()
@@ -94,7 +100,7 @@ def _attempt(work: Callable[[], Result]) -> Result | _Failed:
 
 
 def _reason_to_leave(world: World, result: MemoryExhausted | _Failed) -> Exception:
-    """The error of a rank that others wait for, or that waited for one that has left."""
+    """The error of a rank that others wait for, or that has waited for a rank that left."""
     if isinstance(result, MemoryExhausted):
         return HardwareError(
             f"Rank {world.rank} ran out of memory: {result.reason}. Others wait for its part of rows or weights, so "

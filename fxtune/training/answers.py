@@ -1,10 +1,11 @@
 """Greedy answers to held-out questions, and the share that is exactly right.
 
-A question is a chat row like the rows of training: the supervised tokens of its last assistant turn are the right
-answer, and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends
-at the end-of-turn token that the model was trained to write. In a preference pair, the chosen answer is the right one.
-Prompts of similar length are batched, padded on the left, with a KV cache. The first forward pass of a batch
-reads the images of its prompts.
+A question is a row like the rows of training. The supervised tokens of its last assistant turn are the right answer,
+and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends at the
+end-of-turn token that the model was trained to write. In a preference pair the chosen answer is right.
+
+Prompts of similar length are batched, padded on the left, with a KV cache. The first forward pass of a batch reads the
+images of its prompts.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def answer(
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
-    The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out. The
-    ranks of `world` each answer a batch at a time, the same batches that one process would answer. Every rank gets all
-    answers. `images`: the processor for questions with images.
+    The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out. Each
+    rank of `world` answers one batch at a time, and every rank gets all answers. The batches are the same for any
+    number of ranks. `images`: the processor for questions with images.
 
     Raises DataError if an image file has changed since load_questions().
     """
@@ -131,27 +132,23 @@ def answer(
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
-    answers = [""] * len(questions)
+    answers, pad = [""] * len(questions), tokenizer.pad_token_id or 0
+    greedy = partial(_greedy, model.module, ends, pad, max_new_tokens, images=images, agree=_agreeing(world))
+
+    def ask(batch: Sequence[Question]) -> Tokens:
+        return model.with_head(partial(greedy, batch))
+
     # Compiled layers would be recompiled for each length of the cache.
     asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
     with asking as work, without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
             prompts = [questions[index] for index in order]
-            pad = tokenizer.pad_token_id or 0
-            ask = partial(_greedy, model.module, ends, pad, max_new_tokens, images=images, agree=_agreeing(world))
-            ask = partial(_with_head, model, ask)
             written = batch_sizes.run("questions", batch_size, partial(_dealt_out, world, prompts, ask))
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
             order = order[len(written) :]
             work.advance(len(written))
     return answers
-
-
-def _with_head(
-    model: PreparedModel, ask: Callable[[Sequence[Question]], Tokens], prompts: Sequence[Question]
-) -> Tokens:
-    return model.with_head(partial(ask, prompts))
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
@@ -184,8 +181,6 @@ class AnswerEvaluation:
     folder: Path
     answers: dict[str, list[str]] = field(default_factory=dict)
     """Keys: "before" and "after" training."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """Scores of the last answers: exact_match and each metric of `config.metrics`."""
     images: ImageProcessor | None = None
 
     @staticmethod
@@ -204,18 +199,18 @@ class AnswerEvaluation:
 
     def ask(
         self, model: PreparedModel, when: str, batch_sizes: RowsPerPass | None = None, world: World | None = None
-    ) -> float:
-        """Ask the questions. Keeps the answers under `when` unless it is empty, and rank 0 then writes their file.
-        `batch_sizes`, `world`: see answer(). Returns the share of exact matches."""
+    ) -> dict[str, float]:
+        """Ask the questions. Returns their scores() with keys like questions/exact_match. Unless `when` is empty, the
+        answers are kept under it, and rank 0 writes them to a file. `batch_sizes`, `world`: see answer()."""
         config, questions = self.config, self.questions
-        sizes = config.batch_size, config.max_new_tokens, batch_sizes
-        given = answer(model, self.tokenizer, questions, *sizes, world, self.images)
-        self.scores = scores(given, questions, config.metrics)
+        limits: Any = dict(max_new_tokens=config.max_new_tokens, batch_sizes=batch_sizes)
+        given = answer(model, self.tokenizer, questions, **limits, world=world, images=self.images)
+        figures = {f"questions/{name}": score for name, score in scores(given, questions, config.metrics).items()}
         if when:
             self.answers[when] = given
             if world is None or world.main:
                 self._write(when)
-        return self.scores["exact_match"]
+        return figures
 
     def _write(self, when: str) -> None:
         lines = [
@@ -320,8 +315,8 @@ def _prompt_text(tokenizer: Any, prompt: list[int], images: Sequence[PlacedImage
 def _dealt_out(
     world: World, prompts: Sequence[Question], ask: Callable[[Sequence[Question]], Tokens], rows: int
 ) -> Tokens:
-    """The answers to the first prompts: rank 0 asks the first `rows`, rank 1 the next `rows`, and so on. If weights
-    are divided, no rank can answer alone, so all ranks ask the first `rows` together, and rank 0's answers count."""
+    """The answers to the first prompts: rank 0 asks the first `rows`, rank 1 the next `rows`, and so on. Ranks that
+    hold parts of the weights cannot answer alone: they ask the first `rows` together, and rank 0's answers count."""
     if world.degrees.shard > 1:
         answers = together(world, lambda: ask(prompts[:rows]), doing="answering questions")
         return world.broadcast(answers, "taking rank 0's answers")
@@ -331,9 +326,9 @@ def _dealt_out(
 
 
 def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives all ranks the next tokens of rank 0, if weights are divided. If two logits are almost
-    equal, ranks may choose differently, and the other ranks would wait for a rank that ends earlier: ranks with parts
-    of the same weights in a gather, and all ranks when they count the tokens that travel to experts."""
+    """A function that gives all ranks the next tokens of rank 0, if weights are divided. Where two logits are almost
+    equal, ranks may choose differently. A rank whose answers then end earlier would leave the others waiting, in a
+    gather of weights or in the count of tokens that travel to experts."""
     if world.degrees.shard == 1:
         return lambda chosen: chosen
     return partial(world.copy_first, doing="choosing a token")

@@ -25,12 +25,13 @@ from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
+from fxtune.estimate.memory import scattered_parameters
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
-from fxtune.models.structure import for_images
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
@@ -57,8 +58,7 @@ from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.estimate.memory import scattered_parameters
-from fxtune.techniques.lora.experts import observe_computed
+from fxtune.techniques.experts.full import observe_computed
 from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish
@@ -89,8 +89,8 @@ class RunBuilder:
         self, config: Config, ahead: bool = False, threads: int | None = None, deterministic: bool | None = None
     ) -> None:
         """`ahead`: look at the run from one process, before its ranks are started. `facts` are then the facts of one
-        rank, and no model can be built. `threads`, `deterministic`: the number of CPU threads at the first start of a
-        resumed run, and whether its kernels are deterministic."""
+        rank, and no model can be built. `threads`, `deterministic`: of a resumed run at its first start: the number of
+        CPU threads, and whether kernels are deterministic."""
         self._compared: Sequence[Plan] = ()
         """The plans whose documents need the stored log-probabilities of a reference."""
         self._compared_documents: np.ndarray | None = None
@@ -131,9 +131,8 @@ class RunBuilder:
     @phase("Reading the data", part="data")
     def read(self, quarantine: Path | None = None, template_time: str | None = None) -> tuple[Any, PreparedData]:
         """The tokenizer and the data, read before the weights: a bad row is found in seconds, an 8B model takes a
-        minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize(). `template_time`: the
-        time that a resumed run has in its tokens; without it, and without data.template_time, it is the present.
-        """
+        minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize(). `template_time`: of the
+        tokens of a resumed run; None: data.template_time, or the present."""
         if self.config.data.template_time is None:
             # Rank 0's clock counts: the ranks take the same tokens from the cache.
             chosen = self.world.from_main(lambda: template_time or template_time_now(), "agreeing on the time")
@@ -244,8 +243,8 @@ class RunBuilder:
     def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """The model with its loss head, and evidence of every technique and of the loss.
 
-        What cannot act and was not demanded is switched off, with a line that says so, and the model is built again.
-        Raises UnavailableError for what was demanded.
+        An option that cannot act is switched off with a line that says so, and the model is built again. Raises
+        UnavailableError if the recipe demands the option.
         """
         while True:
             model, seen, found = None, list[Evidence](), None
@@ -293,7 +292,7 @@ class RunBuilder:
         use_deterministic_kernels(False)
 
     def _store_reference(self, model: LanguageModel) -> None:
-        """Give the tables of the plans the log-probabilities of `model`, which is as the run starts."""
+        """Give the tables of the plans the log-probabilities of `model`, the model before its first step."""
         options = self.techniques.options()
         depends_on = {name: options[name] for name in CHANGE_LOG_PROBS if name in options}
         with self.oom_context("Computing the reference's log-probabilities"):
@@ -309,8 +308,8 @@ class RunBuilder:
             )
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
-        """Evidence that a plugin's objective keeps the protocol, on the first micro-batch; none for ours, which tests
-        hold to it. Raises ConfigError if it does not."""
+        """Evidence that a plugin's objective keeps the protocol on the first micro-batch; empty for the built-in
+        objectives, which tests check. Raises ConfigError if it does not."""
         name = objective.name
         if name not in OBJECTIVES.added():
             return []

@@ -8,14 +8,17 @@ from dataclasses import replace
 import torch
 
 from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.distributed.world import World
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
 from fxtune.training.agreement import together
+from fxtune.training.forecast.run_forecast import FORWARD
 
 
 class HeldOutEvaluation:
@@ -43,6 +46,11 @@ class HeldOutEvaluation:
             self.loader = self.load(self.loader.plan.with_micro_batch_size(rows))
         return evaluate(self.model, self.objective, self.loader, self.precision, self.world)
 
+    def figures(self, rows_per_pass: RowsPerPass, rows: int) -> dict[str, float]:
+        """measure() with as many of `rows` rows at once as fit in memory. Keys: eval/loss, ..."""
+        means = rows_per_pass.run("evaluation", rows, self.measure, self.loader.plan.stream.rows_of_group)
+        return {f"eval/{name}": value for name, value in means.items()}
+
     def close(self) -> None:
         self.loader.close()
 
@@ -51,6 +59,15 @@ class HeldOutEvaluation:
         """Tokens in the longest row."""
         plan = self.loader.plan
         return max(map(plan.max_row_length, range(plan.steps)))
+
+
+def evaluation_steps(data: PreparedData) -> float:
+    """About how many steps take as long as an evaluation on the held-out data, by their tokens."""
+    if data.evaluation is None:
+        return 0.0
+    epoch = data.training.summary()
+    step_tokens = epoch["tokens"] / epoch["steps_per_epoch"]
+    return FORWARD * float(data.evaluation.summary()["tokens"]) / step_tokens
 
 
 @torch.no_grad()

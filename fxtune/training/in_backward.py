@@ -1,16 +1,16 @@
 """The optimizer's step in the backward pass: a weight is updated as soon as its gradient is whole, and the gradient is
-freed. So the gradients of one layer, or of the head, exist at a time. That is 15 GB less for 8B in bfloat16.
+freed. So only the gradients of one layer, or of the head, exist at a time: 15 GB less for 8B in bfloat16.
 
 Autograd calls a hook on each weight once per backward pass, when nothing in the pass adds to its gradient or reads the
-weight any more. There the weight's own part of the optimizer takes its step. The arithmetic and the random bits of a
-weight do not depend on other weights, so the bits equal an ordinary step's.
+weight any more. The hook lets the weight's part of the optimizer take its step. The arithmetic and the random bits of
+a weight do not depend on other weights, so the bits equal the bits of an ordinary step.
 
-What needs all gradients before the first update is refused: clipping by the global norm, sums over micro-batches and
-over ranks, a loss scale. The loss is known before, so a step whose loss is not finite, or a spike that is skipped,
-updates nothing. If the loss is finite and a gradient is not, that weight and all whose gradients come later are left
-as they are; those before it have had their own, finite gradients. The step counts as not finite.
+Options that need all gradients before the first update are refused: clipping by the global norm, sums over
+micro-batches and over ranks, a loss scale. The loss is known before the pass, so a step whose loss is not finite, or a
+spike that is skipped, updates nothing. If the loss is finite and a gradient is not, the weights before it are updated
+with their finite gradients, and this weight and all later ones are not. The step counts as not finite.
 
-An error in the middle leaves some weights updated and others not (`torn`): nothing is saved then, and the run resumes
+An error in the middle leaves some weights updated and others not (`torn`). Nothing is saved then, and the run resumes
 from its last checkpoint. Signals wait for the end of the step.
 """
 

@@ -44,11 +44,11 @@ class TrainStep:
     """Takes optimizer steps of `model`.
 
     `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients. `world`: the ranks that take the
-    step together, each with its own micro-batches; None means this process alone. `parallel`: how the ranks add up
-    their gradients, in buckets of `bucket_bytes` (0: one bucket).
+    step together, each with other micro-batches; None: this process alone. `parallel`: how the ranks add up their
+    gradients, in buckets of `bucket_bytes` (0: one bucket).
 
-    Calling the object takes a whole step. Callers that do something in between call its parts, backward(),
-    start_sums(), sum_over_ranks(), clip() and update(), in this order, or drop() after an incomplete step.
+    Calling the object takes a whole step. Callers that act between its parts call backward(), start_sums(),
+    sum_over_ranks(), clip() and update(), in this order, or drop() after an incomplete step.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class TrainStep:
         """Run forward and backward over this rank's micro-batches. Leaves the gradients of the mean loss in the
         parameters. Returns the means.
 
-        `index`: StepBatches.data_step. Dropout depends only on it, the micro-batch's place in the step and the seed: a
-        resumed run repeats it exactly, with any number of ranks.
+        `index`: StepBatches.data_step. Dropout depends only on this index, the micro-batch's place in the step and the
+        seed, so a resumed run repeats it exactly, with any number of ranks.
         `counted`: see StepBatches; further micro-batches add zeros.
         `lr`: with optimizer.in_backward the weights are updated at this rate, no gradients are left, and the means
-        hold `spike_limit`. None: gradients are left.
+        include `spike_limit`. None: gradients are left.
         """
         totals: torch.Tensor | None = None
         if self.objective.needs.step_sums:
@@ -158,8 +158,8 @@ class TrainStep:
         return [replace(batch, step_sums=sums) for batch in batches]
 
     def start_sums(self) -> None:
-        """Start all sums over ranks that need no agreement on this step and that backward() has not started. A rank
-        whose backward() failed calls this as well."""
+        """Start the sums over ranks that need no agreement on this step and that backward() has not started. A rank
+        whose backward() has failed calls this, too."""
         if self.gradient_sum:
             self.gradient_sum.start_remaining()
 
@@ -220,8 +220,7 @@ class TrainStep:
 
     @property
     def torn(self) -> bool:
-        """Whether a backward pass has updated some weights and its step did not end. The weights then belong to no
-        step."""
+        """Whether a backward pass has updated some weights and its step has not ended."""
         return self.in_backward is not None and self.in_backward.torn
 
     @property
@@ -244,8 +243,8 @@ class TrainStep:
         return self.optimizer.state()[0] if self.weight_average else {}
 
     def load_rank_states(self, ranks: Sequence[Mapping[str, torch.Tensor]], scalars: dict[str, Any]) -> None:
-        """Restore what rank_state() returned on each rank. `scalars`: the optimizer's state that all ranks share and
-        that is not tensors. If the number of ranks has changed, all ranks keep the moments of rank 0."""
+        """Restore what rank_state() returned on each rank. `scalars`: the numbers in the optimizer's state, which all
+        ranks share. If the number of ranks has changed, all ranks keep the moments of rank 0."""
         if not ranks:
             return
         if self.gradient_sum and self.gradient_sum.compression:

@@ -127,7 +127,7 @@ class StepMonitor:
         return figures
 
     def state(self) -> dict[str, Any]:
-        """The numbers with which a resumed run counts, judges and logs as this run would. Waits for the device."""
+        """The numbers that a resumed run needs to count, judge and log as this run. Waits for the device."""
         statistics = self.statistics
         self.report()  # before the save: a run that is killed after the save would never report them
         return {
@@ -204,7 +204,7 @@ class StepMonitor:
         return lines
 
     def report(self) -> None:
-        """Report the bad steps so far, with the samples of the present plan. Waits for the device."""
+        """Report the bad steps so far, with their samples in the present plan. Waits for the device."""
         self.statistics.settle()
         records, self.statistics.unreported = self.statistics.unreported, []
         spikes = [record for record in records if record.spike]

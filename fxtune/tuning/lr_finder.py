@@ -1,9 +1,9 @@
 """A learning-rate range test (arXiv 1506.01186): one short run of a recipe whose rate grows from step to step.
 
-The steps are the recipe's own (TrainStep): its data in its order, its model, adapters, optimizer and clipping. The
-rate grows by the same factor in each, from far too low to far too high, and the test stops when the loss has diverged.
-Low rates change nothing, higher rates lower the loss, and still higher rates destroy what was learned. The suggestion
-is where the loss falls fastest: at its lowest point the rate is already too high to stay at.
+The test takes training steps of the recipe (TrainStep): its data in its order, its model, adapters, optimizer and
+clipping. In each step the rate grows by the same factor, from far too low to far too high, until the loss diverges.
+Low rates change nothing, higher rates lower the loss, and still higher rates destroy the model. The suggestion is the
+rate at which the loss falls fastest: at the lowest loss the rate is already too high for a whole run.
 
 Nothing is written, and the weights are dropped. The same recipe and seed give the same curve.
 """
@@ -34,8 +34,8 @@ SMOOTHING = 0.8
 START = 5
 """The mean of the first START losses is the untrained model's loss, because the first rates change nothing."""
 DIVERGED = 0.15
-"""The loss has diverged when its mean is above that of the untrained model by this share, and by four times the error
-of such a mean."""
+"""The loss has diverged when its mean is above the mean of the untrained model by this share, and by four times the
+error of a mean."""
 REACH = 3
 """The slope at a rate is measured over REACH steps before and after it."""
 LEAST_DISTANCE = 3.0
@@ -58,17 +58,17 @@ class RangeTest:
     """How often the test saw the data."""
     suggestion: float | None
     reason: str
-    """Where on the curve the suggestion is, or why there is none."""
+    """The place of the suggestion on the curve, or the reason for no suggestion."""
     present: float
     """optimizer.lr of the recipe, with `auto` decided."""
     auto: float | None
-    """What optimizer.lr=auto chooses; None: it has no rule for this recipe."""
+    """The choice of optimizer.lr=auto; None without a rule for this recipe."""
     decided: list[str]
-    """What each `auto` became, and why."""
+    """The decision for each `auto`, with the reason."""
 
 
 def refusals(config: Config) -> Iterator[str]:
-    """Yield each reason why the rates of `config` cannot be tested, worded as what to change."""
+    """Yield each reason why the rates of `config` cannot be tested, and what to change."""
     if config.optimizer.name is OptimizerName.adamw_schedulefree:
         yield (
             "optimizer.name: adamw_schedulefree weights its average by the rates so far, so a growing rate says "
@@ -85,9 +85,8 @@ def refusals(config: Config) -> Iterator[str]:
 
 def range_test(config: Config, steps: int = STEPS, low: float | None = None, high: float | None = None) -> RangeTest:
     """Take up to `steps` steps at rates from `low` to `high`; None: around the recipe's rate, or the guess of
-    optimizer.lr=auto if there is one. `config` is not changed. Raises ConfigError for what cannot be tested, and as
-    training does.
-    """
+    optimizer.lr=auto if there is one. `config` is not changed. Raises ConfigError for a recipe that cannot be tested,
+    and as training."""
     if reasons := list(refusals(config)):
         raise ConfigError("\n".join(reasons))
     config = steps_only(config, steps)
@@ -132,7 +131,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """Whether the last loss is not finite, or the mean of the last ones is far above that of the first ones."""
+    """Whether the last loss is not finite, or the mean of the last losses is far above the mean of the first."""
     if not math.isfinite(losses[-1]):
         return True
     if len(losses) <= START:
@@ -144,7 +143,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | None, str]:
-    """The rate, to two digits, at which the mean loss falls fastest, and where that is; or None, and why."""
+    """(the rate, to two digits, at which the mean loss falls fastest, its place), or (None, the reason)."""
     finite = losses if math.isfinite(losses[-1]) else losses[:-1]  # that ended the test
     means = smooth(finite)
     if len(means) <= 2 * START:

@@ -1,8 +1,8 @@
 """Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds
 on.
 
-The new recipe builds on the user's by name if that is in ./recipes or ships with fxtune, and repeats the keys of a
-recipe file elsewhere. Before it is written, it is composed and must give exactly the config that was measured.
+The new recipe builds on the user's recipe by name if that recipe is in ./recipes or ships with fxtune. Otherwise it
+repeats its keys. Before it is written, it is composed and must give exactly the config that was measured.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def recipe_names(overrides: list[str]) -> list[str]:
 
 
 def write(path: Path, header: Iterable[str], overrides: list[str], measured: Config) -> None:
-    """Write the recipe that gives `measured`; an earlier one of ours is kept as NAME.yaml.old. Raises StorageError."""
+    """Write the recipe that gives `measured`. An earlier file is kept as NAME.yaml.old. Raises StorageError."""
     comments = "".join(f"# {redact(line)}".rstrip() + "\n" for line in header)
     names = [name for name in recipe_names(overrides) if name in discovery.recipes()]
     for known in (names, []):

@@ -1,11 +1,11 @@
 """The search of `fxtune tune`: coordinate descent from the recipe as it is, one axis at a time.
 
 The axes are repeated until a round changes nothing or the time is up. Then the two fastest candidates are measured
-again if they are close. A candidate that a check or the memory forecast rules out, that fails, or whose losses differ
-from the losses of the first trial gets a verdict and cannot win. Of candidates within the spread of repeated
+again if they are close. A candidate gets a verdict and cannot win if a check or the memory forecast rules it out, if
+it fails, or if its losses differ from the losses of the first trial. Of candidates within the spread of repeated
 measurements (at least NOISE), the candidate with the fewest changed keys wins: noise alone never replaces the recipe.
 
-A sampler such as Optuna's needs many more trials than these few dozen, which cost minutes each.
+The search takes a few dozen trials of minutes each. A sampler such as Optuna's needs many more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
 STEP_TOLERANCE = 5
 """Factor of TOLERANCE for any later step: training amplifies rounding."""
 MIN_LIMIT, LIMIT_FACTOR = 600.0, 4.0
-"""A trial's time limit: seconds, or times what the first trial took, whichever is more."""
+"""A trial's time limit: MIN_LIMIT seconds, or LIMIT_FACTOR times the first trial, whichever is longer."""
 ROUNDS = 3
 
 
@@ -96,7 +96,7 @@ class Search:
                     yield axis, candidate
 
     def winner(self) -> tuple[Candidate, str]:
-        """The candidate that wins, and the reason in a sentence."""
+        """(the winner, the reason in a sentence)."""
         ranked = self._ranked()
         fastest = ranked[:2]
         spread = max((max(candidate.speeds) - min(candidate.speeds)) / candidate.speed for candidate in fastest)

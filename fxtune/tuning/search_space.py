@@ -1,8 +1,8 @@
 """The search space of `fxtune tune`: the values worth a trial on each axis.
 
-A candidate is the user's config with some keys changed. Before it costs a trial, plain facts answer whether it can run
-(the check of each technique), whether it fits (fxtune/techniques/estimate/memory.py), and whether it is the setting of
-an earlier candidate (an `auto` and what it resolves to). The GPU belongs to the trials.
+A candidate is the user's config with some keys changed. Before a trial, without the GPU, facts answer whether it can
+run (the check of each technique), whether it fits (fxtune/estimate/memory.py), and whether it is the
+setting of an earlier candidate (an `auto` and its decision).
 
 No axis changes what is computed: the global batch, the model and the adapters stay as they are.
 """
@@ -22,6 +22,7 @@ import torch
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import forecast
 from fxtune.facts.options import AUTO, CheckpointingOptions, LigerKernel, Policy
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
@@ -30,7 +31,6 @@ from fxtune.settle.settled import settle
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing import policy
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.tuning.trial import Outcome, TrialResult
 
 Deltas = dict[str, Any]
@@ -38,7 +38,7 @@ Deltas = dict[str, Any]
 MARGIN = 0.15
 """A forecast may exceed the free memory by this share, because it may be wrong by as much."""
 MAX_EAGER_TOKENS = 2048
-"""Row length from which eager attention is not worth a trial, because it writes out all scores."""
+"""Row length from which eager attention, which stores all scores, is not worth a trial."""
 MAX_GRAPH_LAYERS = 16
 """Layers up to which one graph of the decoder is worth a trial; compile time grows with them."""
 WORKERS = (0, 2, 4, 8)
@@ -49,7 +49,7 @@ MICRO_BATCH = "train.micro_batch_size"
 class SearchContext:
     facts: Facts
     precision: str
-    """What matmuls round to: float32, tf32, bfloat16 or float16."""
+    """The precision of matmuls: float32, tf32, bfloat16 or float16."""
     data: str = ""
     """Fingerprint of the data; empty if the data was not read."""
     document: int = 0
@@ -106,12 +106,12 @@ def apply_deltas(config: Config, deltas: Deltas) -> Config:
 
 
 def changed_keys(config: Config, deltas: Deltas) -> Deltas:
-    """Those of `deltas` whose value is not already in `config`. (A choice is a `str` Enum, equal to its text.)"""
+    """The `deltas` whose value differs from `config`. (A choice is a `str` Enum, equal to its text.)"""
     return {key: value for key, value in deltas.items() if attrgetter(key)(config) != value}
 
 
 def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candidate:
-    """The candidate of `config` with `deltas`, with what is known about it before a trial."""
+    """The candidate of `config` with `deltas`, as known before a trial."""
     changed = apply_deltas(config, deltas)
     ranks = context.facts.degrees.ranks
     try:

@@ -8,9 +8,8 @@ A run is an ordinary `fxtune` process. The sweep reads the held-out losses in it
 study. When the study's pruner stops a configuration, its process gets SIGTERM. The study and the run folders are the
 state of a sweep, so a killed sweep goes on where it was.
 
-Optuna's public interface cannot take up a trial that another process began. So after a kill the study gets a new
-trial with the same values and the same run folder, and the begun trial fails. The last trial of a run folder counts.
-"""
+Optuna's public interface cannot continue a trial that another process began. So after a kill the begun trial fails,
+and the study gets a new trial with the same values and the same run folder. The last trial of a run folder counts."""
 
 from __future__ import annotations
 
@@ -53,20 +52,20 @@ NAME = "sweep"
 PARTS = 8
 """Pruners compare configurations at the eighths of a run."""
 ETA = 3
-"""Of so many configurations at a rung, successive halving lets one go on. The next rung is so many times as far."""
+"""Successive halving lets one of ETA configurations go on to the next rung, which is ETA times as far."""
 STARTUP = 8
 """Configurations that are drawn at random before TPE takes over."""
 POLL = 0.5
 """Seconds between two looks at the processes."""
 RESTARTS = 2
-"""How often a run goes on after something else has ended its process. Then its configuration fails."""
+"""How often a run is started again after something else has ended its process, before its configuration fails."""
 TAIL = 8192
 """Bytes at the end of a metrics.jsonl or a log in which its last lines fit."""
 STOPPED = (75, 130)
 """The exit codes of a run that a signal has ended in an orderly way."""
 END_SWEEP: dict[int, type[UserError]] = {error.exit_code: error for error in (StorageError, DataError)}
-"""Errors that a configuration did not cause. They end the sweep; the same command goes on once they are mended.
-A ConfigError ends the sweep too, if the configuration has trained before: then its data or packages have changed."""
+"""Errors that a configuration did not cause. They end the sweep, and the same command goes on once they are mended. A
+ConfigError of a configuration that has trained before ends the sweep, too: its data or packages have changed."""
 
 
 class Method(str, Enum):
@@ -231,7 +230,7 @@ class Sweep:
         self._read_trials()
 
     def _claim(self) -> None:
-        """Keep the recipe and the space in the study. If the study has some, compare them."""
+        """Write the recipe and the space to the study, or compare them with the recipe and the space in it."""
         space = {dimension.key: dimension.text for dimension in self.space}
         plain = redact(json.loads(json.dumps(asdict(self.config))))
         before = self.study.user_attrs.get(NAME)
@@ -247,7 +246,7 @@ class Sweep:
             )
 
     def _read_trials(self) -> None:
-        """Take the configurations from the study. Queue each that an ended process has begun."""
+        """Take the configurations from the study. Queue those that an ended process has begun."""
         found = self.study.get_trials(deepcopy=False)
         last = {frozen.user_attrs["run"]: frozen for frozen in found if "run" in frozen.user_attrs}
         for frozen in found:
@@ -372,12 +371,12 @@ class Sweep:
             self._end(trial, job.asked, State.failed, reason)
 
     def _has_passed_an_eighth(self, trial: Trial) -> bool:
-        """Whether the run is in an eighth whose loss is not known. To look for losses takes time in a long run."""
+        """Whether the run is in an eighth whose loss is not known. Reading the losses of a long run takes time."""
         part = PARTS * trial.step() // trial.steps
         return part > 0 and part not in trial.losses
 
     def _is_pruned(self, job: _Job) -> bool:
-        """Report the losses of a run that are new to the study. Whether the pruner stops the run."""
+        """Report the losses of a run that are new to the study. Returns whether the pruner stops the run."""
         trial, best = job.trial, math.nan
         for step, loss in trial.curve():
             best = loss if self.config.run.export is Export.last else min(loss, best, key=_nan_last)

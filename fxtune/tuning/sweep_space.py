@@ -4,9 +4,9 @@
     sweep.train.max_grad_norm='uniform(0.3,2)'    evenly
     sweep.techniques.lora.r='choice(8,16,32)'     one of these; `8,16,32` is the same
 
-A key may be shortened to the end of its name where only one key ends so: `sweep.lr`, `sweep.lora.r`. A key that holds
-whole numbers draws whole numbers. Losses are compared on the same held-out data after the same share of the run, so
-keys that change the data, the model, the length of the run or what is compared are refused.
+A key may be shortened to a unique end of its name: `sweep.lr`, `sweep.lora.r`. A key of whole numbers draws whole
+numbers. Losses are compared on the same held-out data after the same share of the run, so keys that change the data,
+the model, the length of the run or the comparison are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSED = {
 }
 """Key or section -> why it cannot be swept."""
 SMALL = 4
-"""A space is small if it has at most so many times the configurations of the sweep."""
+"""A space is small if it has at most SMALL times as many configurations as the sweep trains."""
 INTERVALS = ("loguniform", "uniform")
 _CALL = re.compile(r"\s*(\w+)\s*\((.*)\)\s*", re.DOTALL)
 
@@ -66,14 +66,14 @@ class Dimension:
 
     @property
     def size(self) -> float:
-        """How many values it has."""
+        """The number of values."""
         if self.choices:
             return len(self.choices)
         return self.high - self.low + 1 if self.whole else math.inf
 
     @property
     def values(self) -> list[Any]:
-        """Its values, if there are finitely many."""
+        """The values of a choice, or of an interval of whole numbers."""
         return [value for value, _ in self.choices] or [*range(int(self.low), int(self.high) + 1)]
 
     def suggest(self, trial: Trial) -> Any:
@@ -138,7 +138,8 @@ def _dimension(word: str) -> Dimension:
 
 
 def full_key(name: str) -> str:
-    """The key that `name` is or ends. Raises ConfigError if there is none or more than one, or if it is refused."""
+    """The key whose name or end of name is `name`. Raises ConfigError if no key or more than one fits, or for a
+    refused key."""
     keys = [*all_keys(Config)]
     if name not in keys:
         every = [key for key in keys if key.endswith(f".{name}") and ".0." not in key and not _slot(key).fields]

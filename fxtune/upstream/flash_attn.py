@@ -1,4 +1,8 @@
-"""Private parts of flash-attn-4."""
+"""Private parts of flash-attn-4.
+
+What: _flash_attn_fwd and _flash_attn_bwd of flash_attn.cute.interface.
+Why: torch.compile cannot trace the public functions.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,12 @@ from typing import Any
 
 
 def forward(interface: Any) -> Callable[..., Any]:
-    """The kernel of the forward pass.
-
-    What: _flash_attn_fwd of flash_attn.cute.interface.
-    Why: torch.compile cannot trace the public functions.
-    """
+    """The kernel of the forward pass."""
     kernel: Callable[..., Any] = interface._flash_attn_fwd
     return kernel
 
 
 def backward(interface: Any) -> Callable[..., Any]:
-    """The kernels of the backward pass: _flash_attn_bwd, for the reasons of forward()."""
+    """The kernels of the backward pass."""
     kernel: Callable[..., Any] = interface._flash_attn_bwd
     return kernel

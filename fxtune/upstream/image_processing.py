@@ -6,9 +6,9 @@ Why: PilBackend copies the whole picture five times, resizes it with Pillow, and
   12 megapixels takes 183 ms there, and 36 ms here (docs/log.md). transformers' other backend needs torchvision, whose
   build on PyPI does not load beside the CPU build of torch.
 
-torch's uint8 kernel resizes pixels; torchvision calls the same kernel. The kernel and Pillow round differently: by 0.2
-of 255 levels on average in tall, narrow images, and in one value of 300 in other images. Both differ from exact
-arithmetic by 0.1 to 0.2 levels. Pillow applies filters that the kernel lacks, such as Lanczos.
+torch's uint8 kernel, which torchvision also calls, resizes pixels. It rounds otherwise than Pillow: by 0.2 of 255
+levels on average in tall, narrow images, and in one value of 300 in other images. Both differ from exact arithmetic by
+0.1 to 0.2 levels. Pillow applies filters that the kernel lacks, such as Lanczos.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = {None: "bilinear", Image.Resampling.BILINEAR: "bilinear", Image.Resampli
 
 
 def blank(image_processor: Any, height: int, width: int) -> Any:
-    """A black image of this size for `image_processor`. FewerPasses resizes it at no cost."""
+    """A black image for `image_processor`. FewerPasses resizes it at no cost."""
     return _blank(height, width) if isinstance(image_processor, FewerPasses) else Image.new("RGB", (width, height))
 
 

@@ -20,10 +20,9 @@ AVAILABLE = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available"
 def alone() -> Iterator[Any]:
     """peft, which finds no library of quantized weights that this process has not imported yet.
 
-    peft imports each installed library, to ask whether a linear belongs to that library. bitsandbytes takes one to
-    three seconds, because it builds compiled functions at its import and so loads torch's compiler. A model with
-    quantized linears has imported their library already. peft has no option for this: the entry None in sys.modules,
-    by which Python says that there is no such module, is public, and so are the functions whose answers peft keeps.
+    peft imports each installed library of quantized linears. bitsandbytes takes one to three seconds, because its
+    import loads torch's compiler. A model with quantized linears has imported their library already. peft has no
+    option for this. For an entry None in sys.modules Python says that there is no such module.
     """
     hidden = [name for name in LIBRARIES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is allowed there
@@ -51,15 +50,13 @@ READ = "convert_peft_config_for_transformers"
 #
 # What: convert_peft_config_for_transformers(), by which peft reads the names of linears, such as `down_proj`, as names
 #   of tensors that hold all experts.
-# Why: peft calls it for each model whose files transformers converts. fxtune needs its answer before there are
-#   adapters, and none of it while adapters are added: then each name is already what it is.
+# Why: peft calls it for each model whose files transformers converts. fxtune calls it earlier, before there are
+#   adapters, and switches it off while adapters are added.
 
 
 def read_as_experts(config: Any, model: nn.Module) -> None:
     """Move names in `config.target_modules` that peft reads as tensors of experts to `config.target_parameters`.
-
-    Raises ValueError as peft does.
-    """
+    Raises ValueError as peft does."""
     getattr(_conversion(), READ)(config, model, None)
 
 

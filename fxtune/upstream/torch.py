@@ -60,7 +60,7 @@ def operator_names() -> set[str]:
 
 
 def without_class(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its class and its gradient.
+    """`tensor` as a plain torch.Tensor without gradient.
 
     What: torch._C.DisableTorchFunctionSubclass.
     Why: a subclass may override detach().
@@ -93,20 +93,20 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after `module`, forward or backward.
+    """Whether `module` has hooks.
 
     What: nn.Module's dictionaries of hooks.
-    Why: hooks can be added in public, and not listed.
+    Why: torch has no public list of hooks.
     """
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return any(getattr(module, name) for name in names)
 
 
 def remove_forward_hooks(module: nn.Module) -> None:
-    """Remove what is called after `module`.
+    """Remove the forward hooks of `module`.
 
     What: _forward_hooks of nn.Module.
-    Why: a hook can be removed in public only by who added it.
+    Why: in public a hook is removed by its handle, which is the property of its author.
     """
     module._forward_hooks.clear()
 
@@ -115,8 +115,8 @@ def remove_recorders(module: nn.Module) -> None:
     """Remove transformers' hooks on `module` and inside it that record results, such as attention's weights.
 
     What: _forward_hooks of nn.Module.
-    Why: transformers installs them all as soon as one result is asked for (LLaVA asks for the vision encoder's hidden
-    states, which a hook of a whole layer records), and torch.compile cannot trace them.
+    Why: if one result is asked for, transformers installs all hooks (LLaVA asks for hidden states of the vision
+    encoder), and torch.compile cannot trace them.
     """
     for part in module.modules():
         hooks = part._forward_hooks
@@ -128,8 +128,8 @@ def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, for compiled code that takes any size of all its dimensions but the last of several.
 
     What: torch._dynamo.maybe_mark_dynamic, _is_view of tensors.
-    Why: torch.compile(dynamic=True) takes sizes for one that are equal by chance in the first call, and compiles again
-    when they differ. It also compiles for the size of the tensor that a view is part of, so a view is copied.
+    Why: for torch.compile(dynamic=True) two sizes that are equal in the first call are one size, so it compiles again
+    when they differ. It also compiles for the size of a view's base, so a view is copied.
     """
     tensor = tensor.clone() if tensor._is_view() else tensor
     for dimension in range(max(tensor.dim() - 1, 1)):
@@ -138,7 +138,7 @@ def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def end_workers(batches: Any) -> Callable[[], None] | None:
-    """The function that ends the worker processes of a pass over a DataLoader; None if it has none.
+    """The function that ends the worker processes of a pass over a DataLoader; None for a pass without workers.
 
     What: _shutdown_workers of torch's iterator.
     Why: torch ends workers when nothing refers to the iterator, and a traceback may refer to it until the end.
@@ -201,9 +201,7 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
     What: _set_default_timeout of the group's backend for CPU tensors.
     Why: init_process_group takes one time for both.
     """
-    backend = getattr(group, "_get_backend", lambda device: None)(torch.device("cpu"))
-    if (change := getattr(backend, "_set_default_timeout", None)) is not None:
-        change(patience)
+    group._get_backend(torch.device("cpu"))._set_default_timeout(patience)
 
 
 # The compiler
@@ -215,73 +213,54 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
 
 def compiler_errors() -> tuple[type[Exception], ...]:
     """What torch raises where code cannot be compiled as asked."""
-    from torch._dynamo import exc
-
-    return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
+    found = torch._dynamo.exc
+    return found.Unsupported, found.UserError, found.FailOnRecompileLimitHit
 
 
 def recompile_limit_error() -> type[Exception]:
     """What torch raises after too many compilations of one function."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    return FailOnRecompileLimitHit
+    return torch._dynamo.exc.FailOnRecompileLimitHit
 
 
 def compiler_error() -> type[Exception]:
     """The class of all of Dynamo's errors."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException
+    return torch._dynamo.exc.TorchDynamoException
 
 
 @functools.cache
 def unwrapped_error(kind: type[Exception]) -> type[Exception]:
     """A subclass of `kind` that torch's compilers pass on as it is; they wrap all errors but their own."""
-    from torch._dynamo.exc import ShortenTraceback
+    base = torch._dynamo.exc.ShortenTraceback
 
     def begin(self: Any, text: str) -> None:
-        ShortenTraceback.__init__(self, text, first_useful_frame=None)
+        base.__init__(self, text, first_useful_frame=None)
 
-    return type("Refusal", (kind, ShortenTraceback), {"__init__": begin})
+    return type("Refusal", (kind, base), {"__init__": begin})
 
 
 def counters() -> Any:
     """Dynamo's counts by group and name, such as `["stats"]["unique_graphs"]`."""
-    from torch._dynamo import utils
-
-    return utils.counters
+    return torch._dynamo.utils.counters
 
 
 def graph_breaks() -> list[Any]:
     """All graph breaks of this process: `.reason` and `.user_stack`."""
-    from torch._dynamo import utils
-
-    return utils.graph_break_reasons
+    return torch._dynamo.utils.graph_break_reasons
 
 
 def guard_failures() -> dict[Any, list[Any]]:
     """By code object, why its compiled code was not reused."""
-    from torch._dynamo import utils
-
-    return utils.guard_failures
+    return torch._dynamo.utils.guard_failures
 
 
 def compilations() -> list[Any]:
     """torch's metrics of the compilations of this process."""
-    from torch._dynamo import utils
-
-    return utils.get_compilation_metrics()
+    return torch._dynamo.utils.get_compilation_metrics()
 
 
 def keep_compilations(count: int) -> None:
-    """Have torch keep the metrics of this many compilations.
-
-    What: set_compilation_metrics_limit.
-    Why: its default is 64.
-    """
-    from torch._dynamo import utils
-
-    utils.set_compilation_metrics_limit(count)
+    """Let torch keep the metrics of this many compilations; its default is 64."""
+    torch._dynamo.utils.set_compilation_metrics_limit(count)
 
 
 COMPILER_LOG = "torch._dynamo"
@@ -330,8 +309,8 @@ def default_compiler_cache() -> Path:
 
 
 def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
-    """Have Inductor call `change` with each graph just before it generates code, after any pass that is installed.
-    `name`: part of the key under which compiled code is cached.
+    """Let Inductor call `change` with each graph just before it generates code, after any pass that is installed.
+    `name`: part of the key of the cache of compiled code.
 
     What: post_grad_custom_post_pass of Inductor, and the class of such a pass.
     Why: torch.compile takes no `options` beside a `mode`.
@@ -353,8 +332,7 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
             change(graph)
 
         def uuid(self) -> Any:
-            # This need not identify the code of `change`: each state of it has its own cache folder
-            # (system/files/compiler_cache.py).
+            # The code of `change` is part of the cache folder's name (system/files/compiler_cache.py).
             names = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in before]
             return (name, *names) if all(names) else None
 
@@ -362,8 +340,8 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
 
 
 def keep_operator_order() -> None:
-    """Have Inductor generate code in the order of a graph's operators, in this process from now on. Ranks compile for
-    their own sizes, and would hang if they exchanged tensors in different orders.
+    """Let Inductor generate code in the order of a graph's operators, from now on. Ranks compile for their own sizes,
+    and would hang if they exchanged tensors in different orders.
 
     What: reorder_for_peak_memory of Inductor, which sorts operators by the sizes of the first call.
     Why: torch.compile takes no `options` beside a `mode`.

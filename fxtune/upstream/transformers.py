@@ -38,10 +38,9 @@ def set_attention(config: Any, name: str) -> None:
 # RoPE of one model.
 #
 # What: the code of an attention's forward, which calls `apply_rotary_pos_emb` by that name in its Python module.
-# Why: the function is called inside forward(), and replacing it in the module would change each model of the process.
-#   transformers' registry `use_kernelized_func` does nothing without the package `kernels`. An attention
-#   forward of fxtune's own would copy what fifteen families do between projections and attention, and each release
-#   changes some of it.
+# Why: replacing the function in the module would change each model of the process. transformers' registry
+#   `use_kernelized_func` does nothing without the package `kernels`. A forward in fxtune would copy what fifteen
+#   families do between projections and attention, which changes in each release.
 
 ROPE = "apply_rotary_pos_emb"
 
@@ -96,10 +95,8 @@ def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def _renamed(forward: Any) -> Any:
-    """`forward` below transformers' wrapper that takes keywords by their former names: layers pass the new ones.
-
-    Any other wrapper stays, because it may compute something.
-    """
+    """`forward` without transformers' wrapper for former names of keywords. Other wrappers stay: they may compute
+    something."""
     while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
         forward = forward.__wrapped__
     return forward
@@ -112,8 +109,8 @@ def _renamed(forward: Any) -> Any:
 
 
 def eager_attention(kind: type) -> Callable[..., Any]:
-    """The function that an attention of this class calls for `eager`. Raises UnavailableError for code that came with
-    a model and has none."""
+    """The function that an attention of this class calls for `eager`. Raises UnavailableError for code without it,
+    which came with a model."""
     for parent in kind.__mro__:
         function: Callable[..., Any] | None = getattr(
             sys.modules.get(parent.__module__), "eager_attention_forward", None
@@ -147,7 +144,7 @@ def recorded_outputs(decoder: nn.Module) -> Mapping[str, Any]:
 
 
 def router_loss(model: nn.Module) -> Callable[..., Any] | None:
-    """The auxiliary loss of a mixture: (logits of all routers, number of experts, experts used); None: it has none."""
+    """The auxiliary loss of a mixture: (logits of all routers, number of experts, experts used); None: no loss."""
     # The class of a model with divided weights is torch's, over the family's.
     files = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     return next((loss for file in files if (loss := getattr(file, "load_balancing_loss_func", None))), None)
@@ -156,7 +153,7 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
 # The tiles of an image of LLaVA-OneVision.
 #
 # What: `image_size_to_num_patches` of its modeling file.
-# Why: the number follows from a search over the config's `image_grid_pinpoints`, which the processor does not return.
+# Why: it searches the config's `image_grid_pinpoints`, and the processor does not return the result.
 
 
 def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> int:
@@ -178,7 +175,7 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 
 
 def forget_conversions(model: nn.Module) -> None:
-    """Let save_pretrained() write this model's tensors by the names that they have in the model."""
+    """Let save_pretrained() write this model's tensors by their names in the model."""
     # transformers deletes it itself after some conversions, and then reads a missing one as None.
     model._weight_conversions = None  # type: ignore[assignment]
 
@@ -191,8 +188,8 @@ def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_conversions(model: Any) -> None:
-    """Keep with an empty model how its family's files differ from it, for renamed() and as_stored(): transformers does
-    not know a class that torch has divided."""
+    """Keep with an empty model how its family's files differ, for renamed() and as_stored(): transformers does not
+    know a class that torch has divided."""
     if mapping := _conversions_of(model):
         model._weight_conversions = mapping
 
@@ -222,7 +219,7 @@ def renamed(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], dict[str
     """What transformers makes of the tensors `stored` in files of `model`: {name in the model: name in the files} of
     each that has one name in both, and {name in the model: its sources} of each that is converted.
 
-    Of find_conversions() only what acted on a tensor is kept, as from_pretrained() does.
+    Of find_conversions() only what acted on a tensor is kept, as in from_pretrained().
     """
     from transformers.core_model_loading import WeightRenaming, dot_natural_key
 
@@ -248,7 +245,7 @@ def renamed(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], dict[str
 
 
 def other_conversions(model: Any) -> set[str]:
-    """Operations that transformers applies to weights of this model's files and that Joined does not describe."""
+    """Operations of transformers on weights of this model's files that Joined does not describe."""
     found = {_operations(change) for change in _conversions_of(model) if _converts(change)}
     return {words(operations) for operations in found.difference(EXPERTS_APART, [TURNED_EXPERTS])}
 
@@ -318,7 +315,7 @@ def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
     """transformers' processor (text with images to ids, and images to tensors) of a model of this config, with
     `tokenizer`; the files of its image processor are in `folder`.
 
-    Raises KeyError if transformers has none for this config, and else what transformers raises.
+    Raises KeyError if transformers has no processor for this config, and else what transformers raises.
     """
     # From its module: transformers 5.17 has only a stand-in for it at the top where torchvision is missing.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor

@@ -148,7 +148,7 @@ def card() -> str:
     """The name of this machine's card in `fxtune plan --gpu`, else what torch calls it; without a card the processor."""
     import torch
 
-    from fxtune.techniques.estimate.machines import CARD_MODELS
+    from fxtune.estimate.machines import CARD_MODELS
 
     if not torch.cuda.is_available():
         return platform.processor() or platform.machine()

@@ -38,6 +38,7 @@ from baselines import Measurement  # noqa: E402
 
 from fxtune.config.compose import load  # noqa: E402
 from fxtune.diagnostics.benchmark import measure_in_process  # noqa: E402
+from fxtune.estimate.memory import forecast  # noqa: E402
 from fxtune.facts.recomputation import RecomputePlan, pinned_bytes  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.load import load_config  # noqa: E402
@@ -46,7 +47,6 @@ from fxtune.system.machine.facts import PACKAGES  # noqa: E402
 from fxtune.system.machine.host import memory  # noqa: E402
 from fxtune.system.terminal.units import GIB  # noqa: E402
 from fxtune.techniques.checkpointing.technique import HOST_SHARE  # noqa: E402
-from fxtune.techniques.estimate.memory import forecast  # noqa: E402
 
 TILE = 8192
 """Tokens per MLP tile."""

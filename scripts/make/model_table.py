@@ -52,11 +52,11 @@ from small_models import small, write
 from fxtune.cli import verify
 from fxtune.config.compose import load
 from fxtune.errors import UserError
+from fxtune.estimate.memory import trained_parameters
 from fxtune.models.kinds.image_decoder.families import FAMILIES as IMAGE_FAMILIES
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import beside_text, skeleton
 from fxtune.outputs import merge
-from fxtune.techniques.estimate.memory import trained_parameters
 from fxtune.techniques.liger.technique import FAMILIES
 from fxtune.tracking import display
 from fxtune.training import trainer
@@ -187,7 +187,7 @@ def _killed(run: Callable[[], None], folder: Path) -> None:
         os.waitpid(child, 0)
         return
     steps = 0
-    own = trainer.Trainer.step
+    own = trainer.Steps.take
 
     def step(self: Any, *given: Any) -> Any:
         nonlocal steps
@@ -199,7 +199,7 @@ def _killed(run: Callable[[], None], folder: Path) -> None:
             time.sleep(0.01)
         return own(self, *given)
 
-    trainer.Trainer.step = step  # type: ignore[assignment, method-assign]
+    trainer.Steps.take = step  # type: ignore[assignment, method-assign]
     with contextlib.suppress(BaseException), contextlib.redirect_stdout(io.StringIO()):
         run()  # what is wrong with it the parent's run says
     os._exit(1)

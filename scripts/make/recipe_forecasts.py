@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from fxtune.cli.plan import HOST_GIB  # noqa: E402
 from fxtune.config import compose  # noqa: E402
+from fxtune.estimate.machines import machine  # noqa: E402
 from fxtune.system.terminal.units import GIB  # noqa: E402
-from fxtune.techniques.estimate.machines import machine  # noqa: E402
 from fxtune.training.forecast.run_forecast import forecast_run  # noqa: E402
 
 LINE = re.compile(r"^(#   fxtune plan (\+recipe=.*)): .*$", re.MULTILINE)

@@ -36,11 +36,11 @@ from baselines import Baseline, Measurement  # noqa: E402
 
 from fxtune.config import compose  # noqa: E402
 from fxtune.config.root import Config  # noqa: E402
+from fxtune.estimate.machines import CARD_MODELS, machine  # noqa: E402
 from fxtune.models.kinds.known import kind_of  # noqa: E402
 from fxtune.models.load import load_config  # noqa: E402
 from fxtune.system.process.process_group import run_process  # noqa: E402
 from fxtune.system.terminal.units import GIB  # noqa: E402
-from fxtune.techniques.estimate.machines import CARD_MODELS, machine  # noqa: E402
 from fxtune.training.forecast.run_forecast import Lengths, RunForecast, forecast_run  # noqa: E402
 from fxtune.tuning import trial  # noqa: E402
 

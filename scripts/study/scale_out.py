@@ -8,8 +8,8 @@ Each card has the same rows on any number of cards. A step is the time to comput
 
 1. Compute. The measured step of one card; for the mixture, of two cards without its calculated exchange. If weights
    are divided, a rank recomputes less and updates fewer weights. So the step is scaled by the ratio of fxtune's forecasts
-   (techniques/estimate/step_time.py) for both numbers of cards. The same ratio scales the step of an H200 to an H100.
-2. Exchange. The bytes that a rank sends (techniques/estimate/traffic.py), over NVLink within a host and over the network
+   (estimate/step_time.py) for both numbers of cards. The same ratio scales the step of an H200 to an H100.
+2. Exchange. The bytes that a rank sends (estimate/traffic.py), over NVLink within a host and over the network
    between hosts, and COLLECTIVE seconds for each collective. Weights and experts are divided within a host; hosts are
    replicas. In a sum over all cards, the network cards of a host share the bytes that leave the host. A sum between hosts
    takes 2 log2(hosts) messages of --latency (NCCL's trees).
@@ -42,11 +42,11 @@ from baseline_tables import table  # noqa: E402
 from scaling import counts  # noqa: E402
 
 from fxtune.distributed.parallel import Degrees  # noqa: E402
+from fxtune.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds  # noqa: E402
+from fxtune.estimate.traffic import step_traffic  # noqa: E402
 from fxtune.facts.run import Facts  # noqa: E402
 from fxtune.models.dims import Shape  # noqa: E402
 from fxtune.reports.plots import Series, plot  # noqa: E402
-from fxtune.techniques.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds  # noqa: E402
-from fxtune.techniques.estimate.traffic import step_traffic  # noqa: E402
 
 CARD = "H200"  # of the projection
 COLLECTIVE = 70e-6

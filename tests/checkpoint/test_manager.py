@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fxtune.checkpoint.manager import CheckpointConfig, Checkpoints
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.errors import StorageError
+from fxtune.estimate.memory import forecast
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, moment_bytes, state_of
-from fxtune.techniques.estimate.memory import forecast
 
 
 def names(folder):

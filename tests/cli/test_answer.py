@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.cases import slow_but
 from support.recipes import QUICK, write_recipe
 
 from fxtune.cli import answer
@@ -107,9 +108,12 @@ def test_a_multirun_has_a_list_of_its_runs(cwd, trained, monkeypatch):
     assert "rows.jsonl:3" in bad["error"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), slow_but([(signal.SIGTERM, 75), (signal.SIGINT, 130)], (signal.SIGTERM, 75))
+)
 def test_a_stopped_run_says_how_to_go_on(cwd, number, code):
-    words = [QUICK, "train.epochs=100", "train.log_every=1", "run.dir=run", "--json", "found.json"]
+    quick = ["data.questions.path=null", "run.report=false", "train.log_every=1", "run.dir=run"]
+    words = [QUICK, "train.epochs=100", *quick, "--json", "found.json"]
     process = subprocess.Popen([sys.executable, "-m", "fxtune", *words], stdout=subprocess.DEVNULL)
     try:
         while process.poll() is None and not Path("run/metrics.jsonl").is_file():

@@ -16,7 +16,7 @@ from fxtune.training import trainer as train
 def test_stopped_run_is_finished_by_its_name(narrow, cwd, monkeypatch, capsys):
     narrow.schedule.name, narrow.schedule.decay_steps = ScheduleName.wsd, 0.25
     narrow.train.max_steps, narrow.checkpoint.every, narrow.run.dir = 20, 1, "runs/mine"
-    step_of = train.Trainer.step
+    step_of = train.Steps.take
 
     def kill(self, step, lr):
         if step.index == 6:
@@ -24,7 +24,7 @@ def test_stopped_run_is_finished_by_its_name(narrow, cwd, monkeypatch, capsys):
         return step_of(self, step, lr)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", kill)
+        patch.setattr(train.Steps, "take", kill)
         with pytest.raises(KeyboardInterrupt):
             train.run(narrow)
     assert main(["finish", "mine"]) == 0

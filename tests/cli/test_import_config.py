@@ -264,11 +264,7 @@ def test_a_key_that_trains_otherwise_here_is_a_difference(folder, tool, changes,
         ("trl", {"use_peft": None}, {"techniques": ["full", "fast"]}),
         ("trl", {"bf16": None, "max_length": None, "max_seq_length": 64}, {"data.sequence_length": 64}),
         ("trl", {"eval_strategy": "steps"}, {"data.eval_sources": [{"path": "org/rows", "split": "test"}]}),
-        (
-            "trl",
-            {"dataset_text_field": "body"},
-            {"data.sources": [{"path": "org/rows", "columns": {"body": "text"}}]},
-        ),
+        ("trl", {"dataset_text_field": "body"}, {"data.sources": [{"path": "org/rows", "columns": {"body": "text"}}]}),
         ("trl", {}, {"data.packing": False, "techniques": ["lora", "fast"]}),
     ],
 )

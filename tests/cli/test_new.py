@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from support.cases import slow_but
 from support.processors import write_picture_rows
 
 from fxtune.cli.main import main
@@ -63,6 +64,12 @@ FILES = {
     "labels.csv": lambda file: table(file, ["text", "label"], [(q, "even") for q, _ in ASKED]),
     "folder": folder,
 }
+AS_TURNS = ("questions.csv", "pairs.jsonl", "judged.jsonl", "labels.csv")
+"""Their texts become turns of the model's template."""
+ONE_STEP = (
+    *("train.max_steps=1", "data.questions.limit=1", "data.questions.max_new_tokens=2"),
+    *("tracking.display=none", "run.report=false"),
+)
 OBJECTIVES = {"pairs.jsonl": "dpo", "judged.jsonl": "kto"}
 NAMES = {file: file.replace(".", "_") for file in FILES}
 
@@ -80,30 +87,24 @@ def drafted(file, *words):
     return load([f"+recipe={NAMES[file]}"])
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_rows_of_each_kind_become_a_recipe_that_trains(place, file):
+@pytest.mark.parametrize("file", slow_but(FILES, *AS_TURNS, "book.txt", "folder"))
+def test_rows_of_each_kind_become_a_recipe_that_trains(place, file, capfd):
     config = drafted(file)
     assert config.objective.name == OBJECTIVES.get(file, "causal_lm")
     text = (place / f"recipes/{NAMES[file]}.yaml").read_text()
     assert all("  # " in line for line in text.splitlines() if line.strip().startswith(("sequence_length", "epochs")))
     assert config.data.sequence_length >= 16
-    assert (
-        main(["train", f"+recipe={NAMES[file]}", "train.max_steps=1", "tracking.display=none", "run.report=false"])
-        == 0
-    )
-
-
-@pytest.mark.parametrize("file", ["questions.csv", "pairs.jsonl", "judged.jsonl", "labels.csv"])
-def test_texts_are_turns_of_the_models_template(place, file, capfd):
-    drafted(file)
-    assert main(["preview", f"+recipe={NAMES[file]}"]) in (0, None)
-    assert "<|im_start|>" in capfd.readouterr().out
-    if file.endswith("csv"):
+    if file in AS_TURNS:
+        capfd.readouterr()
+        assert main(["preview", f"+recipe={NAMES[file]}"]) in (0, None)
+        assert "<|im_start|>" in capfd.readouterr().out
+    if file in AS_TURNS and file.endswith("csv"):
         asked = [
             json.loads(line) for line in (place / f"recipes/{NAMES[file]}_questions.jsonl").read_text().splitlines()
         ]
         assert all({"instruction", "output"} <= row.keys() for row in asked), "asked as they are trained"
         assert len({int(row["instruction"].split()[2]) % 2 for row in asked}) == 2, "drawn, not every n-th"
+    assert main(["train", f"+recipe={NAMES[file]}", *ONE_STEP]) == 0
 
 
 def test_columns_with_other_names_are_named(place, capfd):
@@ -150,10 +151,11 @@ def test_labels_that_are_numbers_say_what_to_write(place, capfd):
     assert "Write each label as a word" in capfd.readouterr().err
 
 
-def test_pictures_get_a_model_that_sees_them(place):
-    file = write_picture_rows(place, rows=8)
+def test_pictures_get_a_model_that_sees_them_and_are_not_copied_as_questions(place):
+    file = write_picture_rows(place, rows=120)
     assert main(["new", "seen", "--data", str(file)]) == 0
     assert load(["+recipe=seen"]).model.path == "builtin:tiny-vision"
+    assert load(["+recipe=seen"]).data.questions.path is None
 
 
 def test_pictures_in_a_folder_with_their_questions_become_a_recipe_that_trains(place):
@@ -164,7 +166,7 @@ def test_pictures_in_a_folder_with_their_questions_become_a_recipe_that_trains(p
     jsonl("pictures/metadata.jsonl", rows)
     assert main(["new", "seen", "--data", "pictures"]) == 0
     assert load(["+recipe=seen"]).model.path == "builtin:tiny-vision"
-    assert main(["train", "+recipe=seen", "train.max_steps=1", "tracking.display=none", "run.report=false"]) == 0
+    assert main(["train", "+recipe=seen", *ONE_STEP]) == 0
 
 
 def test_a_file_name_without_a_file_beside_a_text_is_no_picture():
@@ -183,17 +185,14 @@ def test_a_folder_s_split_is_held_out(place, split, file):
     config = load(["+recipe=mine"])
     assert [source.split for source in config.data.eval_sources] == [split]
     assert f"split {split}" in (place / "recipes/mine.yaml").read_text()
-    assert main(["train", "+recipe=mine", "train.max_steps=1", "tracking.display=none", "run.report=false"]) == 0
 
 
-def test_rows_with_pictures_are_not_copied_as_questions(place):
-    file = write_picture_rows(place, rows=120)
-    assert main(["new", "seen", "--data", str(file)]) == 0
-    assert load(["+recipe=seen"]).data.questions.path is None
-
-
-def test_no_file_is_overwritten():
+def test_questions_are_held_out_rows_and_no_file_is_overwritten():
     config = drafted("chats.jsonl")
+    asked = [json.loads(line) for line in Path(config.data.questions.path).read_text().splitlines()]
+    assert len(asked) == 20
+    assert {row["messages"][0]["content"] for row in asked} <= {question for question, _ in ASKED}
+    assert config.data.on_overlap.value == "drop"
     before = Path(config.data.questions.path).read_text()
     assert main(["new", "chats_jsonl", "--data", "chats.jsonl"]) == 6
     Path("recipes/chats_jsonl.yaml").unlink()
@@ -202,24 +201,9 @@ def test_no_file_is_overwritten():
     assert not Path("recipes/chats_jsonl.yaml").exists()
 
 
-def test_questions_are_rows_of_the_file_that_are_not_trained_on():
-    config = drafted("chats.jsonl")
-    asked = [json.loads(line) for line in Path(config.data.questions.path).read_text().splitlines()]
-    assert len(asked) == 20
-    assert {row["messages"][0]["content"] for row in asked} <= {question for question, _ in ASKED}
-    assert config.data.on_overlap.value == "drop"
-
-
 @pytest.mark.parametrize(
     ("card", "model"),
-    [
-        ("B200", "Qwen/Qwen3-32B"),
-        ("H200", "Qwen/Qwen3-32B"),
-        ("H100", "Qwen/Qwen3-14B"),
-        ("A100-40GB", "Qwen/Qwen3-8B"),
-        ("RTX 4090", "Qwen/Qwen3-4B-Instruct-2507"),
-        ("L4", "Qwen/Qwen3-4B-Instruct-2507"),
-    ],
+    [("H200", "Qwen/Qwen3-32B"), ("A100-40GB", "Qwen/Qwen3-8B"), ("L4", "Qwen/Qwen3-4B-Instruct-2507")],
 )
 def test_the_proposed_model_is_the_largest_that_fits_the_card_and_offline_its_name_is_said(capsys, card, model):
     FILES["chats.jsonl"]("chats.jsonl")

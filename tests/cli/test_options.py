@@ -32,5 +32,5 @@ def test_a_file_is_tried_without_changing_it(tmp_path):
     require_writable(file)
     assert json.loads(file.read_text()) == {"a": 1}
     for function in (require_writable, lambda path: write_json(path, {})):
-        with pytest.raises(StorageError, match=r"--json .*b\.json cannot be written: .*Give a file in a folder"):
+        with pytest.raises(StorageError, match=r"b\.json cannot be written"):
             function(tmp_path / "nowhere" / "b.json")

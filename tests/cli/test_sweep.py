@@ -117,7 +117,7 @@ def test_killed_sweep_ends_with_a_table_curves_and_a_recipe_that_gives_the_same_
     assert sorted(run["trial"] for run in found["runs"]) == [0, 1, 2, 3]
     assert {run["state"] for run in found["runs"]} <= {"done", "stopped"}
     assert f"The best is trial {best['trial']}" in said
-    assert "The recipe is recipes/quickstart_swept.yaml: fxtune +recipe=quickstart_swept" in said
+    assert "recipes/quickstart_swept.yaml" in said
     curves = (folder / "curves.svg").read_text()
     assert all(f"trial {run['trial']}: " in curves for run in found["runs"]), "the legend names each trial"
     assert Path("recipes/quickstart_swept.yaml").read_text().startswith("# quickstart with the lowest held-out loss")

@@ -46,9 +46,7 @@ def test_a_word_in_place_of_a_section_is_one_of_its_switches(cwd):
         learn = load(argv).data.learn
         assert (learn.since_last_question, learn.last_turn_only) == (True, False)
     assert load(["+recipe=mine", "data.learn.since_last_question=false"]).data.learn == LearnConfig()
-    with pytest.raises(
-        ConfigError, match=r"`data.learn` is a group of keys.*or the words last_turn_only, since_last_question"
-    ):
+    with pytest.raises(ConfigError, match=r"or the words last_turn_only"):
         load(["data.learn=since_last"])
 
 

@@ -22,18 +22,7 @@ REFUSED = [
     (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
     (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
     (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
-    (["optimizer.name=adafactor", "optimizer.fused=false"], "optimizer.fused=false", "optimizer.name=adamw|sgd|"),
-    (
-        ["optimizer.stochastic_rounding=true", "optimizer.fused=false"],
-        "optimizer.fused=false",
-        "optimizer.stochastic_rounding=false",
-    ),
     (["loader.num_workers=0", "loader.prefetch_factor=2"], "loader.prefetch_factor=2", "loader.num_workers"),
-    (
-        ["loader.num_workers=0", "loader.persistent_workers=false"],
-        "loader.persistent_workers=false",
-        "loader.num_workers",
-    ),
 ]
 WARNED = [
     (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),

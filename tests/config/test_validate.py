@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import pairs
 from support.recipes import QUICK, refusal, write_recipe
 
 from fxtune.cli.main import main
@@ -146,10 +147,9 @@ STRANGE = {
     ("what", "flags"),
     [
         *((what, []) for what in STRANGE),
-        *(
-            (what, flags)
-            for what in ("callback", "sweeper", "grid", "grid over secrets", "secret", "python tag")
-            for flags in (["-m"], ["--cfg", "job", "--resolve"], ["--info"])
+        *pairs(
+            ("callback", "sweeper", "grid", "grid over secrets", "secret", "python tag"),
+            (["-m"], ["--cfg", "job", "--resolve"], ["--info"]),
         ),
     ],
 )

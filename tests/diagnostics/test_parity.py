@@ -87,13 +87,20 @@ WITH_ROUTERS = "fxtune, 2 x 2 as configured, with the routers' loss"
 
 def test_routers_loss_is_that_of_plain_transformers_in_the_configured_micro_batches():
     """The routers' loss of two micro-batches of two rows is another one than that of four rows."""
-    found, _ = compare(*MIXTURE, each=True)
+    found, _ = compare(*MIXTURE)
     assert all(variant.within for variant in found.values()), [variant.beyond() for variant in found.values()]
     assert max(variant.gradient_off for variant in found.values()) < 1e-5
     assert found[WITH_ROUTERS].loss > found["fxtune, 1 x 4"].loss + 0.5
-    assert found.keys() >= {"fxtune, 4 x 1", "fxtune, without router, 2 x 2 as configured"}
+    assert "fxtune, 4 x 1" in found
 
 
+@pytest.mark.slow
+def test_the_router_is_switched_off_like_every_technique():
+    found, _ = compare(*MIXTURE, each=True)
+    assert found["fxtune, without router, 2 x 2 as configured"].within
+
+
+@pytest.mark.slow
 def test_routers_that_count_padding_are_out_of_bounds(monkeypatch):
     monkeypatch.setattr(Batch, "is_token", lambda batch: torch.ones(batch.input_ids.numel()))
     found, _ = compare(*MIXTURE, "data.packing=false")
@@ -167,12 +174,12 @@ def require_equal(found: dict[str, Compared]) -> None:
     "words",
     [
         pytest.param(["data.packing=true", IN_STEP], id="packed"),
-        pytest.param(["data.packing=false", "data.buckets=[64,128]", IN_STEP], id="buckets"),
-        pytest.param(["data.packing=true", "objective.reference=stored"], id="stored"),
+        pytest.param(["data.packing=false", "data.buckets=[64,128]", IN_STEP], id="buckets", marks=pytest.mark.slow),
+        pytest.param(["data.packing=true", "objective.reference=stored"], id="stored", marks=pytest.mark.slow),
         pytest.param(["techniques=[fast]", "objective.label_smoothing=0.2", *FUSED], id="full"),
-        pytest.param(["objective=ipo", *FUSED], id="ipo"),
+        pytest.param(["objective=ipo", *FUSED], id="ipo", marks=pytest.mark.slow),
         pytest.param(["objective=simpo", "data.packing=false"], id="simpo"),
-        pytest.param(["objective=orpo"], id="orpo"),
+        pytest.param(["objective=orpo"], id="orpo", marks=pytest.mark.slow),
         pytest.param([*JUDGED, "objective.desirable_weight=2", "objective.reference=stored", *FUSED], id="kto"),
         pytest.param(
             ["techniques.compile.enabled=true", "train.global_batch_size=2", IN_STEP],

@@ -15,14 +15,8 @@ from support.runs import losses
 
 pytestmark = pytest.mark.slow
 BASE = (
-    "run.device=cpu",
-    "data.eval_fraction=0.1",
-    "data.packing=true",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=2",
-    "train.epochs=null",
-    "train.max_steps=20",
-    "train.eval_every=8",
+    *("run.device=cpu", "data.eval_fraction=0.1", "data.packing=true", "train.micro_batch_size=1"),
+    *("train.global_batch_size=2", "train.epochs=null", "train.max_steps=20", "train.eval_every=8"),
 )
 YARN = (
     "techniques.rope.enabled=true",

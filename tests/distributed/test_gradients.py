@@ -15,6 +15,7 @@ from support.harness import command, run, user_environment
 from support.killing import tail
 from support.ranks import ONE_THREAD, free_port
 from support.runs import losses
+from support.sharded import run_ranks
 from torch import nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
@@ -23,7 +24,7 @@ from fxtune.distributed.averaging import WeightAverage
 from fxtune.distributed.gradients import GradientSum
 from fxtune.distributed.parallel import Compression, Degrees, ParallelConfig
 from fxtune.distributed.powersgd import PowerSGD
-from fxtune.distributed.world import Device, World
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.system.process.threads import PROCESSES
 
@@ -195,18 +196,6 @@ def test_powersgd_on_the_cpu_of_a_host_with_gpus_is_refused(monkeypatch):
 # Tests in two processes.
 
 
-def in_two_processes(work):
-    torch.multiprocessing.spawn(_rank, args=(free_port(), work), nprocs=2)
-
-
-def _rank(rank, port, work):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
-    with World.create(Device.cpu) as world:
-        work(world)
-
-
 def drawn(world, step=0):
     """Weights, and gradients of this rank and of all."""
     shapes = ((40, 30), (30,), (30, 50), (7,), (60, 20))
@@ -320,7 +309,7 @@ def _averages(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [_sums, _powersgd, _averages])
 def test_two_processes(work):
-    in_two_processes(work)
+    assert run_ranks(2, work) == [None, None]
 
 
 # Whole runs.

@@ -19,16 +19,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 pytestmark = pytest.mark.slow
 ROWS = (
-    "model.init=pretrained",
-    "model.path=model",
-    "model.architecture={}",
-    "data.sources=[{path: pictures/rows.jsonl}]",
-    "data.packing=false",
-    "train.epochs=null",
-    "train.max_steps=5",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=2",
-    "checkpoint.every=2",
+    *("model.init=pretrained", "model.path=model", "model.architecture={}"),
+    *("data.sources=[{path: pictures/rows.jsonl}]", "data.packing=false", "train.epochs=null", "train.max_steps=5"),
+    *("train.micro_batch_size=1", "train.global_batch_size=2", "checkpoint.every=2"),
 )
 """36 rows, of which each third has no image. In some steps no rank has an image."""
 TOWER = ("techniques.lora.vision=on", "techniques.lora.projector=on")
@@ -93,7 +86,7 @@ def test_two_ranks_with_parts_of_the_weights_learn_what_one_process_learns(famil
 
 
 def test_ranks_gather_lower_layers_together_where_only_images_have_a_gradient_there(ranks, tmp_path):
-    """The adapters of the tower are below layers without adapters."""
+    """The adapters of the vision encoder are below layers without adapters."""
     words = made(tmp_path / "run", "llava", *TOWER, LOWER, "parallel.shard=2")
     deepened(tmp_path / "run" / "model")
     assert ranks.run(words, tmp_path / "run") == [0, 0], tail(tmp_path / "run")

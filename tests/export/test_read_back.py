@@ -146,22 +146,16 @@ ADAPTERS: dict[str, tuple[Mutation, str]] = {
 MODELS: dict[str, tuple[Mutation, str]] = {
     "lost shard": (lambda folder: shards(folder)[1].unlink(), "is missing in the files"),
     "cut shard": (lambda folder: cut(shards(folder)[0].name)(folder), "model-00001-of-.* cannot be read back"),
-    "index names another shard": (
-        in_index(lambda files: files.update({"lm_head.weight": min(files.values())})),
-        "lm_head.weight is in model-00001-of-.* by model.safetensors.index.json",
-    ),
+    "index names another shard": (in_index(lambda files: files.update({"lm_head.weight": min(files.values())})),
+     "lm_head.weight is in model-00001-of-.* by model.safetensors.index.json"),
     "index without a tensor": (in_index(lambda files: files.pop("lm_head.weight")), f"missing in {INDEX}"),
     "no index": (lambda folder: (folder / INDEX).unlink(), f"{INDEX} cannot be read back"),
-    "dropped bias": (
-        lambda folder: tensors(lambda t: t.pop(next(n for n in t if n.endswith("bias"))), shard_of(folder, "bias"))(
-            folder
-        ),
-        "bias is missing",
-    ),
+    "dropped bias": (lambda folder: tensors(lambda t: t.pop(next(n for n in t if n.endswith("bias"))),
+     shard_of(folder, "bias"))(folder), "bias is missing"),
     "stale config": (options("config.json", rms_norm_eps=1e-3), "rms_norm_eps is 0.001 in it"),
     "tied head": (options("config.json", tie_word_embeddings=True), "tie_word_embeddings is True in it"),
     "stale generation config": (options("generation_config.json", eos_token_id=5), "eos_token_id is 5 in it"),
-}
+}  # fmt: skip
 
 
 def shard_of(folder: Path, ending: str) -> str:

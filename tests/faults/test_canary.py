@@ -43,21 +43,10 @@ TYPED = {
 """Secrets on command lines, in git and in W&B's address, recognizable by their format or position."""
 SECRETS = {**ENVIRONMENT, **TYPED}
 RUN = [
-    "+recipe=quickstart",
-    "train.max_steps=2",
-    "train.eval_every=0",
-    "data.questions.path=null",
-    "run.device=cpu",
-    "tracking.display=plain",
-    "data.sequence_length=64",
-    "data.on_long=truncate",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=2",
-    "data.sources=[{path: rows.jsonl}]",
-    "data.eval_sources=[{path: rows.jsonl}]",
-    "data.on_overlap=keep",
-    "data.cache_dir=tokens",
-    "schedule.warmup_steps=0",
+    *("+recipe=quickstart", "train.max_steps=2", "train.eval_every=0", "data.questions.path=null", "run.device=cpu"),
+    *("tracking.display=plain", "data.sequence_length=64", "data.on_long=truncate", "train.micro_batch_size=2"),
+    *("train.global_batch_size=2", "data.sources=[{path: rows.jsonl}]", "data.eval_sources=[{path: rows.jsonl}]"),
+    *("data.on_overlap=keep", "data.cache_dir=tokens", "schedule.warmup_steps=0"),
 ]
 
 
@@ -164,13 +153,7 @@ def test_run_and_follow_up_commands_write_no_secret(planted, capfd, monkeypatch)
     assert require_none_written(planted) > 20
     written = {path.name for path in (planted / "work").rglob("*")}
     assert {
-        "config.yaml",
-        "README.md",
-        "evidence.json",
-        "metrics.jsonl",
-        "verify.json",
-        "bench.json",
-        "process.log",
+        *("config.yaml", "README.md", "evidence.json", "metrics.jsonl", "verify.json", "bench.json", "process.log"),
     } <= written
     assert any(name.endswith(".wandb") for name in written)
     assert ".hydra" not in written

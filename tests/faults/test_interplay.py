@@ -87,7 +87,7 @@ def short_of_memory(monkeypatch, rows: int, once=lambda: None) -> list[int]:
 
 def at_step(monkeypatch, step: int, what) -> None:
     """Call `what` once before step `number`, counted from 0."""
-    taken, done = trainer.Trainer.step, []
+    taken, done = trainer.Steps.take, []
 
     def watched(self, given, lr):
         if given.index == step and not done:
@@ -95,7 +95,7 @@ def at_step(monkeypatch, step: int, what) -> None:
             what()
         return taken(self, given, lr)
 
-    monkeypatch.setattr(trainer.Trainer, "step", watched)
+    monkeypatch.setattr(trainer.Steps, "take", watched)
 
 
 @pytest.mark.vital
@@ -286,9 +286,9 @@ def test_loss_window_without_finite_losses_skips_no_finite_step(run_, monkeypatc
     monkeypatch.setattr(
         LanguageModel, "summed_loss", lambda *given: real(*given) * (math.nan if index[0] < 2 else 1.0)
     )
-    taken = trainer.Trainer.step
+    taken = trainer.Steps.take
     monkeypatch.setattr(
-        trainer.Trainer, "step", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr)
+        trainer.Steps, "take", lambda self, step, lr: taken(self, step, index.__setitem__(0, step.index) or lr)
     )
     moved: list[bool] = []
     update = Optimizer.step

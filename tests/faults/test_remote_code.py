@@ -19,17 +19,9 @@ from support.strangers import change, plant_code, stranger_in
 from fxtune.models.proof import PROOF
 
 RUN = (
-    "data.sources=[{path: chats.jsonl}]",
-    "data.cache_dir=cache",
-    "data.sequence_length=128",
-    "data.packing=false",
-    "data.eval_fraction=0.3",
-    "train.max_steps=2",
-    "train.global_batch_size=2",
-    "train.micro_batch_size=2",
-    "loader.num_workers=0",
-    "run.device=cpu",
-    "tracking.display=none",
+    *("data.sources=[{path: chats.jsonl}]", "data.cache_dir=cache", "data.sequence_length=128", "data.packing=false"),
+    *("data.eval_fraction=0.3", "train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_size=2"),
+    *("loader.num_workers=0", "run.device=cpu", "tracking.display=none"),
 )
 PIN = "Pin what you have read"
 """The refusal of trust in a folder or in a name that may change."""

@@ -190,21 +190,9 @@ class _Loaded:
 
 
 PICKLES = (
-    "pytorch_model.bin",
-    "model.bin",
-    "adapter_model.bin",
-    "training_args.bin",
-    "optimizer.pt",
-    "optimizer.bin",
-    "scheduler.pt",
-    "rng_state.pth",
-    "model.pt",
-    "model.pth",
-    "model.pkl",
-    "consolidated.00.pth",
-    "tokenizer.pkl",
-    "data.npy",
-    "weights.npz",
+    *("pytorch_model.bin", "model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "optimizer.bin"),
+    *("scheduler.pt", "rng_state.pth", "model.pt", "model.pth", "model.pkl", "consolidated.00.pth", "tokenizer.pkl"),
+    *("data.npy", "weights.npz"),
 )
 
 
@@ -277,13 +265,8 @@ def test_pickles_of_a_model_are_not_read(stranger, adapter):
 def test_model_code_does_not_run(stranger):
     code = "import pathlib\npathlib.Path('ran').touch()\nclass Mine: pass\n"
     for name in (
-        "mine.py",
-        "modeling_mine.py",
-        "tokenization_mine.py",
-        "generate.py",
-        "__init__.py",
-        "setup.py",
-        "conftest.py",
+        *("mine.py", "modeling_mine.py", "tokenization_mine.py", "generate.py", "__init__.py"),
+        *("setup.py", "conftest.py"),
     ):
         (stranger / name).write_text(code)
     (stranger / "custom_generate").mkdir()
@@ -566,15 +549,8 @@ def test_pickles_in_data_are_not_read(cwd):
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])], schema=pa.schema([field])), "rows.parquet")
     assert [row.value for row in open_source(SourceConfig(path="rows.parquet")).rows()] == [{"text": "a"}]
     for name in (
-        "rows.pkl",
-        "rows.pt",
-        "rows.npy",
-        "rows.npz",
-        "rows.bin",
-        "rows.joblib",
-        "rows.tar",
-        "rows.zip",
-        "rows.arrow",
+        *("rows.pkl", "rows.pt", "rows.npy", "rows.npz", "rows.bin", "rows.joblib", "rows.tar"),
+        *("rows.zip", "rows.arrow"),
     ):
         (cwd / name).write_bytes(payload)
         with pytest.raises(DataError, match="no file that fxtune reads"):
@@ -862,37 +838,16 @@ def test_saving_follows_no_link_out_of_the_run_folder(stranger, cwd):
 def test_working_directory_modules_are_not_imported(cwd):
     """An untrusted data folder may contain a wandb.py, which `python -m` would import in place of the library."""
     for name in (
-        "wandb",
-        "torch",
-        "numpy",
-        "yaml",
-        "transformers",
-        "datasets",
-        "peft",
-        "hydra",
-        "omegaconf",
-        "jinja2",
-        "filelock",
-        "safetensors",
-        "tokenizers",
-        "rich",
-        "hydra_plugins/evil",
-        "multiprocessing",
-        "fxtune_plugin",
+        *("wandb", "torch", "numpy", "yaml", "transformers", "datasets", "peft", "hydra", "omegaconf", "jinja2"),
+        *("filelock", "safetensors", "tokenizers", "rich", "hydra_plugins/evil", "multiprocessing", "fxtune_plugin"),
     ):
         file = cwd / f"{name}.py"
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"import pathlib\npathlib.Path({str(cwd / 'ran')!r}).write_text({name!r})\n")
     (cwd / "rows.jsonl").write_text('{"text": "a b c"}\n' * 8)
     words = [
-        "data.sources=[{path: rows.jsonl}]",
-        "train.max_steps=1",
-        "data.packing=false",
-        "techniques=lora",
-        "run.device=cpu",
-        "loader.num_workers=1",
-        "data.cache_dir=cache",
-        "data.sequence_length=256",
+        *("data.sources=[{path: rows.jsonl}]", "train.max_steps=1", "data.packing=false", "techniques=lora"),
+        *("run.device=cpu", "loader.num_workers=1", "data.cache_dir=cache", "data.sequence_length=256"),
     ]
     done = subprocess.run(
         [sys.executable, "-m", "fxtune", *words],

@@ -427,7 +427,7 @@ HARM = {
     "a link": (link_whole, "it is a link", True),
     "a pipe": (pipe, "weights.safetensors is no plain file", True),
     "more files": (lambda path: (path / "optimizer.pt").write_bytes(b"x"), "optimizer.pt was not saved with it", True),
-    "a path": (by_name, "manifest.json is none of a checkpoint", True),
+    "a path": (by_name, "manifest.json does not describe a checkpoint", True),
     "another format": (newer_format, "not of this version of fxtune", True),
     "no manifest": (lambda path: (path / "manifest.json").write_text("{}"), "not of this version of fxtune", True),
     "a newer state": (lambda path: forge(path, "state.json", state(evil=1)), "`evil`, which this version", True),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxtune.techniques.estimate.cards import peak_flops
+from fxtune.estimate.cards import peak_flops
 
 SHAPE = (
     "+recipe=quickstart",

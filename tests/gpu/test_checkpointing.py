@@ -12,23 +12,19 @@ from typing import Any
 import pytest
 import torch
 from support import reference
+from support.decoder_sizes import decoder_sizes
 
+from fxtune.estimate.memory import forecast
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.run import Facts
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import MAX_RECOMPILES
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.pipeline import Pipeline
 
 BIG = dict(
     reference.SHAPES["llama"],
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    vocab_size=32000,
+    **decoder_sizes(2048, 8192, layers=8, heads=16, key_heads=4, vocabulary=32000),
     max_position_embeddings=65536,
 )
 LEFT = 1 << 27

@@ -177,19 +177,6 @@ def pipeline(fused: str = "auto", compiled: bool = False, quantized: bool = True
     return made
 
 
-def passed(model, made, given) -> reference.Result:
-    model.zero_grad()
-    with made.precision.context(torch.device("cuda")):
-        loss = reference.loss_of(made, model, given)
-    loss.backward()
-    grads = {
-        name: parameter.grad.float().cpu()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return reference.Result(loss.item(), reference.logits(made, model, given).cpu(), grads)
-
-
 @pytest.mark.parametrize("shape", reference.SHAPES)
 def test_fp8_model_is_close_to_bfloat16(shape):
     """fp8 products have a relative error of 0.037, which two layers of random weights do not reduce."""
@@ -198,14 +185,14 @@ def test_fp8_model_is_close_to_bfloat16(shape):
     for fused in ("on", "off"):
         ours, made, evidence, _ = reference.build(pipeline(fused), shape, given)
         assert [one.acted for one in evidence if one.technique == "quantize"] == [True] * 4
-        results[fused] = passed(ours, made, given)
+        results[fused] = reference.passed(ours, made, given)
     plain, made, _, _ = reference.build(pipeline("off", quantized=False), shape, given)
     theirs = dict(ours.named_modules())
     with torch.no_grad():
         for name, module in plain.named_modules():
             if name in theirs and is_quantized(theirs[name]):
                 module.weight.copy_(dequantized(theirs[name]))
-    results["plain"] = passed(plain, made, given)
+    results["plain"] = reference.passed(plain, made, given)
     for fused in ("on", "off"):
         apart = reference.relative_errors(results[fused], results["plain"])
         assert apart["logits"] < 0.1, (fused, apart)
@@ -223,10 +210,10 @@ def test_fp8_model_is_close_to_bfloat16(shape):
 def test_compiled_layers_equal_eager_layers(fused):
     given = reference.batch("llama")
     plain, made, _, _ = reference.build(pipeline(fused), "llama", given)
-    eager = passed(plain, made, given)
+    eager = reference.passed(plain, made, given)
     model, chosen, evidence, _ = reference.build(pipeline(fused, compiled=True), "llama", given)
     assert [one for one in evidence if one.technique == "compile"]
-    apart = reference.relative_errors(passed(model, chosen, given), eager)
+    apart = reference.relative_errors(reference.passed(model, chosen, given), eager)
     # A number that bfloat16 rounds differently may have another fp8 code, 1/16 away: noise as large as fp8's own.
     assert apart["logits"] < 0.09, apart
     assert apart["grads"] < 0.12, apart
@@ -307,7 +294,7 @@ def test_a_model_with_fp8_embeddings_and_head():
     ours, made, evidence, _ = reference.build(asked, "llama", given)
     assert all(one.acted for one in evidence)
     theirs, plainly, _, _ = reference.build(pipeline(), "llama", given)
-    apart = reference.relative_errors(passed(ours, made, given), passed(theirs, plainly, given))
+    apart = reference.relative_errors(reference.passed(ours, made, given), reference.passed(theirs, plainly, given))
     assert apart["loss"] < 0.01, apart
     assert apart["logits"] < 0.12, apart
 

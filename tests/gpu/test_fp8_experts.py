@@ -14,10 +14,10 @@ from fxtune.kernels import matmul
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts, fp8_experts, quantize_experts
 from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
+from fxtune.models.experts import experts_of
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize.quantized_experts import experts_of
 from fxtune.techniques.quantize.technique import Quantize
 
 GPU = torch.device("cuda", 0)

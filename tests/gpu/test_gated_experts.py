@@ -18,7 +18,9 @@ from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.models.load import DType, load_config
 from fxtune.system.machine.host import cache_home
 from fxtune.techniques.assemble import assemble
-from fxtune.techniques.lora.experts import grouped, no_adapter, observe_computed
+from fxtune.techniques.experts.adapted import grouped
+from fxtune.techniques.experts.full import observe_computed
+from fxtune.techniques.experts.run import no_adapter
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 GPU = torch.device("cuda", 0)

@@ -15,8 +15,8 @@ from support.killing import MODES
 
 from fxtune.errors import ConfigError
 from fxtune.facts.options import Policy, WeightFormat
+from fxtune.models.kinds.image_decoder.parts import image_modules
 from fxtune.models.kinds.known import images_of
-from fxtune.models.structure import projectors, towers
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
@@ -128,7 +128,7 @@ def test_liger_and_the_fused_loss(family, lora):
 @pytest.mark.parametrize("policy", [Policy.full, Policy.selective], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_changes_no_gradient(family, policy):
-    """All parts are trained, so the tower is recomputed, too."""
+    """All parts are trained, so the vision encoder is recomputed, too."""
     again, without = (
         ours(using("sdpa", checkpointing=Checkpointing(enabled, policy=policy)), family)[0]
         for enabled in (True, False)
@@ -150,7 +150,7 @@ def test_adapters(family, images):
     pipeline.lora.vision = pipeline.lora.projector = images
     seen, made = ours(pipeline, family, lora=True)
     model = made[1].model.get_base_model()
-    beside = {id(weight) for part in (*towers(model), *projectors(model)) for weight in part.parameters()}
+    beside = {id(weight) for part in image_modules(model) for weight in part.parameters()}
     trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
     assert bool(beside & trained) == images
     close_to_plain(seen, family, lora=True)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from support import reference
+from support.decoder_sizes import decoder_sizes
 from torch import nn
 
 from fxtune.distributed.world import World
@@ -20,11 +21,7 @@ from fxtune.techniques.pipeline import Pipeline
 DTYPES = pytest.mark.parametrize("dtype", reference.LIMITS)
 PHI = dict(
     model_type="phi",
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    vocab_size=4096,
+    **decoder_sizes(1024, 2816, layers=2, heads=8, vocabulary=4096),
     max_position_embeddings=8192,
     pad_token_id=0,
     bos_token_id=1,

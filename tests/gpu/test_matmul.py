@@ -7,6 +7,7 @@ from importlib import metadata
 import pytest
 import torch
 from support import reference
+from support.decoder_sizes import decoder_sizes
 
 from fxtune.cli import doctor
 from fxtune.distributed.world import World
@@ -180,10 +181,7 @@ def test_operators_and_head_agree_with_cublas(tiles):
 def test_model_uses_the_kernel_and_reports_it():
     shape = dict(
         reference.SHAPES["llama"],
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        **decoder_sizes(4096, 14336, heads=32, key_heads=8),
     )
     model, world = ModelConfig(path=None, architecture=shape, init=Init.random, dtype=DType.bfloat16), World.create()
     told = {}

@@ -93,7 +93,7 @@ def learn(model: nn.Module, optimizer: Optimizer, steps: range, lr: float = 1e-3
 
 def reference_loss(steps: int = 100) -> float:
     model = small()
-    return learn(model, Optimizer(model, OptimizerConfig(fused=False)), range(steps))
+    return learn(model, Optimizer(model, OptimizerConfig()), range(steps))
 
 
 def test_adamw_equals_torch_adamw_bit_for_bit():

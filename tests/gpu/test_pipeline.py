@@ -23,16 +23,11 @@ import numpy as np
 import pytest
 import torch
 from support import reference
+from support.decoder_sizes import decoder_sizes
 
 ASSETS = Path(__file__).resolve().parents[2] / "fxtune" / "assets"
 SIZES = dict(
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=1024,
+    **decoder_sizes(512, 1536, layers=4, heads=4, key_heads=2, head_dim=128, vocabulary=1024),
     max_position_embeddings=4096,
     rope_theta=10000.0,
     pad_token_id=0,

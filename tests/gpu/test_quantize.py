@@ -61,18 +61,6 @@ def dequantise_into(model, source) -> None:
                 module.weight.copy_(dequantized(theirs[name]))
 
 
-def passed(model, made, given) -> reference.Result:
-    model.zero_grad()
-    loss = reference.loss_of(made, model, given)
-    loss.backward()
-    grads = {
-        name: parameter.grad.float().cpu()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return reference.Result(loss.item(), reference.logits(made, model, given).cpu(), grads)
-
-
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("shape", reference.SHAPES)
 def test_quantized_model_is_as_accurate_as_plain_bfloat16(shape, kind):
@@ -81,13 +69,13 @@ def test_quantized_model_is_as_accurate_as_plain_bfloat16(shape, kind):
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
     plainly = qlora(kind)
     plainly.quantize.enabled = False
-    results = {"ours": passed(ours, made, given)}
+    results = {"ours": reference.passed(ours, made, given)}
     for dtype in ("bfloat16", "float32"):
         plain, chosen, _, _ = reference.build(plainly, shape, given, dtype=dtype)
         if dtype == "float32":
             torch.set_float32_matmul_precision("highest")  # as in the reference; the technique's default is TF32
         dequantise_into(plain, ours)
-        results[dtype] = passed(plain, chosen, given)
+        results[dtype] = reference.passed(plain, chosen, given)
     mine = reference.relative_errors(results["ours"], results["float32"])
     theirs = reference.relative_errors(results["bfloat16"], results["float32"])
     assert mine["logits"] < 1.2 * theirs["logits"], (mine, theirs)
@@ -98,12 +86,12 @@ def test_quantized_model_is_as_accurate_as_plain_bfloat16(shape, kind):
 def test_compiled_layers_equal_eager_layers(kind):
     given = reference.batch("llama")
     plain, made, _, _ = reference.build(qlora(kind), "llama", given)
-    eager = passed(plain, made, given)
+    eager = reference.passed(plain, made, given)
     asked = qlora(kind)
     asked.compile.enabled = True
     model, chosen, evidence, _ = reference.build(asked, "llama", given)
     assert [one for one in evidence if one.technique == "compile"]
-    apart = reference.relative_errors(passed(model, chosen, given), eager)
+    apart = reference.relative_errors(reference.passed(model, chosen, given), eager)
     assert apart["logits"] < reference.LIMITS["float16"], apart
     assert apart["grads"] < 2 * reference.LIMITS["float16"], apart
 
@@ -112,11 +100,11 @@ def test_compiled_layers_equal_eager_layers(kind):
 def test_dora_and_generation_work_with_quantized_weights(kind):
     given = reference.batch("llama")
     model, made, _, _ = reference.build(qlora(kind, dora=True), "llama", given)
-    first = passed(model, made, given)
+    first = reference.passed(model, made, given)
     model.eval()
     told = model.generate(given.input_ids[:, :16], max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert told.shape == (1, 24)
-    again = passed(model.train(), made, given)
+    again = reference.passed(model.train(), made, given)
     assert torch.equal(first.logits, again.logits)
     assert all(torch.isfinite(gradient).all() for gradient in again.grads.values())
 

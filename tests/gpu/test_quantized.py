@@ -10,7 +10,7 @@ from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, unpack_mxfp4
 from fxtune.kernels.swiglu import Activation
-from fxtune.techniques.quantize.quantized_experts import dequantize, packed_matrices
+from fxtune.techniques.experts.quantized import dequantize, packed_matrices
 
 GPU = torch.device("cuda", 0)
 GPT_OSS = Activation(alpha=1.702, limit=7.0, shift=1.0, interleaved=True)

@@ -10,12 +10,8 @@ from support.harness import command, start, wait_for
 from support.killing import Processes
 
 WORDS = (
-    "techniques.compile.enabled=true",
-    "data.buckets=[128]",
-    "model.dtype=bfloat16",
-    "train.epochs=100",
-    "checkpoint.every=0",
-    "checkpoint.keep=100",
+    *("techniques.compile.enabled=true", "data.buckets=[128]", "model.dtype=bfloat16", "train.epochs=100"),
+    *("checkpoint.every=0", "checkpoint.keep=100"),
 )
 
 

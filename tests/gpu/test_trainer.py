@@ -34,7 +34,6 @@ OPTIMIZERS = {
     "sgd": dict(name=OptimizerName.sgd),
     "muon": dict(name=OptimizerName.muon),
     "lion": dict(name=OptimizerName.lion),
-    "unfused": dict(fused=False),
     "bitsandbytes": dict(name=OptimizerName.adamw_8bit),
 }
 PACKAGES = {"lion": "lion_pytorch", "bitsandbytes": "bitsandbytes"}
@@ -230,7 +229,7 @@ def test_resumed_run_of_recorded_passes_is_bit_for_bit_equal(recipe, monkeypatch
     recipe.run.dir = "whole"
     train.run(recipe)
     recipe.run.dir = "interrupted"
-    step, taken = train.Trainer.step, []
+    step, taken = train.Steps.take, []
 
     def interrupted(self, *args):
         if len(taken) == 8:
@@ -239,7 +238,7 @@ def test_resumed_run_of_recorded_passes_is_bit_for_bit_equal(recipe, monkeypatch
         return step(self, *args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train.Trainer, "step", interrupted)
+        patched.setattr(train.Steps, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train.run(recipe)
     train.run(recipe)

@@ -19,12 +19,8 @@ from support.runs import losses
 FULL = ("techniques.lora.enabled=false",)
 TWO = ("run.gpus=2", "run.device=cuda")
 EXACT = (
-    "run.deterministic=true",
-    "model.dtype=float32",
-    "techniques.precision.tf32=false",
-    "train.epochs=null",
-    "train.max_steps=300",
-    "checkpoint.every=100",
+    *("run.deterministic=true", "model.dtype=float32", "techniques.precision.tf32=false", "train.epochs=null"),
+    *("train.max_steps=300", "checkpoint.every=100"),
 )
 """Steps enough that a signal after the tenth comes before the end."""
 LARGER = (

@@ -9,7 +9,7 @@ from fxtune.kernels.gated_experts import Adapter, gated_experts, with_space
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.matmul import CUBLAS, CUTE
 from fxtune.kernels.swiglu import Activation
-from fxtune.techniques.quantize.quantized_experts import dequantize, packed_matrices
+from fxtune.techniques.experts.quantized import dequantize, packed_matrices
 
 TOKENS, K, EXPERTS, SIZE, WIDTH, RANKS = 7, 2, 4, 6, 5, (3, 2)
 INDEX = torch.tensor([[0, 2], [2, 0], [3, 2], [0, 3], [2, 3], [0, 2], [3, 0]])

@@ -84,38 +84,11 @@ def quack(monkeypatch):
     """A fake quack package that multiplies by torch and records its arguments."""
     calls = []
 
-    def gemm(
-        A,
-        B,
-        D,
-        C,
-        semaphore,
-        tile_M,
-        tile_N,
-        cluster_M,
-        cluster_N,
-        *,
-        pingpong,
-        persistent,
-        is_dynamic_persistent,
-        b_kn,
-    ):
+    def gemm(A, B, D, C, semaphore, tile_M, tile_N, cluster_M, cluster_N, *, b_kn, **options):
         assert (semaphore, b_kn, A.requires_grad, B.requires_grad) == (None, True, False, False)
         assert C is None or (C.shape, C.requires_grad) == (D.shape, False)
-        calls.append(
-            (
-                tile_M,
-                tile_N,
-                cluster_M,
-                cluster_N,
-                pingpong,
-                persistent,
-                is_dynamic_persistent,
-                A.stride(),
-                B.stride(),
-                C is not None,
-            )
-        )
+        options = [options[name] for name in ("pingpong", "persistent", "is_dynamic_persistent")]
+        calls.append((tile_M, tile_N, cluster_M, cluster_N, *options, A.stride(), B.stride(), C is not None))
         D.copy_(A.float() @ B.float() + (0 if C is None else C.float()))
 
     top, inner, cache = ModuleType("quack"), ModuleType("quack.gemm"), ModuleType("quack.cache")

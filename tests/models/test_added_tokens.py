@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.architectures import built, logits, lora, on_disk, prepared_model
+from support.cases import slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fxtune.cli import verify
@@ -22,7 +23,7 @@ from fxtune.training import trainer
 
 ASSETS = Path(models.__file__).parents[1] / "assets"
 NEW = ["<|yes|>", "<|no|>"]
-BOTH = pytest.mark.parametrize("tied", [True, False])
+BOTH = pytest.mark.parametrize("tied", slow_but([True, False], False))
 
 
 @pytest.fixture

@@ -5,19 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import CPU, lora
+from support.decoder_sizes import decoder_sizes
 from support.model_table import small_models
 from support.published import PUBLISHED
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import forecast, trained_parameters
+from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.backends.flash4 import FLASH4
-from fxtune.techniques.estimate.memory import forecast, trained_parameters
-from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 
 OTHERS = [
@@ -45,9 +46,7 @@ REAL = {
             vocab_size=131072,
             hidden_size=2688,
             layers_block_type=[BLOCKS[kind] for kind in "MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME"],
-            num_attention_heads=32,
-            num_key_value_heads=2,
-            head_dim=128,
+            **decoder_sizes(heads=32, key_heads=2, head_dim=128),
             mamba_num_heads=64,
             mamba_head_dim=64,
             ssm_state_size=128,
@@ -62,11 +61,7 @@ REAL = {
         4.63,
         dict(
             model_type="gemma4_text",
-            hidden_size=1536,
-            num_hidden_layers=35,
-            intermediate_size=6144,
-            num_attention_heads=8,
-            num_key_value_heads=1,
+            **decoder_sizes(1536, layers=35, intermediate=6144, heads=8, key_heads=1),
             hidden_size_per_layer_input=256,
             num_kv_shared_layers=20,
             use_double_wide_mlp=True,

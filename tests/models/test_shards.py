@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import image_models
 from support.architectures import ARCHITECTURES, SIZES
+from support.cases import slow_but
 from support.mixtures import mixture
 from support.sharded import run_ranks
 from support.sharding import assert_same, built
@@ -175,7 +176,7 @@ def read_a_part(folder, world):
     return held, differ
 
 
-@pytest.mark.parametrize(("ranks", "held"), [(2, [2, 2]), (3, [2, 2, 0])])
+@pytest.mark.parametrize(("ranks", "held"), slow_but([(2, [2, 2]), (3, [2, 2, 0])], (3, [2, 2, 0])))
 def test_each_rank_reads_its_experts(ranks, held, tmp_path):
     """Three ranks do not divide four experts: the last rank has none."""
     saved("qwen3_moe", tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.decoder_sizes import decoder_sizes
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fxtune.errors import HubError, StorageError
@@ -52,10 +53,7 @@ def test_random_weights_need_a_config_and_a_tokenizer_but_no_hub(capsys):
     assert load_tokenizer(model, config).eos_token
     assert capsys.readouterr().out.count("ships with fxtune") == 1
     model.architecture = {
-        "num_hidden_layers": 2,
-        "hidden_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        **decoder_sizes(layers=2, hidden=512, heads=4, key_heads=4),
     }
     smaller = load_config(model)
     assert (smaller.num_hidden_layers, smaller.head_dim, smaller.vocab_size) == (2, 128, 128256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from support.cases import slow_but
 from support.model_table import model_table, small_models
 
 from fxtune.models.load import Init, ModelConfig, load_config
@@ -24,7 +25,7 @@ ALIKE = [
     *("bloom", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "mamba2"),
     *("mixtral", "olmo2", "opt", "phi3", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
 ]
-"""Other types, with full attention or without, as slow tests."""
+"""Other types, with full attention or without."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def chats(tmp_path_factory):
     return model_table.write_chats(tmp_path_factory.mktemp("chats"))
 
 
-@pytest.mark.parametrize("kind", [*DIFFERENT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALIKE)])
+@pytest.mark.parametrize("kind", slow_but([*DIFFERENT, *ALIKE], "gpt_oss", "nemotron_h"))
 def test_each_check_passes(chats, tmp_path, kind):
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("this transformers is older than the type")

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import slow_but
+from support.harness import SMALLER
 from support.rows import write_jsonl
-from support.runs import history
+from support.runs import figures
 
 from fxtune.cli.main import main
 from fxtune.data.batches.batch import Batch
@@ -82,8 +84,7 @@ WORDS = [
     "data.cache_dir=cache",
     "data.eval_fraction=0.2",
     "model.init=random",
-    "model.architecture={hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, "
-    "num_key_value_heads: 2, head_dim: 16}",
+    f"model.architecture={SMALLER}",
     "techniques.lora.enabled=true",
     "train.global_batch_size=8",
     "train.max_steps=5",
@@ -110,11 +111,10 @@ def train(run: str, *words: str) -> list[tuple[float, ...]]:
 
 
 def steps(run: str) -> list[tuple[float, ...]]:
-    lines = [line for line in history(Path(run)) if "train/loss" in line]
-    return [(line["train/loss"], line["train/kl"], line["train/grad_norm"]) for line in lines]
+    return figures(run, "loss", "kl", "grad_norm")
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", slow_but([True, False], True))
 def test_loss_does_not_depend_on_micro_batches(rows, packing):
     word = f"data.packing={packing}"
     whole = train("whole", word, "train.micro_batch_size=8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,6 +38,7 @@ from fxtune.kernels import linear_cross_entropy as kernel
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers
+from fxtune.objectives import language_model
 from fxtune.objectives.dpo import DPO
 from fxtune.objectives.ipo import IPO
 from fxtune.objectives.language_model import LanguageModel
@@ -58,8 +58,21 @@ OTHERS = {
     "tied": {**FAMILIES["llama"], "tie_word_embeddings": True},
 }
 EVERY = {**FAMILIES, **OTHERS}
-FUSED = Liger(enabled=True, kernels=["fused_linear_cross_entropy"], chunk_rows=5)
+FUSED = Liger(enabled=True, kernels=["fused_linear_cross_entropy"])
 PLAIN = Liger()
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_five_rows(monkeypatch):
+    """The fused loss has several chunks, although the batches are small."""
+    hold_rows(monkeypatch, 5)
+
+
+def hold_rows(monkeypatch, rows):
+    for module in (language_model, kernel):
+        monkeypatch.setattr(module, "default_chunk_rows", lambda *_: rows)
+
+
 KINDS = pytest.mark.parametrize("liger", [PLAIN, FUSED], ids=["plain", "fused"])
 
 
@@ -252,16 +265,13 @@ def test_head_runs_on_supervised_rows_only():
     assert 0 < given.supervised < given.tokens
 
 
-def test_chunk_size_does_not_change_the_loss():
+def test_chunk_size_does_not_change_the_loss(monkeypatch):
     model, given = model_of("qwen3"), batch(lengths=(20, 30, 14), padding=0, share=0.8)
     wanted = LanguageModel(PreparedModel(model)).summed_loss(given)
     for rows in (1, 3, 7, 1000):
-        torch.testing.assert_close(
-            LanguageModel(PreparedModel(model), replace(FUSED, chunk_rows=rows)).summed_loss(given),
-            wanted,
-            rtol=1e-6,
-            atol=1e-6,
-        )
+        hold_rows(monkeypatch, rows)
+        found = LanguageModel(PreparedModel(model), FUSED).summed_loss(given)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 class Shifted(torch.nn.Module):
@@ -339,7 +349,7 @@ def test_gradients_with_activation_checkpointing():
 def test_runs_with_fused_and_plain_loss_agree(small, cwd):
     """Training and evaluation, and the evidence in the run folder."""
     small.data.eval_fraction, small.train.max_steps, seen = 0.2, 2, {}
-    for name, liger in (("plain", PLAIN), ("fused", replace(FUSED, chunk_rows=7))):
+    for name, liger in (("plain", PLAIN), ("fused", FUSED)):
         small.run.dir, small.techniques.liger = str(cwd / name), liger
         result = trainer.run(small)
         evidence = json.loads((cwd / name / "evidence.json").read_text())

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.cases import slow_but
+from support.harness import SMALLER
 from support.rows import write_ranked
-from support.runs import history
+from support.runs import figures, same_export
 from torch.nn import functional as F
 
 from fxtune.cli.main import main
@@ -24,16 +24,13 @@ from fxtune.training.builder import RunBuilder
 from fxtune.training.evaluation import evaluate
 
 PLUGINS = ["--plugin", "ranked.py", "--plugin", "listwise.py"]
-NARROW = (
-    "{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
-)
 WORDS = [
     "objective=listwise",
     "data.sources=[{path: rows.jsonl, format: ranked}]",
     "data.sequence_length=160",
     "data.cache_dir=cache",
     "model.init=random",
-    f"model.architecture={NARROW}head_dim: 16}}",
+    f"model.architecture={SMALLER}",
     "techniques.lora.enabled=true",
     "train.micro_batch_size=3",
     "train.global_batch_size=12",
@@ -58,11 +55,10 @@ def train(*words: str) -> None:
 
 
 def steps(run: str) -> list[tuple[float, ...]]:
-    lines = [line for line in history(Path(run)) if "train/loss" in line]
-    return [(line["train/loss"], line["train/accuracy"], line["train/grad_norm"]) for line in lines]
+    return figures(run, "loss", "accuracy", "grad_norm")
 
 
-@pytest.mark.parametrize(("packing", "fused"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("packing", "fused"), slow_but([(True, False), (False, True)], (True, False)))
 def test_objective_learns_by_the_public_command(rows, fused, packing, capsys):
     head = [f"techniques.liger.enabled={fused}", "techniques.liger.kernels=[fused_linear_cross_entropy]"]
     train("run.dir=run", f"data.packing={packing}", "data.eval_fraction=0.25", "train.max_steps=16", *head)
@@ -86,8 +82,7 @@ def test_run_resumes_bit_for_bit(rows, packing):
     train("run.dir=paused", "train.pause_after=3", *words)
     train("run.dir=paused", *words)
     assert steps("paused") == steps("whole")
-    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "paused"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_export("whole", "paused")
 
 
 @pytest.mark.slow
@@ -111,9 +106,15 @@ def verified(*words: str, objective: str = WORDS[0]) -> tuple[int, dict]:
     "words",
     [
         pytest.param(["data.packing=true", "objective.temperature=32"], id="packed"),
-        pytest.param(["data.packing=false", "data.buckets=[64,160]", "techniques.lora.enabled=false"], id="buckets"),
         pytest.param(
-            ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"], id="fused"
+            ["data.packing=false", "data.buckets=[64,160]", "techniques.lora.enabled=false"],
+            id="buckets",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"],
+            id="fused",
+            marks=pytest.mark.slow,
         ),
     ],
 )

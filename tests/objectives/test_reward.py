@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import slow_but
+from support.harness import SMALLER
 from support.rows import write_jsonl
-from support.runs import history
+from support.runs import figures, same_export
 
 from fxtune.cli import evaluate
 from fxtune.cli.evaluate import of_output
@@ -21,43 +23,22 @@ from fxtune.data.batches.batch import Batch
 from fxtune.objectives.reward import Reward
 
 DATA = [
-    "data.sources=[{path: pairs.jsonl}]",
-    "data.sequence_length=128",
-    "data.cache_dir=cache",
-    "data.eval_fraction=0.2",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=4",
-    "tracking.display=plain",
-    "run.report=false",
-    "run.device=cpu",
+    *("data.sources=[{path: pairs.jsonl}]", "data.sequence_length=128", "data.cache_dir=cache"),
+    *("data.eval_fraction=0.2", "train.micro_batch_size=2", "train.global_batch_size=4", "tracking.display=plain"),
+    *("run.report=false", "run.device=cpu"),
 ]
 ADAPTERS = ["techniques.lora.enabled=true"]
 LEARNS = ["objective=reward", *DATA, *ADAPTERS, "train.max_steps=20", "optimizer.lr=3e-3"]
 NARROW = [
     *DATA,
     "model.init=random",
-    "model.architecture={hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, "
-    "num_key_value_heads: 2, head_dim: 16}",
+    f"model.architecture={SMALLER}",
     "train.max_steps=4",
     "optimizer.lr=1e-2",
 ]
 WORDS = [
-    "the",
-    "a",
-    "red",
-    "blue",
-    "green",
-    "cat",
-    "dog",
-    "runs",
-    "sleeps",
-    "fast",
-    "slow",
-    "under",
-    "over",
-    "tree",
-    "house",
-    "river",
+    *("the", "a", "red", "blue", "green", "cat", "dog", "runs", "sleeps", "fast", "slow", "under", "over", "tree"),
+    *("house", "river"),
 ]
 
 
@@ -224,8 +205,7 @@ def test_adapter_is_trained_further_and_others_are_refused(learned, monkeypatch,
     monkeypatch.chdir(learned)
     further = [*LEARNS, "train.max_steps=1", "optimizer.lr=1e-6", "model.adapter=run/adapter", "run.dir=further"]
     assert main(further) == 0
-    first = next(line["train/reward_accuracy"] for line in history(Path("further")) if "train/loss" in line)
-    assert first == 1.0
+    assert figures("further", "reward_accuracy")[0] == (1.0,)
     capsys.readouterr()
     words = [*LEARNS[1:], "train.max_steps=1"]
     assert main(["objective=dpo", *words, "model.adapter=run/adapter", "run.dir=dpo"]) == 2
@@ -240,13 +220,12 @@ def test_adapter_is_trained_further_and_others_are_refused(learned, monkeypatch,
 
 def train(run: str, *words: str) -> list[tuple[float, ...]]:
     assert main(["objective=reward", *NARROW, f"run.dir={run}", *words]) == 0
-    lines = [line for line in history(Path(run)) if "train/loss" in line]
-    return [(line["train/loss"], line["train/reward_margin"], line["train/grad_norm"]) for line in lines]
+    return figures(run, "loss", "reward_margin", "grad_norm")
 
 
 @pytest.mark.parametrize(
     ("lora", "packing"),
-    [pytest.param(True, True, id="adapters, packed"), pytest.param(False, False, id="full, padded")],
+    slow_but([(True, True), (False, False)], (True, True)),
 )
 def test_run_resumes_bit_for_bit_and_any_checkpoint_is_exported(pairs, lora, packing):
     words = [f"techniques.lora.enabled={lora}", f"data.packing={packing}"]
@@ -259,9 +238,7 @@ def test_run_resumes_bit_for_bit_and_any_checkpoint_is_exported(pairs, lora, pac
         assert main(["merge", "--unmerged", "paused/step-2", "exported"]) == 0
         assert load_file("exported/adapter_model.safetensors")["base_model.model.score.weight"].shape == (1, 64)
     assert train("paused", *words) == whole
-    file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
-    one, other = (load_file(f"{run}/{file}") for run in ("whole", "paused"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_export("whole", "paused")
 
 
 def test_verify_compares_with_plain_transformers_in_any_micro_batches(pairs):
@@ -298,6 +275,5 @@ def test_two_ranks_learn_what_one_process_learns(pairs, ranks, cwd, lora):
     words = ["objective=reward", *NARROW, f"techniques.lora.enabled={lora}", "data.cache_dir=other"]
     alone = train("alone", f"techniques.lora.enabled={lora}")
     assert ranks.run([*words, "run.dir=together"], cwd) == [0, 0]
-    lines = [line for line in history(Path("together")) if "train/loss" in line]
-    for one, line in zip(alone, lines, strict=True):
-        assert (line["train/loss"], line["train/reward_margin"]) == pytest.approx(one[:2], rel=1e-4, abs=1e-6)
+    for one, other in zip(alone, figures("together", "loss", "reward_margin"), strict=True):
+        assert other == pytest.approx(one[:2], rel=1e-4, abs=1e-6)

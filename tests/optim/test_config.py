@@ -69,11 +69,11 @@ def test_supported_optimizers_are_not_refused(monkeypatch):
 
 def test_options_an_optimizer_reads_may_be_changed():
     for name, options in (
-        ("adamw", dict(betas=[0.9, 0.95], eps=1e-6, fused=False)),
-        ("sgd", dict(momentum=0.0, fused=False)),
+        ("adamw", dict(betas=[0.9, 0.95], eps=1e-6)),
+        ("sgd", dict(momentum=0.0)),
         ("lion", dict(betas=[0.9, 0.99])),
         ("adamw_8bit", dict(betas=[0.9, 0.95], eps=1e-6)),
-        ("muon", dict(momentum=0.95, betas=[0.9, 0.95], eps=1e-6, fused=False)),
+        ("muon", dict(momentum=0.95, betas=[0.9, 0.95], eps=1e-6)),
     ):
         assert not reasons(Facts(packages={"torchao": "1"}), name=OptimizerName(name), **options), name
 

@@ -7,7 +7,6 @@ import torch
 from support.optimizers import CASES, YES, backward, make, stored
 from torch import nn
 
-from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.skip_nonfinite import NonfiniteGuard
@@ -16,15 +15,10 @@ GUARDED = [name for name in CASES if name != "adamw_schedulefree"]
 """Schedule-free AdamW counts steps on the host, in its groups, so it is never guarded."""
 
 
-@pytest.mark.parametrize(
-    ("name", "fused"), [*((name, True) for name in GUARDED), ("adamw", False), ("sgd", False), ("muon", False)]
-)
-def test_undone_step_equals_skipped_step(name, fused, tmp_path):
+@pytest.mark.parametrize("name", GUARDED)
+def test_undone_step_equals_skipped_step(name, tmp_path):
     """As on a GPU, where the step is taken before `finite` is known."""
-    (model, asking), (other, guarded) = (
-        make(name, weight_decay=0.1, fused=fused),
-        make(name, weight_decay=0.1, fused=fused),
-    )
+    (model, asking), (other, guarded) = make(name, weight_decay=0.1), make(name, weight_decay=0.1)
     guarded.guards = {part: NonfiniteGuard(part) for part in guarded.parts if not part.defaults.get("fused")}
     taken = 0
     for seed in range(9):
@@ -36,10 +30,10 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
             its.step(1e-2, torch.isfinite(norm))
         taken += sum(guard.last_finite is not None for guard in guarded.guards.values())
         if seed == 6:
-            again, resumed = make(name, weight_decay=0.1, fused=fused)
+            again, resumed = make(name, weight_decay=0.1)
             again.load_state_dict(other.state_dict())
             resumed.load(*stored(guarded, tmp_path))
-    assert taken > 0 or not guarded.guards or name == "sgd"
+    assert taken > 0 or not guarded.guards
     for seed in (7, 8):
         backward(again, seed)
         resumed.clip(1.0)
@@ -54,14 +48,7 @@ def test_undone_step_equals_skipped_step(name, fused, tmp_path):
 @pytest.mark.parametrize("name", GUARDED)
 def test_non_finite_step_leaves_step_counts_of_weights_without_gradient(name):
     """Such as an expert that gets no token."""
-    (model, asking), (other, guarded) = (
-        make(
-            name,
-            fused="fused" not in optimizer_config.TRAITS[OptimizerName(CASES[name].get("name", name))].reads
-            or "stochastic" in name,
-        )
-        for _ in range(2)
-    )
+    (model, asking), (other, guarded) = make(name), make(name)
     guarded.guards = {part: NonfiniteGuard(part) for part in guarded.parts if not part.defaults.get("fused")}
     for seed in range(5):
         for trained, its in ((model, asking), (other, guarded)):
@@ -82,14 +69,13 @@ def counts(optimizer):
     return {key: float(value) for key, value in {**tensors, **scalars}.items() if key.endswith("/step")}
 
 
-@pytest.mark.parametrize("name", ["adamw", "apex_adamw"])
-def test_guarded_step_is_exact_for_infinite_moments(name):
+def test_guarded_step_is_exact_for_infinite_moments():
     """The square of a gradient of 1e25 overflows float32, so the moment becomes infinite and stays so."""
     kept = []
     for guards in (False, True):
         linear = nn.Linear(2, 1, bias=False)
         linear.weight.data = torch.tensor([[1.0, -0.0]])
-        optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName(name), fused=name != "adamw"))
+        optimizer = Optimizer(linear, OptimizerConfig(name=OptimizerName.apex_adamw))
         optimizer.guards = {part: NonfiniteGuard(part) for part in optimizer.parts if guards}
         for gradient, good in ((1e25, True), (1.0, True), (float("nan"), False), (2.0, True), (float("inf"), False)):
             linear.weight.grad = torch.tensor([[gradient, 0.0]])
@@ -107,8 +93,8 @@ def test_guarded_step_is_exact_for_infinite_moments(name):
 
 @pytest.mark.parametrize("name", ["lion", "apex_adamw", "muon"])
 def test_guarded_step_ignores_weights_without_gradient_and_restores_gradients_on_error(name, monkeypatch):
-    model, optimizer = make(name, weight_decay=0.1, fused=name != "muon")
-    guards = [NonfiniteGuard(part) for part in optimizer.parts]
+    model, optimizer = make(name, weight_decay=0.1)
+    guards = [NonfiniteGuard(part) for part in optimizer.parts if not part.defaults.get("fused")]
     unused = model.wide.weight.clone()
     for first in (True, False):
         backward(model, 1)

@@ -45,20 +45,11 @@ def page(*folders, at=None):
 def test_a_run_is_shown_with_what_it_recorded(tmp_path):
     shown = page(record(tmp_path / "mine", evidence=[evidence("lora", "rank 16", "21 modules", acted=True)]))
     for words in (
-        "finished, 40 steps",
-        "Held-out loss 0.125",
-        "Tokens/s 500",
-        "Peak memory 0.5 GiB",
-        "Whole time 1 min 40 s",
-        "forward and backward 76.0% 1 min 16 s",
-        "lora rank 16 21 modules ✓ yes",
-        "What? right ✗ wrong: dunno ✓ right: right",
-        "chats.jsonl training 8 4,000 40.0% 100.0% 480 700 800 1",
-        "100 to 299 3",
-        "command fxtune +recipe=mine",
-        "torch 2.13",
-        "GPU power: not recorded on a CPU.",
-        "Nothing to change",
+        *("finished, 40 steps", "Held-out loss 0.125", "Tokens/s 500", "Peak memory 0.5 GiB", "Whole time 1 min 40 s"),
+        *("forward and backward 76.0% 1 min 16 s", "lora rank 16 21 modules ✓ yes"),
+        *("What? right ✗ wrong: dunno ✓ right: right", "chats.jsonl training 8 4,000 40.0% 100.0% 480 700 800 1"),
+        *("100 to 299 3", "command fxtune +recipe=mine", "torch 2.13"),
+        *("GPU power: not recorded on a CPU.", "Nothing to change"),
     ):
         assert words in shown.text
     assert shown.tags.count("svg") == 5  # loss, learning rate, gradient norm, speed, memory
@@ -149,23 +140,14 @@ def test_what_runs_have_in_common_stands_once(tmp_path):
 def test_what_is_missing_is_named(tmp_path):
     folder = record(tmp_path / "begun", {"energy/gpu_watts": None})
     for name in (
-        "result.json",
-        "about.json",
-        "setting.json",
-        "evidence.json",
-        "answers_before.jsonl",
-        "metrics.jsonl",
+        *("result.json", "about.json", "setting.json", "evidence.json", "answers_before.jsonl", "metrics.jsonl"),
     ):
         (folder / name).unlink()
     (folder / "answers_after.jsonl").unlink()
     shown = page(folder)
     for words in (
-        "not finished, 0 steps so far",
-        "No step was logged.",
-        "Loss: not recorded.",
-        "No times were recorded",
-        "Nothing was recorded.",
-        "Its figures were not recorded",
+        *("not finished, 0 steps so far", "No step was logged.", "Loss: not recorded.", "No times were recorded"),
+        *("Nothing was recorded.", "Its figures were not recorded"),
     ):
         assert words in shown.text
     with_power = record(tmp_path / "gpu", {"energy/gpu_watts": 300.0}, setting={"machine": {"device": "H200"}})

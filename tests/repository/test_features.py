@@ -49,7 +49,7 @@ def test_each_objective_says_what_it_needs_and_counts(name):
 
 def test_planner_and_refusals_know_no_feature_by_name():
     """Nor do they import one: what they need of it is in facts/execution.py."""
-    files = [ROOT / "techniques/estimate" / name for name in ("memory.py", "step_time.py", "traffic.py")]
+    files = [ROOT / "estimate" / name for name in ("memory.py", "step_time.py", "traffic.py")]
     names, others = "|".join(TECHNIQUES), "|".join([*OptimizerName.__members__, *OBJECTIVES])
     for file in [*files, ROOT / "settle/refusals.py", ROOT / "cli/plan.py"]:
         # `experts`: what ranks divide, `context`: what they exchange; with or without the technique beside it.

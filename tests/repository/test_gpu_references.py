@@ -67,6 +67,7 @@ def test_fxtune_on_packed_documents_with_images_equals_plain_transformers(family
     assert others == 0
 
 
+@pytest.mark.slow
 def test_adapters_with_images_equal_plain_peft():
     pipeline = Pipeline()
     pipeline.lora.vision = pipeline.lora.projector = True

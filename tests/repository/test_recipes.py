@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.decoder_sizes import decoder_sizes
 
 from fxtune.config import discovery
 from fxtune.config.compose import load
@@ -35,12 +36,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
     "meta-llama/Llama-3.1-70B-Instruct": (
         "llama",
         dict(
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            vocab_size=128256,
+            **decoder_sizes(8192, 28672, layers=80, heads=64, key_heads=8, vocabulary=128256),
             max_position_embeddings=131072,
         ),
     ),
@@ -54,12 +50,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
         dict(
             text_config=dict(
                 LLAMA,
-                hidden_size=3584,
-                intermediate_size=18944,
-                num_hidden_layers=28,
-                num_attention_heads=28,
-                num_key_value_heads=4,
-                vocab_size=152064,
+                **decoder_sizes(3584, 18944, layers=28, heads=28, key_heads=4, vocabulary=152064),
                 max_position_embeddings=128000,
             ),
         ),
@@ -67,13 +58,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
     "google/gemma-3-1b-it": (
         "gemma3_text",
         dict(
-            hidden_size=1152,
-            intermediate_size=6912,
-            num_hidden_layers=26,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=256,
-            vocab_size=262144,
+            **decoder_sizes(1152, 6912, layers=26, heads=4, key_heads=1, head_dim=256, vocabulary=262144),
             max_position_embeddings=32768,
             sliding_window=512,
         ),
@@ -85,12 +70,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
     "microsoft/phi-4": (
         "phi3",
         dict(
-            hidden_size=5120,
-            intermediate_size=17920,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-            num_key_value_heads=10,
-            vocab_size=100352,
+            **decoder_sizes(5120, 17920, layers=40, heads=40, key_heads=10, vocabulary=100352),
             max_position_embeddings=16384,
             pad_token_id=100349,
             bos_token_id=100257,
@@ -100,24 +80,14 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
     "HuggingFaceTB/SmolLM3-3B": (
         "smollm3",
         dict(
-            hidden_size=2048,
-            intermediate_size=11008,
-            num_hidden_layers=36,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            vocab_size=128256,
+            **decoder_sizes(2048, 11008, layers=36, heads=16, key_heads=4, vocabulary=128256),
             max_position_embeddings=65536,
         ),
     ),
     "HuggingFaceTB/SmolLM2-135M-Instruct": (
         "llama",
         dict(
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            vocab_size=49152,
+            **decoder_sizes(576, 1536, layers=30, heads=9, key_heads=3, vocabulary=49152),
             max_position_embeddings=8192,
             tie_word_embeddings=True,
         ),
@@ -129,10 +99,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
             hidden_size=2048,
             intermediate_size=6144,
             moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
+            **decoder_sizes(layers=48, heads=32, key_heads=4, head_dim=128),
             num_experts=128,
             num_experts_per_tok=8,
             vocab_size=151936,
@@ -145,9 +112,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
             hidden_size=2048,
             intermediate_size=10944,
             moe_intermediate_size=1408,
-            num_hidden_layers=27,
-            num_attention_heads=16,
-            num_key_value_heads=16,
+            **decoder_sizes(layers=27, heads=16, key_heads=16),
             kv_lora_rank=512,
             q_lora_rank=None,
             qk_rope_head_dim=64,

@@ -9,9 +9,9 @@ from support.forecasts import LLAMA, TECHNIQUES
 from support.forecasts import card as forecast_card
 
 from fxtune.config.compose import load
+from fxtune.estimate.machines import machine
 from fxtune.settle.determinism import cost
 from fxtune.settle.settled import settle
-from fxtune.techniques.estimate.machines import machine
 
 SIZES = ", ".join(f"{key}: {size}" for key, size in LLAMA.items())
 WORDS = (

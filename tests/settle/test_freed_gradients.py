@@ -10,12 +10,12 @@ from support.forecasts import card
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import forecast
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.options import Autocast, Scope, Switch
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.optim.config import OptimizerName
 from fxtune.settle.freed_gradients import change_for, decide, refusals
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.training.builder import RunBuilder
 
 
@@ -72,7 +72,7 @@ def test_each_refusal_says_what_to_change(full, keys, facts, said):
 
 def test_a_refusal_comes_before_a_weight_is_loaded(full):
     full.train.max_grad_norm = 1.0
-    with pytest.raises(ConfigError, match=r"train\.max_grad_norm=1 clips by the norm of all gradients"):
+    with pytest.raises(ConfigError, match=r"train\.max_grad_norm=1"):
         RunBuilder(full)
 
 

@@ -35,9 +35,7 @@ def test_all_missing_files_are_named_at_once_without_network(cwd):
         "data.sources: data/held.jsonl:",
     )
     assert all(line.startswith(start) for line, start in zip(found[1:], starts, strict=True)), found
-    with pytest.raises(
-        HubError, match=r"^model\.path=nobody/model: no such folder here, and the hub cannot be reached"
-    ):
+    with pytest.raises(HubError, match=r"^model\.path=nobody/model: "):
         builder.RunBuilder(load(["model.path=nobody/model", "data.sources=[{path: builtin:quickstart_train}]"]))
     words = ["model.tokenizer=nobody/tokenizer", "data.sequence_length=256", "data.sources=[{path: nobody/data}]"]
     with pytest.raises(

@@ -116,7 +116,7 @@ def test_one_row_beyond_a_card_is_cut_and_one_that_fits_is_not():
     assert four.context > 1
     assert four.data_ranks in (1, 2, 4)
     assert share(config(1, 16384), short, open_counts(config(1, 16384)))[0].ranks == 1
-    with pytest.raises(ConfigError, match=r"A step has 1 micro-batch .*run\.gpus=2 needs .*parallel\.context=2"):
+    with pytest.raises(ConfigError, match=r"run\.gpus=2 needs"):
         require_possible(config(1, 16384, gpus="2"), 2, cuda=False, subject="run.gpus=2")
 
 
@@ -141,6 +141,6 @@ def test_what_the_config_says_is_not_decided():
 def test_without_cards_nothing_is_cut_that_is_not_asked_for():
     facts = Facts(memory=1, free_memory=1)
     assert share(config(4, LONG), facts, [2])[0] == Degrees(replicate=2)
-    with pytest.raises(ConfigError, match=r"A step has 1 micro-batch .* a number that 2 divides"):
+    with pytest.raises(ConfigError, match=r"a number that 2 divides"):
         require_possible(config(1, LONG), 2, cuda=False)
     require_possible(config(1, LONG), 2, cuda=True)

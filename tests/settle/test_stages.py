@@ -7,9 +7,9 @@ from dataclasses import replace
 from support import image_models
 
 from fxtune.config.compose import load
+from fxtune.estimate.machines import machine
 from fxtune.settle.settled import settle
 from fxtune.settle.stages import Stage
-from fxtune.techniques.estimate.machines import machine
 
 
 def test_images_that_do_not_fit_change_what_layers_keep():

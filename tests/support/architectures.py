@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.decoder_sizes import decoder_sizes
 
 from fxtune.distributed.world import World
 from fxtune.facts.options import AdapterInit
@@ -20,12 +21,7 @@ from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
+    **decoder_sizes(64, 96, layers=2, heads=4, key_heads=2, vocabulary=128),
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }

@@ -10,7 +10,7 @@ from fxtune.training import trainer as train
 
 def interrupt_at(config, index, monkeypatch):
     """Run `config` and raise KeyboardInterrupt at step `index`, once."""
-    taken, broken = train.Trainer.step, []
+    taken, broken = train.Steps.take, []
 
     def dying(self, step, lr):
         if step.index == index and not broken:
@@ -18,7 +18,7 @@ def interrupt_at(config, index, monkeypatch):
             raise KeyboardInterrupt
         return taken(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", dying)
+    monkeypatch.setattr(train.Steps, "take", dying)
     with pytest.raises(KeyboardInterrupt):
         train.run(config)
 
@@ -28,7 +28,7 @@ def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
 
     Returns a list to which the number of each step is appended.
     """
-    real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
+    real, whole_step, seen = LanguageModel.summed_loss, train.Steps.take, []
 
     def step(self, step, lr):
         seen.append(step.index)
@@ -36,7 +36,7 @@ def disturb(monkeypatch, factors: dict[int, float]) -> list[int]:
         seen.append(-1)
         return outcome
 
-    monkeypatch.setattr(train.Trainer, "step", step)
+    monkeypatch.setattr(train.Steps, "take", step)
     monkeypatch.setattr(
         LanguageModel, "summed_loss", lambda *given: real(*given) * factors.get(seen[-1] if seen else -1, 1.0)
     )

@@ -163,7 +163,7 @@ def record(words: list[str]) -> int:
     from fxtune.training import evaluation, trainer
 
     out = Path("documents.jsonl").open("a", buffering=1)  # noqa: SIM115  a line at a time: the process ends abruptly
-    step, evaluate, seen = trainer.Trainer.step, evaluation.evaluate, list[int]()
+    step, evaluate, seen = trainer.Steps.take, evaluation.evaluate, list[int]()
 
     def recorded_step(self: Any, given: Any, lr: float) -> Any:
         def noted(batches: Iterator[Any]) -> Iterator[Any]:
@@ -181,7 +181,7 @@ def record(words: list[str]) -> int:
         seen.append(plan.steps)
         return evaluate(model, objective, loader, *rest)
 
-    trainer.Trainer.step, evaluation.evaluate = recorded_step, recorded_evaluation  # type: ignore[method-assign]
+    trainer.Steps.take, evaluation.evaluate = recorded_step, recorded_evaluation  # type: ignore[method-assign]
     return fxtune.cli.main.main(words)
 
 

@@ -33,13 +33,8 @@ TOOL_FAMILIES = {
         "<s>",
         "</s>",
         [
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
+            *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         ],
     ),
     "hermes": ("bytelevel", "<|begin_of_text|>", "<|im_end|>", ["<|im_start|>"]),
@@ -50,15 +45,8 @@ TOOL_FAMILIES = {
         [
             f"<｜tool▁{name}｜>"
             for name in (
-                "calls▁begin",
-                "calls▁end",
-                "call▁begin",
-                "call▁end",
-                "outputs▁begin",
-                "outputs▁end",
-                "output▁begin",
-                "output▁end",
-                "sep",
+                *("calls▁begin", "calls▁end", "call▁begin", "call▁end", "outputs▁begin", "outputs▁end"),
+                *("output▁begin", "output▁end", "sep"),
             )
         ]
         + ["<｜User｜>", "<｜Assistant｜>"],

@@ -7,18 +7,14 @@ from itertools import accumulate
 from typing import Any
 
 from support.architectures import enable
+from support.decoder_sizes import decoder_sizes
 
 from fxtune.facts.run import Facts
 from fxtune.system.terminal.units import GIB
 
 LLAMA = dict(
     model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
+    **decoder_sizes(4096, 14336, layers=32, heads=32, key_heads=8, vocabulary=128256),
 )
 TECHNIQUES = {
     "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "on"},

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from support.cases import slow_but
+from support.decoder_sizes import decoder_sizes
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -18,12 +20,7 @@ from fxtune.models.structure import decoder_layers
 IMAGE_TOKEN = 90
 VOCABULARY = 96
 TEXT = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+    **decoder_sizes(32, 48, layers=2, heads=4, key_heads=2, head_dim=8),
     vocab_size=VOCABULARY,
     pad_token_id=0,
     bos_token_id=1,
@@ -44,10 +41,7 @@ QWEN_TOWER = dict(
 QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 SIGLIP = dict(
     model_type="siglip_vision_model",
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
+    **decoder_sizes(16, 24, layers=2, heads=2),
     image_size=28,
     patch_size=14,
     vision_use_head=False,
@@ -56,10 +50,7 @@ LLAMA = {**TEXT, "model_type": "llama"}
 IDEFICS = dict(
     text_config=LLAMA,
     vision_config=dict(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **decoder_sizes(16, 24, layers=2, heads=2),
         image_size=28,
         patch_size=7,
     ),
@@ -69,10 +60,7 @@ IDEFICS = dict(
 )
 PIXTRAL = dict(
     model_type="pixtral",
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
+    **decoder_sizes(16, 24, layers=2, heads=2),
     image_size=56,
     patch_size=7,
 )
@@ -135,12 +123,7 @@ CONFIGS = {
                 "use_bidirectional_attention": "vision",
             },
             vision_config=dict(
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=8,
+                **decoder_sizes(16, 24, layers=2, heads=2, key_heads=2, head_dim=8),
                 patch_size=4,
                 pooling_kernel_size=2,
                 position_embedding_size=64,
@@ -156,10 +139,7 @@ CONFIGS = {
         dict(
             text_config={**TEXT, "model_type": "qwen2"},
             vision_config=dict(
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
+                **decoder_sizes(16, 24, layers=2, heads=2),
                 image_size=[28, 28],
                 patch_size=[7, 7],
             ),
@@ -209,6 +189,8 @@ CONFIGS = {
     "smolvlm": ("smolvlm", IDEFICS),
     "idefics3": ("idefics3", IDEFICS),
 }
+FAMILIES = slow_but(CONFIGS, "qwen2_5_vl", "gemma3", "llava")
+"""Of the families, three are tried by `make test` and the others by `make test-all`."""
 SHAPES = [
     [4, (1, 2), 5],
     [6],

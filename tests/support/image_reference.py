@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from support import image_models, reference
+from support.decoder_sizes import decoder_sizes
 from support.reference import Result
 
 PARTS: tuple[list[Any], ...] = (
@@ -33,11 +34,7 @@ ROWS = (2, 3)
 CHANGED = 2
 """The document whose images isolation() changes: the first one of the second row."""
 WIDE_TEXT = dict(
-    hidden_size=256,
-    intermediate_size=384,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
+    **decoder_sizes(256, 384, heads=4, key_heads=2, head_dim=64),
     max_position_embeddings=4096,
 )
 WIDE_VISION = dict(hidden_size=128, embed_dim=128, intermediate_size=192, out_hidden_size=256, head_dim=64)

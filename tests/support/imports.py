@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fxtune"
@@ -19,17 +20,16 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
 
 def imports(path: Path, names: set[str], package: str = "fxtune", typing: bool = True) -> set[str]:
     """The modules in `names` that the file imports anywhere. `typing`: also those under `if TYPE_CHECKING:`."""
-    found, tree = set(), ast.parse(path.read_text())
-    if not typing:
-        tree.body = [node for node in tree.body if not _for_type_checking(node)]
-    for node in ast.walk(tree):
+    found = set()
+    everywhere, for_typing = _imports(path)
+    for node in everywhere:
+        if node in for_typing and not typing:
+            continue
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: write absolute imports; a relative one hides its target"
             imported = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
         for full in imported:
             if full == package or full.startswith(f"{package}."):
                 name = full.removeprefix(package).removeprefix(".")
@@ -37,6 +37,15 @@ def imports(path: Path, names: set[str], package: str = "fxtune", typing: bool =
                     name = name.rpartition(".")[0]
                 found.add(name)
     return found
+
+
+@functools.cache
+def _imports(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[ast.Import | ast.ImportFrom]]:
+    """The imports of a file, and the imports under `if TYPE_CHECKING:`. Each file is parsed once."""
+    tree = ast.parse(path.read_text())
+    for_typing = [node for part in tree.body if _for_type_checking(part) for node in ast.walk(part)]
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return found, [node for node in found if node in for_typing]
 
 
 def _for_type_checking(node: ast.stmt) -> bool:

@@ -38,10 +38,10 @@ def _before(owner: Any, name: str, act: Callable[..., Any]) -> None:
 
 def _once_in_step(step: int) -> Callable[[], bool]:
     """Whether training is in `step`, true once."""
-    from fxtune.training.trainer import Trainer
+    from fxtune.training.steps import Steps
 
     now, done = [0], []
-    _before(Trainer, "step", lambda _, given, lr: now.__setitem__(0, given.index + 1))
+    _before(Steps, "take", lambda _, given, lr: now.__setitem__(0, given.index + 1))
 
     def asked() -> bool:
         if done or now[0] != step:

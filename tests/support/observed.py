@@ -179,13 +179,13 @@ def tracked(config: Config) -> Any:
 
 
 def loaded(config: Config) -> Any:
-    """What the loader gives to torch's DataLoader, and whether an evaluation's workers stay."""
+    """What the loader gives to torch's DataLoader."""
     builder = RunBuilder(config)
     _, data = builder.read()
     with patch.object(loader_module, "DataLoader") as made:
         Loader(data.training, config.loader, builder.world.device)
     given = made.call_args.kwargs
-    return {name: given.get(name) for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")}
+    return {name: given.get(name) for name in ("num_workers", "prefetch_factor")}
 
 
 def compiled(config: Config) -> Any:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.decoder_sizes import decoder_sizes
+
 _SIZES = dict(
-    vocab_size=1091,
-    hidden_size=64,
-    intermediate_size=112,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    **decoder_sizes(vocabulary=1091, hidden=64, intermediate=112, heads=4, key_heads=2),
     max_position_embeddings=512,
     bos_token_id=1,
     eos_token_id=2,
@@ -40,13 +38,21 @@ def yarn(**more: Any) -> dict[str, Any]:
     return {**given, "beta_fast": 32.0, "beta_slow": 1.0, **more}
 
 
+GEMMA4 = dict(
+    num_hidden_layers=6,
+    head_dim=24,
+    global_head_dim=48,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=32,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=30.0,
+)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama": _of("llama", num_hidden_layers=2, head_dim=24, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "gemma4_e2b": _of(
         "gemma4_text",
-        num_key_value_heads=1,
-        num_hidden_layers=10,
-        head_dim=24,
+        **decoder_sizes(key_heads=1, layers=10, head_dim=24),
         global_head_dim=48,
         sliding_window=32,
         vocab_size_per_layer_input=1091,
@@ -56,31 +62,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         final_logit_softcapping=30.0,
         layer_types=[*["sliding_attention"] * 4, "full_attention"] * 2,
     ),
-    "gemma4_31b": _of(
-        "gemma4_text",
-        num_hidden_layers=6,
-        head_dim=24,
-        global_head_dim=48,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=32,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-    ),
+    "gemma4_31b": _of("gemma4_text", **GEMMA4),
     "gemma4_26b_moe": _of(
-        "gemma4_text",
-        num_hidden_layers=6,
-        head_dim=24,
-        global_head_dim=48,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=32,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-        enable_moe_block=True,
-        num_experts=6,
-        top_k_experts=2,
-        moe_intermediate_size=40,
+        "gemma4_text", **GEMMA4, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40
     ),
     "gemma3n_text": _of(
         "gemma3n_text",
@@ -164,9 +148,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "dots3_note": _of(
         "dots3_note_text",
-        num_hidden_layers=4,
-        head_dim=32,
-        num_key_value_heads=4,
+        **decoder_sizes(layers=4, head_dim=32, key_heads=4),
         kv_lora_rank=20,
         q_lora_rank=24,
         qk_nope_head_dim=16,

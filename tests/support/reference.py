@@ -33,18 +33,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.decoder_sizes import decoder_sizes
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-2}
 """Largest relative error of an operator in each dtype, against float32 on the same rounded inputs."""
 
 _COMMON = dict(
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=4096,
+    **decoder_sizes(1024, 2816, layers=2, heads=8, key_heads=2, head_dim=128, vocabulary=4096),
     max_position_embeddings=8192,
     pad_token_id=0,
     bos_token_id=1,
@@ -58,20 +53,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": dict(
         _COMMON,
         model_type="gemma",
-        head_dim=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **decoder_sizes(head_dim=256, heads=4, key_heads=2),
         hidden_activation="gelu_pytorch_tanh",
         tie_word_embeddings=True,
     ),
 }
 LAYERS_OF_8B = dict(
     model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=8192,
+    **decoder_sizes(4096, 14336, heads=32, key_heads=8, vocabulary=8192),
     max_position_embeddings=8192,
     tie_word_embeddings=True,
     rms_norm_eps=1e-5,
@@ -79,11 +68,7 @@ LAYERS_OF_8B = dict(
 """Layers as wide as those of Llama 3's 8B; a test sets their number."""
 SMALL = dict(
     SHAPES["llama"],
-    vocab_size=1024,
-    num_hidden_layers=4,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_attention_heads=4,
+    **decoder_sizes(vocabulary=1024, layers=4, hidden=512, intermediate=1536, heads=4),
 )
 Shape = str | dict[str, Any]
 """A name in SHAPES, or an architecture."""
@@ -338,6 +323,20 @@ def loss_of(pipeline: Any, model: Any, given: Any) -> torch.Tensor:
     made = with_head(pipeline, model)
     assert all(one.acted for one in made.evidence), made.evidence
     return made.summed_loss(given)
+
+
+def passed(model: Any, pipeline: Any, given: Any) -> Result:
+    """The result of one forward and backward pass. Gradients have the model's own names."""
+    model.zero_grad()
+    with pipeline.precision.context(given.input_ids.device):
+        loss = loss_of(pipeline, model, given)
+    loss.backward()
+    grads = {
+        name: parameter.grad.float().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return Result(loss.item(), logits(pipeline, model, given).cpu(), grads)
 
 
 def logits(pipeline: Any, model: Any, given: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from support.decoder_sizes import decoder_sizes
 from torch import nn
 
 from fxtune.checkpoint import folder as stored
@@ -37,6 +39,8 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.training.run.state import copy_weights
 
 SERVER = multiprocessing.get_context("forkserver")
+PRELOADED = ["support.sharded", "support.sharding", "support.image_models", "torch.distributed.fsdp", "peft", "numpy"]
+"""What the server imports once, so that not every process of a test imports it."""
 
 
 def run_ranks(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
@@ -44,9 +48,9 @@ def run_ranks(count: int, work: Callable[..., Any], *given: Any) -> list[Any]:
 
     Raises AssertionError with the words of the first that raised.
     """
-    SERVER.set_forkserver_preload(
-        ["support.sharded", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-    )
+    SERVER.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):  # it does not get our sys.path
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as meeting:
         ends = []
         for rank in range(count):
@@ -269,12 +273,7 @@ class NoTokenizer:
 
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    **decoder_sizes(vocabulary=50, hidden=32, intermediate=48, layers=2, heads=4, key_heads=2),
 )
 """The shape of the small models below."""
 

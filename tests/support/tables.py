@@ -54,10 +54,6 @@ class Table:
         return self.digests if self.prompts is None else self.prompts
 
     @property
-    def noun(self) -> str:
-        return self.format.noun
-
-    @property
     def by_group(self) -> Table:
         if not self.is_grouped:
             return self

@@ -50,14 +50,7 @@ class Trace:
 
 
 OPERATIONS = {
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.truncate",
-    "os.link",
-    "os.symlink",
-    "shutil.rmtree",
+    *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"),
 }
 """Audit events of Python that change a folder. `open` for writing is added below."""
 
@@ -106,7 +99,7 @@ def watch(file: str, last_operation: int = 0) -> None:
     compiling = callback.callback_handler  # its list of callbacks would be emptied by torch._dynamo.reset()
     compiling.run_start_callbacks = lambda _: trace.write(enter="compiling")  # type: ignore[method-assign]
     compiling.run_end_callbacks = lambda _: trace.write(leave="compiling")  # type: ignore[method-assign]
-    trainer.Trainer.step = _step(trainer.Trainer.step, trace)  # type: ignore[method-assign]
+    trainer.Steps.take = _step(trainer.Steps.take, trace)  # type: ignore[method-assign]
 
 
 class _Operations:
@@ -133,7 +126,7 @@ class _Operations:
 
 
 def _step(inner: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """Wrap Trainer.step to write the documents of its batches and the random state after it."""
+    """Wrap Steps.take to write the documents of its batches and the random state after it."""
     import torch
 
     def step(self: Any, given: Any, lr: float) -> Any:

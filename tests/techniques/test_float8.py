@@ -20,13 +20,13 @@ from fxtune.cli import evaluate
 from fxtune.distributed.parallel import Degrees
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import forecast
+from fxtune.estimate.step_time import layer_time
 from fxtune.facts.options import WeightGradient
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.models.load import DType, ModelConfig, load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.techniques.assemble import assemble
-from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.step_time import layer_time
 from fxtune.techniques.float8 import Float8, Float8Linear
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.training import trainer

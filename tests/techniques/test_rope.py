@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.architectures import CPU, FAMILIES, built, facts_of, prepared_model, random_model, tiny_model
+from support.cases import pairs
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
@@ -135,8 +136,7 @@ def test_frequencies_equal_the_formulas(dim, base, original, factor):
         )
 
 
-@pytest.mark.parametrize("family", SCALABLE)
-@pytest.mark.parametrize("kind", [RopeType.yarn, RopeType.linear, RopeType.llama3])
+@pytest.mark.parametrize(("family", "kind"), pairs(SCALABLE, [RopeType.yarn, RopeType.linear, RopeType.llama3]))
 def test_every_family_is_scaled_and_verified(family, kind):
     pipeline = scaled(type=kind)
     prepared = prepared_model(pipeline, random_model(family))

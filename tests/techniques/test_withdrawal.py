@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.harness import write_chats
 
 from fxtune.cli.main import main
 from fxtune.errors import ConfigError
@@ -19,19 +20,22 @@ from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.upstream.transformers import with_rotation
 
 TWO_STEPS = [
-    "+recipe=quickstart",
+    "data.sources=[{path: chats.jsonl}]",
+    "data.sequence_length=128",
+    "data.cache_dir=cache",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
     "techniques=[lora,fast]",
     "techniques.compile.enabled=false",  # its compiler takes a minute
     "train.max_steps=2",
-    "train.epochs=null",
     "tracking.display=none",
-    "data.questions.path=null",
     "run.dir=run",
 ]
 
 
 @pytest.fixture(autouse=True)
-def _no_forward_of_an_earlier_test():
+def _chats_and_no_forward_of_an_earlier_test(cwd):
+    write_chats(Path("chats.jsonl"), 16)
     with_rotation.cache_clear()
 
 

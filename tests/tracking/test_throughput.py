@@ -7,18 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import image_models
+from support.decoder_sizes import decoder_sizes
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.data.batches.batch_images import NO_IMAGES, ImageSizes
 from fxtune.tracking.throughput import Meter, TrainingCost, memory_gib, training_cost
 
 SHAPE = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    **decoder_sizes(vocabulary=96, hidden=32, intermediate=80, layers=3, heads=4, key_heads=2),
     max_position_embeddings=256,
 )
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 80  # q, k and v, o, gate and up and down
@@ -91,12 +87,7 @@ def test_the_published_cost_of_llama_8b():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        **decoder_sizes(vocabulary=128256, hidden=4096, intermediate=14336, layers=32, heads=32, key_heads=8),
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).requires_grad_(False)
@@ -186,8 +177,8 @@ def test_meter_counts_the_towers_of_images():
     assert with_images["train/images_per_second"] == 0.5
     assert "train/images_per_second" not in without
     assert with_images["train/tokens_per_second"] == without["train/tokens_per_second"]
-    tower = meters[0].cost.tower
-    flops = tower.flops(tower.shape.work(np.array([4, 4]), np.zeros(2), np.zeros(2)))
+    images = meters[0].cost.image_cost
+    flops = images.flops(images.shape.work(np.array([4, 4]), np.zeros(2), np.zeros(2)))
     assert with_images["train/mfu"] - without["train/mfu"] == pytest.approx(flops / 4 / 1e9)
 
 

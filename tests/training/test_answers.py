@@ -355,7 +355,7 @@ def test_resumed_run_keeps_its_first_answers(tmp_path):
     data = write(tmp_path, ROWS["messages"])
     data.questions.max_new_tokens = 2
     prepared = prepared_model(Pipeline(), ModelConfig())
-    score = AnswerEvaluation.open(data, tokenizer, tmp_path).ask(prepared, "before")
+    score = AnswerEvaluation.open(data, tokenizer, tmp_path).ask(prepared, "before")["questions/exact_match"]
     reopened = AnswerEvaluation.open(data, tokenizer, tmp_path)
     reopened.ask(prepared, "after")
     ((text, right, before, after),) = reopened.shown()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.decoder_sizes import decoder_sizes
 
 from fxtune.cli.main import main
 from fxtune.distributed.parallel import Degrees
@@ -25,11 +26,7 @@ def test_command_refuses_before_loading_weights(cwd, capsys):
     from transformers import LlamaConfig
 
     LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=1024,
+        **decoder_sizes(64, 96, layers=2, heads=4, vocabulary=1024),
         max_position_embeddings=512,
     ).save_pretrained("base")
     Path("data.jsonl").write_text(json.dumps({"text": "a document"}) + "\n")

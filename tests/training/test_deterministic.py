@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.architectures import enable
 from support.cases import slow_but
+from support.decoder_sizes import decoder_sizes
 from support.runs import history
 
 from fxtune.cli.main import main
@@ -21,10 +22,7 @@ from fxtune.training import trainer
 
 LLAMA = {
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "vocab_size": 128256,
+    **decoder_sizes(4096, 14336, heads=32, vocabulary=128256),
 }
 FREE = Facts(
     device="cuda",

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
 from support.cases import slow_but
 from support.harness import write_texts
-from support.runs import losses
+from support.runs import losses, same_export
 from support.tuning import TINY
 
 from fxtune.config.compose import load
@@ -50,8 +49,7 @@ def test_interrupted_run_ends_with_the_same_bits(growing, packing, place, monkey
     growing.run.dir = "broken"
     interrupt_at(growing, border if place == "border" else border - 1, monkeypatch)
     trainer.run(growing)
-    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("whole", "broken"))
-    assert all((one[name] == other[name]).all() for name in one)
+    assert same_export("whole", "broken")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.bad_steps import disturb, interrupt_at
 from support.mixtures import mixture
-from support.runs import history, losses
+from support.runs import history, losses, same_export
 
 from fxtune.config.root import Spikes
 from fxtune.errors import NumbersError
@@ -89,8 +89,7 @@ def test_run_that_skips_spikes_resumes_bit_for_bit(narrow, cwd, monkeypatch):
     seen.clear()
     assert train.run(narrow)["train/skipped_steps"] == 1
     assert [step for step in seen if step >= 0] == [9, 10, 11]
-    name = "adapter/adapter_model.safetensors"
-    assert Path("whole", name).read_bytes() == Path("broken", name).read_bytes()
+    assert same_export("whole", "broken")
 
 
 def test_good_weights_are_exported_after_bad_last_steps(narrow, cwd, monkeypatch, capsys):
@@ -146,7 +145,7 @@ def test_step_issued_before_bad_steps_are_read_is_saved(narrow, cwd, build, last
     narrow.checkpoint.every, narrow.train.micro_batch_size = 0, narrow.train.global_batch_size
     trainer = build(narrow)
     trainer.logs_late = True
-    real, step, after, at = trainer.language_model.summed_loss, trainer.step, {}, []
+    real, step, after, at = trainer.language_model.summed_loss, trainer.steps.take, {}, []
 
     def taken(given, lr):
         at.append(given.index + 1)
@@ -154,7 +153,7 @@ def test_step_issued_before_bad_steps_are_read_is_saved(narrow, cwd, build, last
         after[given.index + 1] = {name: value.clone() for name, value in trainer.run_state.weights().items()}
         return outcome
 
-    trainer.step = taken
+    trainer.steps.take = taken
     trainer.language_model.summed_loss = lambda batch: real(batch) * (math.nan if 3 <= at[-1] <= last else 1.0)
     if last == 4:
         assert trainer.run()["train/skipped_steps"] == 2
@@ -169,7 +168,7 @@ def test_step_issued_before_bad_steps_are_read_is_saved(narrow, cwd, build, last
 
 def test_checkpoint_counts_skipped_steps_between_log_lines(narrow, cwd, monkeypatch):
     narrow.run.dir, narrow.train.log_every, narrow.checkpoint.every = "run", 6, 2
-    real, whole_step, seen = LanguageModel.summed_loss, train.Trainer.step, []
+    real, whole_step, seen = LanguageModel.summed_loss, train.Steps.take, []
     monkeypatch.setattr(
         LanguageModel, "summed_loss", lambda *given: real(*given) * (float("nan") if seen == [0] else 1.0)
     )
@@ -180,7 +179,7 @@ def test_checkpoint_counts_skipped_steps_between_log_lines(narrow, cwd, monkeypa
             raise KeyboardInterrupt
         return whole_step(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", dying)
+    monkeypatch.setattr(train.Steps, "take", dying)
     with pytest.raises(KeyboardInterrupt):
         train.run(narrow)
     assert train.run(narrow)["train/skipped_steps"] == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processors import write_model, write_picture_rows
-from support.runs import history, losses
+from support.runs import figures, history, losses, same_export
 
 from fxtune.config.root import Resume
 from fxtune.data.config import OnOverlap, SourceConfig
@@ -230,17 +230,8 @@ def test_paused_run_goes_on_with_the_same_bits_at_the_rate_of_the_whole_run(narr
         if pause:
             assert said[-1].startswith(f"Paused after step {pause} of 6 (train.pause_after).")
             assert not Path("paused/result.json").exists()
-    whole, paused = (
-        [
-            {name: value for name, value in line.items() if name in ("train/step", "train/loss", "train/lr")}
-            for line in history(Path(folder))
-            if "train/loss" in line
-        ]
-        for folder in ("whole", "paused")
-    )
-    assert whole == paused
-    files = [Path(folder, "adapter", "adapter_model.safetensors").read_bytes() for folder in ("whole", "paused")]
-    assert files[0] == files[1]
+    assert figures("whole", "step", "loss", "lr") == figures("paused", "step", "loss", "lr")
+    assert same_export("whole", "paused")
 
 
 def test_a_resumed_run_with_an_empty_cache_learns_the_same_time(narrow, cwd, tmp_path, said):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from support.cases import slow_but
 from support.harness import wait_for
 
 from fxtune.config.compose import load
@@ -101,7 +102,7 @@ def final(trial) -> float:
     return trial.curve()[-1][1] - 1 / trial.curve()[-1][0] + 1 / STEPS
 
 
-@pytest.mark.parametrize("method", [Method.halving, Method.hyperband, Method.median])
+@pytest.mark.parametrize("method", slow_but([Method.halving, Method.hyperband, Method.median], Method.halving))
 def test_losers_are_stopped_and_the_best_runs_to_its_end(recipe, method):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -142,7 +143,7 @@ def test_a_small_space_is_drawn_without_repetition(recipe):
 
 def test_draws_follow_the_seed_of_the_run(recipe):
     def drawn(seed: int, folder: str) -> list[dict]:
-        made = run([*recipe, f"run.seed={seed}"], method=Method.none, trials=2)
+        made = run([*recipe, f"run.seed={seed}"], method=Method.none, trials=1)
         Path("sweep").rename(folder)
         return [trial.values for trial in made.trials]
 
@@ -157,7 +158,7 @@ def test_more_trials_go_on_with_the_sweep(recipe):
     assert [len(starts(trial)) for trial in after.trials] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("space", [SPACE, ["sweep.lr=1e-2,1e-3,2e-3,3e-3"]], ids=["drawn", "listed"])
+@pytest.mark.parametrize("space", slow_but([SPACE, ["sweep.lr=1e-2,1e-3,2e-3,3e-3"]], SPACE))
 def test_killed_sweep_goes_on_in_the_same_run_folders(recipe, space):
     """A child process begins the sweep, and is killed twice."""
     Path("hold").touch()
@@ -239,7 +240,7 @@ def test_sweep_whose_configurations_all_fail_is_an_error(recipe):
         run(recipe, trials=2)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(6, StorageError), (3, DataError)])
+@pytest.mark.parametrize(("code", "kind"), slow_but([(6, StorageError), (3, DataError)], (6, StorageError)))
 def test_full_disk_or_bad_data_ends_the_sweep_and_not_a_configuration(recipe, code, kind):
     Path("error").write_text(f"{code} the disk is full")
     with pytest.raises(kind, match="the disk is full"):
@@ -325,9 +326,11 @@ def test_recipe_that_cannot_be_swept(recipe, words, told):
         refuse(load([*recipe, *words]))
 
 
-@pytest.mark.parametrize(("every", "compared"), [(0, [1, 2, 3, 4, 5, 6, 7, 8]), (5, [2, 5, 7, 8]), (20, [8])])
+@pytest.mark.parametrize(
+    ("every", "compared"), slow_but([(0, [1, 2, 3, 4, 5, 6, 7, 8]), (5, [2, 5, 7, 8]), (20, [8])], (5, [2, 5, 7, 8]))
+)
 def test_configurations_are_compared_at_the_first_evaluation_after_an_eighth(recipe, every, compared):
-    made = run([*recipe, f"train.eval_every={every}"], method=Method.none, trials=2)
+    made = run([*recipe, f"train.eval_every={every}"], method=Method.none, trials=1)
     assert list(made.trials[0].losses) == compared
     if not every:
         assert [step for step, _ in made.trials[0].curve()] == [2 * eighth for eighth in compared]

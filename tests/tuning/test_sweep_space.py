@@ -41,7 +41,7 @@ def test_short_names_intervals_and_choices():
     assert {*found["optimizer.weight_decay"]} == {0, 0.1}
     assert {*found["optimizer.name"]} == {"adamw", "lion"}
     assert only("r=8,16").choices == only("r=choice(8,16)").choices
-    for values in drawn(dimensions):
+    for values in drawn(dimensions, 3):
         config = load([dimension.override(values[dimension.key]) for dimension in dimensions])
         assert config.optimizer.lr == values["optimizer.lr"]
         assert config.techniques.lora.r == values["techniques.lora.r"]

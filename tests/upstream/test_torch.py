@@ -107,8 +107,7 @@ def test_gradients_of_divided_weights_are_summed_over_ranks():
             np.testing.assert_allclose(own, sum_of_both, rtol=1e-5)
 
 
-def test_without_a_timeout_of_its_own_a_group_keeps_the_one_it_has():
-    upstream.set_host_timeout(SimpleNamespace(), timedelta(1))
+def test_the_timeout_between_hosts_is_set_on_the_backend_of_cpus():
     seen = []
     backend = SimpleNamespace(_set_default_timeout=seen.append)
     upstream.set_host_timeout(SimpleNamespace(_get_backend=lambda device: backend), timedelta(1))

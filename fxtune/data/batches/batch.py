@@ -38,9 +38,9 @@ class Batch:
     """Restart at 0 in each document, or go on from a prompt that it shares. The padding of a packed row is a document
     by itself; in a row with one document the positions go on through the padding."""
     cu_seqlens: torch.Tensor
-    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens. The rest repeats the
-    total, so that compiled code sees no new shape. A row that is not packed is one document, padding included. With
-    `pieces`, it is that of the whole rows."""
+    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens, of whole rows also with
+    `pieces`. The rest repeats the total, so that compiled code sees no new shape. A row that is not packed is one
+    document, padding included."""
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
@@ -48,9 +48,9 @@ class Batch:
     tokens: int
     """Tokens that are not padding."""
     pieces: int = 1
-    """Into how many pieces of equal length the rows are cut: all tensors but `cu_seqlens` are of one of them."""
+    """How many pieces of equal length the rows are cut into. All tensors but `cu_seqlens` are of one piece."""
     filled: torch.Tensor | None = None
-    """int64 [rows]: the tokens of each row that are not padding, which comes last. None: there is no padding."""
+    """int64 [rows]: the tokens of each row before its padding. None: there is no padding."""
     group_of: torch.Tensor | None = None
     """int64 [slots]: for each document of `cu_seqlens`, the index of its group in the micro-batch, from 0 on; -1 for
     padding and unused slots. None: each document of the data is a group by itself, without a label."""
@@ -83,11 +83,9 @@ class Batch:
         return (column < self.filled[:, None]).flatten().float()
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` [supervised], one for each of `labels`, summed over each document of `cu_seqlens`: [slots].
-
-        0 for a document without supervised tokens and for unused slots. `values` must be 0 where the label is
-        IGNORE_INDEX. Raises ConfigError for a piece of rows, which may have only a part of a document.
-        """
+        """`values` [supervised], one for each of `labels`, summed over each document of `cu_seqlens`: [slots]. 0 for a
+        document without supervised tokens and for unused slots. `values` must be 0 where the label is IGNORE_INDEX.
+        Raises ConfigError for a piece of rows, which may have a part of a document."""
         if self.pieces > 1:
             raise ConfigError("parallel.context: this objective needs whole documents. Set it to 1.")
         return values.new_zeros(len(self.cu_seqlens) - 1).index_add(0, self.document_of_target(), values)
@@ -97,8 +95,8 @@ class Batch:
         return torch.searchsorted(self.cu_seqlens[1:].long(), self.supervised_at, right=True)
 
     def last_tokens(self) -> torch.Tensor:
-        """int64 [slots]: the flattened position of each document's last token, never of padding behind it. Slots
-        without a document have some position."""
+        """int64 [slots]: the flattened position of each document's last token before padding. Unused slots have some
+        position."""
         last = self.cu_seqlens[1:].long() - 1
         if self.filled is None:
             return last
@@ -111,8 +109,8 @@ class Batch:
         return len(self.labels)
 
     def with_rounded_targets(self) -> Batch:
-        """The same batch with `supervised_at` and `labels` filled up with positions that have no target and the label
-        IGNORE_INDEX, to a multiple of MIN_TARGETS or of a TARGET_COUNTS-th of all positions. On the host only.
+        """The same batch with positions without a target added to `supervised_at`, and IGNORE_INDEX to `labels`, up to
+        a multiple of MIN_TARGETS or of a TARGET_COUNTS-th of all positions. On the host only.
 
         The loss and its gradients stay the same. The head computes the added rows for nothing, but its matmuls and
         buffers have few sizes: freed memory fits the next request, and a recorded CUDA graph serves every batch.
@@ -156,8 +154,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a micro-batch consists of, small enough to send to a worker. The arrays are int64, one entry a document or
-    a part of one."""
+    """The content of a micro-batch, small enough to send to a worker. The arrays are int64, with an entry for each
+    document or part of a document."""
 
     source: np.ndarray
     """Index of the table."""
@@ -171,20 +169,20 @@ class BatchSpec:
     packed: bool
     pad_id: int
     slots: int
-    """Room for documents in `cu_seqlens` of packed rows: one a document, and one a row for its padding. Unpacked rows
+    """Entries of `cu_seqlens` for packed rows: one for each document, and one a row for its padding. Unpacked rows
     take one slot each, by which attention recognizes them."""
     piece: int = 0
     pieces: int = 1
-    """The batch is piece number `piece` of `pieces` of each row. `pieces` divides `width`."""
+    """The batch has piece number `piece` of `pieces` of each row. `pieces` divides `width`."""
     group: np.ndarray | None = None
     """Index of each document's group in the micro-batch. None: each document is a group without a label."""
     label: np.ndarray | None = None
     """float32: the label of each document, NaN without one. None as `group`."""
     shared: np.ndarray | None = None
-    """How many tokens before `start` each document shares with the document before it, in the same row. None: each
-    document attends to its own tokens."""
+    """How many tokens before `start` each document shares with the document before it. None: each document attends to
+    its own tokens."""
     keys: int = 0
-    """Room for keys in `key_index`, with `shared`."""
+    """Entries of `key_index`, with `shared`."""
 
     def whole(self) -> BatchSpec:
         """The same documents, each with all its tokens; rows may be too short for them."""
@@ -194,11 +192,8 @@ class BatchSpec:
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
-    """Copy the documents into rows: one slice a document, all in numpy.
-
-    A row is cut when it is complete. So a token at the end of a piece has its target, the first token of the next one,
-    and positions go on in a document that reaches into the next piece.
-    """
+    """Copy the documents into rows: one slice a document, all in numpy. A complete row is cut into pieces, so the last
+    token of a piece has its target, and positions go on in the next piece."""
     rows = len(spec.offsets) - 1
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)
@@ -256,7 +251,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     stored = None
     if is_stored:
         in_row, column = np.divmod(supervised_at, length)
-        stored = torch.from_numpy(reference[in_row, first + column + 1])  # of the target, the next token
+        stored = torch.from_numpy(reference[in_row, first + column + 1])  # the target is the next token
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),

@@ -1,7 +1,7 @@
 """The images of documents: their sizes, from the token tables, and their tensors for a micro-batch.
 
-Images are decoded and resized where the batch is built: in the loader's workers. Files are read again for each use:
-the tensors of an image are many times as large as its file, so none is kept.
+Images are decoded and resized where the batch is built: in the loader's workers. No tensors are kept, because they are
+many times as large as the file: each use reads the file again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PROBED = 8
 
 
 class LostImageError(DataError):
-    """An image cannot be read that was read when the data was tokenized."""
+    """An image that was read when the data was tokenized cannot be read now."""
 
     def __init__(self, what: str, table: TokenTable | None = None, image: int = 0) -> None:
-        """`image`: the number in `table` of the first image of its document."""
+        """`image`: the number in `table` of the first image of the document."""
         super().__init__(what)
         self.table, self.image = table, image
         self.place = table.name if table is not None else ""
@@ -54,7 +54,7 @@ def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndar
 
 
 class BatchImages:
-    """Makes the tensors of the images of documents. `tables`: of the run; `pieces`: of each row (BatchSpec)."""
+    """Makes the tensors of the images of documents. `pieces`: as in BatchSpec."""
 
     def __init__(self, tables: Sequence[TokenTable], pieces: int) -> None:
         processors = [table.image_processor for table in tables if table.images is not None]
@@ -72,7 +72,7 @@ class BatchImages:
 
     def rope_positions(self, table: TokenTable, start: int, length: int, shared: int) -> np.ndarray | None:
         """int64 [3, length]: the positions of the document that was added last; None if they are its token positions.
-        `shared`: how many tokens before `start` the document has, too, as the document before it."""
+        `shared`: as in BatchSpec."""
         if self.processor is None or self.processor.rope_positions is None:
             return None
         images = self._last
@@ -105,14 +105,12 @@ class BatchImages:
 
 
 class ImageSizes(NamedTuple):
-    """int64 arrays with one entry an image."""
+    """int64 arrays with one entry an image. Heights and widths are of whole images, in pixels."""
 
     features: np.ndarray
     """Tokens that the vision encoder's features replace. Marks around these tokens count as text."""
     heights: np.ndarray
-    """Heights of whole images, in pixels."""
     widths: np.ndarray
-    """Widths of whole images, in pixels."""
     document: np.ndarray
     """Index of the image's span."""
 

@@ -11,8 +11,8 @@ from the sets themselves, so no document is left out by chance. Shingles that a 
 the shingles of a chat template or a system prompt, say nothing about a document and are not compared. The images of a
 document are part of each of its shingles, so documents with different images are never near-copies.
 
-Everything is a function of the tokens and the settings, in the order of the sources. The minima and the bands take
-0.75 KB a document at the default similarity. The result is kept beside the tokens.
+Everything is a function of the tokens and the settings. The minima and the bands take 0.75 KB a document at the
+default similarity. The result is cached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -52,17 +51,17 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What `data.dedup` leaves out, besides exact copies of documents that are used."""
+    """What `data.dedup` leaves out, besides exact copies."""
 
     near: np.ndarray
     """uint64, ascending: the digests of near-copies."""
     like: np.ndarray
-    """uint64: for each of these, the digest of the earlier document that it is similar to."""
+    """uint64: for each near-copy, the digest of the earlier document that it is similar to."""
 
 
 def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig) -> Duplicates:
-    """The near-copies among `tables`, those of data.sources: documents similar to an earlier one, or to one of
-    `held_out`, the tables of data.eval_sources. Documents of `held_out` are never near-copies."""
+    """The near-copies among `tables` of data.sources: documents similar to an earlier document, or to a document of
+    `held_out`, the tables of data.eval_sources."""
     none = np.zeros(0, np.uint64)
     if data.dedup is not Dedup.near:
         return Duplicates(none, none)
@@ -74,22 +73,16 @@ def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable]
         near, like = np.load(file).astype(np.uint64, casting="safe")
     except (OSError, ValueError, EOFError, TypeError):  # there is none, or it is damaged
         near, like = _near_copies([*held_out, *tables], len(held_out), data.dedup_similarity)
-        _store(file, np.stack([near, like]))
+        with suppress(OSError):  # it is computed again the next time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file, shared=True) as out:
+                np.save(out, np.stack([near, like]))
     return Duplicates(near, like)
 
 
-def _store(file: Path, value: np.ndarray) -> None:
-    with suppress(OSError):  # it is computed again the next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, shared=True) as out:
-            np.save(out, value)
-
-
 def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
-    """Which documents of a table repeat no earlier one of the table and none with a digest in `seen`, bool.
-
-    The pieces of a chat have its digest: those of its first copy are kept.
-    """
+    """Which documents of a table repeat no earlier document of the table and no digest of `seen`, bool. The pieces of
+    a chat have its digest: the pieces of its first copy are kept."""
     distinct, of, pieces = np.unique(table.digests, return_inverse=True, return_counts=True)
     order = np.argsort(of, kind="stable")
     rank = np.empty(len(of), np.int64)
@@ -103,8 +96,7 @@ def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
 
 
 def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float) -> tuple[np.ndarray, np.ndarray]:
-    """(digests of near-copies, ascending; for each the digest of the document that it is similar to). The first
-    `held_out` tables have no near-copies."""
+    """The fields of Duplicates. Documents of the first `held_out` tables are never near-copies."""
     digests = np.concatenate([table.digests for table in tables])
     first = np.unique(digests, return_index=True)[1]
     order = np.sort(first)  # each content once, in the order of the tables
@@ -176,7 +168,7 @@ class _Shingles:
 
 
 def _bands(shingles: _Shingles, count: int, similarity: float) -> list[np.ndarray]:
-    """For each band, a uint64 [documents] that is equal for documents whose minima in it are."""
+    """For each band, a hash of a document's minima in it, uint64 [documents]."""
     rows = max(
         rows
         for rows in (1, 2, 4, 8, 16, 32)
@@ -219,7 +211,7 @@ def _blocks(shingles: _Shingles, count: int) -> Iterator[tuple[int, int]]:
 def describe(
     found: Duplicates, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
 ) -> Iterator[str]:
-    """A line for each table on what data.dedup leaves out of it: how many, and the first ones by file and line."""
+    """A line for each table: how many documents data.dedup leaves out, and the first of them by file and line."""
     if data.dedup is Dedup.off:
         return
     seen = np.zeros(0, np.uint64)
@@ -228,7 +220,7 @@ def describe(
     for number, (source, table) in enumerate(sides[: len(tables)]):
         copies, near = ~first_copies(table, seen), np.isin(table.digests, found.near)
         seen = np.union1d(seen, table.digests)
-        left_out, noun = np.flatnonzero(copies | near), tables[number].noun
+        left_out, noun = np.flatnonzero(copies | near), tables[number].format.noun
         if not len(left_out):
             yield f"{table.name}: data.dedup={data.dedup.value} finds no copies among {len(table):,} {noun}."
             continue

@@ -1,8 +1,8 @@
 """The endless sequence of rows: epoch after epoch, each packed into rows and shuffled by the seed and its number.
 
-An epoch is a set of segments: all of them, or each source's share if sources have weights, or each kind's
-share if short and long documents are mixed. Everything is a pure function of (tables, settings, epoch), so no
-part needs the parts before it. It takes about 40 bytes a segment, and 8 more for each epoch that is kept.
+An epoch has all segments; or each source's share, if sources have weights; or the shares of short and of long
+documents (data.mix). Everything is a pure function of (tables, settings, epoch), so no part needs the parts before it.
+It takes about 40 bytes a segment, and 8 more for each epoch that is kept.
 """
 
 from __future__ import annotations
@@ -64,15 +64,13 @@ class StreamSettings:
     limit: Optional[int] = None
     """Held-out documents of each table at most; None: all."""
     shares: Optional[tuple[float, ...]] = None
-    """The share of each table that is held out, where tables differ in it; None: `eval_fraction` of each."""
-
+    """The share of each table that is held out, where tables differ; None: `eval_fraction` of each."""
     distinct: Optional[bool] = None
     """Whether only the first of equal documents is used; None: no."""
     share_prompts: Optional[bool] = None
     """Whether a row has the prompt of a pair once (shared_prompts.py); None: no."""
 
     def share(self, table: int) -> float:
-        """The share of the documents of a table that is held out."""
         return self.eval_fraction if self.shares is None else self.shares[table]
 
 
@@ -88,7 +86,7 @@ class Epoch:
         return len(self.offsets) - 1
 
     def reordered(self, rows: np.ndarray) -> Epoch:
-        """Some of its rows, in the order of their indices in `rows`."""
+        """The rows with the indices `rows`, in this order."""
         size = np.diff(self.offsets)[rows]
         taken = np.repeat(self.offsets[rows], size) + places_within(size)
         return Epoch(self.segments[taken], np.concatenate([[0], np.cumsum(size)]))
@@ -99,7 +97,7 @@ class RowSequence(ABC):
 
     tables: tuple[TokenTable, ...]
     segments: Segments
-    """The segments of all tables. Rows consist of them."""
+    """The segments of all tables, which rows consist of."""
     source: np.ndarray
     """int64 [segments]: index of the table."""
     has_equal_epochs: bool
@@ -116,7 +114,7 @@ class RowSequence(ABC):
     def _build(self, number: int) -> Epoch: ...
 
     def _count(self, number: int) -> int:
-        """Rows of an epoch. Those before it have been counted."""
+        """Rows of an epoch, after all epochs before it were counted."""
         return len(self.epoch(number))
 
     def end(self, epoch: int) -> int:
@@ -137,7 +135,7 @@ class RowSequence(ABC):
         return epoch, row - self.end(epoch - 1)
 
     def rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sequence's rows first..last - 1: (their segments, the offsets [rows + 1] into those)."""
+        """(the segments of the sequence's rows first..last - 1, the offset of each row in them [rows + 1])."""
         segments, sizes = [], []
         while first < last:
             number, row = self.locate(first)
@@ -149,15 +147,15 @@ class RowSequence(ABC):
         return np.concatenate(segments), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
 
     def spans(self, segments: np.ndarray) -> Spans:
-        """The documents of some segments, given by their indices."""
+        """The documents of the segments with these indices."""
         return spans(self.tables, self.source[segments], self.segments.take(segments), self.shared)
 
     def document_counts(self, segments: np.ndarray) -> np.ndarray:
-        """How many documents each of some segments has, int64 [segments]."""
+        """How many documents each segment has, int64 [segments]."""
         return document_counts(self.tables, self.source[segments], self.segments.group[segments])
 
     def shared_counts(self, segments: np.ndarray) -> np.ndarray:
-        """How many tokens the documents of some segments share with others of their group, int64 [segments]."""
+        """How many tokens each segment's documents share with another document of the group, int64 [segments]."""
         if self.shared is None:
             return np.zeros(len(segments), np.int64)
         found = self.spans(segments)
@@ -168,7 +166,7 @@ class RowSequence(ABC):
         return row / len(self.epoch(epoch))
 
     def row_at(self, epoch: int, share: float) -> int:
-        """How many rows of an epoch are `share` of it, rounded."""
+        """The number of rows that is `share` of an epoch, rounded."""
         return round(share * len(self.epoch(epoch)))
 
 
@@ -201,9 +199,7 @@ class EpochStream(RowSequence):
         self.counts: list[SegmentCounts] = [counts for _, counts in each]
         self._require_segments(by_table)
         self.source = np.repeat(np.arange(len(each)), [len(segments) for segments in by_table])
-        """int64 [segments]: index of the table."""
         self.segments = Segments.joined(by_table)
-        """The segments of all tables, one table after the other."""
         self.supply = [int(segments.supervised.sum()) for segments in by_table]
         """Supervised tokens of each table."""
         self.long = self.segments.length > (settings.mix.threshold if settings.mix else settings.sequence_length)
@@ -249,8 +245,8 @@ class EpochStream(RowSequence):
         return any(table.is_grouped for table in self.tables)
 
     def groups(self) -> list[np.ndarray]:
-        """For each table, which of its groups are used, bool: groups on the stream's side, without copies if they are
-        left out."""
+        """For each table, which of its groups are used, bool: on the stream's side, and no copies that are left
+        out."""
         settings, used, seen = self.settings, [], np.zeros(0, np.uint64)
         for at, table in enumerate(table.by_group for table in self.tables):
             chosen = is_on_side(settings.side, table.held_out_by, settings.share(at), settings.limit)
@@ -306,7 +302,7 @@ class EpochStream(RowSequence):
         return np.arange(len(self.segments)) if self.has_equal_epochs else np.concatenate(self._draw(epoch))
 
     def _draw(self, epoch: int) -> list[np.ndarray]:
-        """The segments of an epoch with weights or a mix, for each source or each kind of length."""
+        """The segments of an epoch with weights or a mix: of each source, or of long and of short documents."""
         weights, mix, of = self.settings.weights, self.settings.mix, self.segments
         if mix:
             share, total = Fraction(mix.long_share), int(of.length.sum())
@@ -392,7 +388,7 @@ class EpochStream(RowSequence):
             ]
             prompts = " (all answers to a prompt are on one side)" if table.prompts is not None else ""
             nothing = f"nothing to {'evaluate on' if held_out else 'learn from'}"
-            lines.append(f"{table.name}: {nothing}. {table.noun}{prompts}: {', '.join(found) or 'none'}.")
+            lines.append(f"{table.name}: {nothing}. {table.format.noun}{prompts}: {', '.join(found) or 'none'}.")
         cure = "Raise data.eval_fraction, or name held-out data in data.eval_sources."
         if not held_out:
             cure = "Give the source rows with answers that fit a row, hold out fewer of them, or remove the source."

@@ -1,20 +1,19 @@
 """The endless sequence of rows of a run whose rows grow in stages (data.length_schedule, stages.py).
 
-An epoch takes each document once, as always. Where it lasts over several stages, each of them takes documents that no
-stage before it in this epoch took, chosen at random:
+An epoch takes each document once. Where an epoch lasts over several stages, each stage takes random documents that are
+left:
 
-- A stage that ends within the epoch fills exactly its steps, first with documents that fit a row whole. Longer ones
-  wait for the next stage.
-- If those that fit do not fill the stage's steps, just enough of the longer ones are cut to fill them.
-- If what is left of an epoch fits into the present stage, no longer rows follow in this epoch. So nothing waits: long
-  documents are cut.
+- A stage that ends within the epoch fills exactly its steps, first with documents that fit a row whole. Longer
+  documents wait for the next stage.
+- If too few documents fit, just enough longer documents are cut to fill the steps.
+- If all that is left of an epoch fits into the present stage, no longer rows follow. So long documents are cut.
 
-A piece begins with the last token of the piece before it. That token is context only there, so each supervised token
-of an epoch is a target exactly once, however its document is cut. Chats and groups are not cut, nor is anything with
-an on_long other than split: such a document needs a stage in its epoch that takes it whole, else the run is refused.
+A piece begins with the last token of the piece before it, as context. So each supervised token of an epoch is a target
+exactly once. Chats and groups are not cut, and with an on_long other than split nothing is: such a document needs a
+stage in its epoch that takes it whole, else the run is refused.
 
-All this is a function of (stream, stages, epoch). From the first epoch that begins in the last stage, rows are those
-of a run without stages.
+All this is a function of (stream, stages, epoch). From the first epoch that begins in the last stage on, rows are as
+without stages.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from fxtune.data.stages import StepRows
 from fxtune.errors import DataError
 
 _ORDER, _ROWS = 5, 6
-"""Keys of the permutations by purpose, none of them one of epochs.py."""
+"""Keys of the permutations by purpose; epochs.py has other keys."""
 
 
 @dataclass(frozen=True)
 class CutSegments:
-    """The segments of a stream, followed by the pieces of those that are longer than rows of some stage."""
+    """The segments of a stream, followed by the pieces of segments that are longer than rows of some stage."""
 
     segments: Segments
     source: np.ndarray
@@ -101,7 +100,7 @@ class GrowingRows(RowSequence):
         self.tables, self.shared = stream.tables, stream.shared
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
-        """{stage: rows of an epoch that is fully inside the stage}, where all such epochs have the same number."""
+        """{stage: rows of an epoch that is fully inside the stage}, where all such epochs have equally many."""
 
     def share(self, epoch: int, row: int) -> float:
         begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
@@ -192,7 +191,7 @@ class GrowingRows(RowSequence):
         return _Block(packed.reordered(order[is_kept[order]]), left)
 
     def _until_full(self, segments: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """(as many of `segments`, from the first on, as fill `capacity` or more, the others); all if they do not."""
+        """(the first of `segments` that together fill `capacity`, or all of them; the others)."""
         filled = (
             np.cumsum(self.segments.length[segments]) if self.stream.settings.packing else np.arange(len(segments)) + 1
         )
@@ -214,11 +213,8 @@ class GrowingRows(RowSequence):
         table = self.stream.tables[int(source[0])]
         starts, step = self._lengths.starts, self.step_rows.steps(row + 1) - 1
         share = math.floor(step / max(self.step_rows.planned, 1) * 100) / 100
-        why = (
-            "chats and groups are not cut"
-            if self.stream.settings.on_long is OnLong.split
-            else (f"data.on_long={self.stream.settings.on_long.value} cuts none")
-        )
+        on_long = self.stream.settings.on_long
+        why = "chats and groups are not cut" if on_long is OnLong.split else f"data.on_long={on_long.value} cuts none"
         longest = int(self.segments.length[waiting].max())
         raise DataError(
             f"data.length_schedule: the documents that fit rows of {starts[stage].length:,} tokens are used up after "

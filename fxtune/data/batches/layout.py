@@ -28,7 +28,7 @@ class BatchSizes:
     pad_id: int = 0
     rank: int = 0
     ranks: int = 1
-    """Micro-batches of a step are dealt out to the ranks in turn: this plan has those of `rank`."""
+    """Micro-batches of a step are dealt out to the ranks in turn. This plan is for `rank`."""
     piece: int = 0
     pieces: int = 1
     """This plan has piece number `piece` of `pieces` of each row, which is padded to a multiple of `pieces`."""

@@ -1,16 +1,15 @@
 """Short and long documents together: an order of rows that gives every step the same share of long documents.
 
-A model that is tuned on long documents alone loses quality on short ones, and one that sees them in turns is pulled
-back and forth. So each optimizer step has the share that `data.mix.long_share` declares. Two things achieve that:
+A model that is tuned on long documents alone loses quality on short ones, and a model that sees them in turns is
+pulled back and forth. So each optimizer step has the share that `data.mix.long_share` declares:
 
-- An epoch has as many tokens as the data, and draws the declared share of them from the long documents. Each kind is
-  an endless sequence of passes (epochs.py); the scarcer one is repeated more often, and `Plan.notes()` says how often.
-- The epoch's rows are ordered so that every stretch is balanced, wherever a step begins and however long it is. In one
-  dimension that is simple: while the rows so far have too many long tokens, take a row with too few, else one with too
-  many. (Steinitz 1913 has the theorem for any dimension.)
+- An epoch has as many tokens as the data, and draws the declared share from the long documents. Each kind is an
+  endless sequence of passes (epochs.py). The scarcer kind is repeated more often, and `Plan.notes()` says how often.
+- The epoch's rows are ordered so that every stretch is balanced: while the rows so far have too many long tokens, take
+  a row with too few, else a row with too many. (Steinitz 1913 has the theorem for any dimension.)
 
 Any stretch of rows is within one row's tokens of the epoch's share, so a step of G rows is within 1/G of it. No order
-does better for rows that hold nothing but one long document. Nothing drifts: over a run the share is exact.
+does better for rows with one long document each. Over a run the share is exact.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class LengthMix:
 
 
 def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Reorder rows so that each stretch of them has about the same share of long tokens as all of them.
+    """A permutation of rows, int64 [rows], in which each stretch has about the overall share of long tokens.
 
-    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation of the rows;
-    it stays the order of the rows with too many long tokens, and of the others. Returns a permutation, int64 [rows].
+    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation, which stays
+    the order of the rows with too many long tokens, and of the other rows.
     """
     # A row's long tokens beyond the overall share, in units of 1 / sum(tokens), so that integers are exact.
     excess = long * int(tokens.sum()) - tokens * int(long.sum())

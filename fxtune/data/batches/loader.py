@@ -1,15 +1,15 @@
 """Delivers batches on the device, ahead of their use.
 
-The main process knows what a micro-batch consists of (a few numbers) and sends that to a worker; the worker copies the
-tokens from the memory maps and sends tensors back. A worker holds nothing but open tables, so it starts at any step.
-On a GPU a batch is copied by its own stream while the one before it is computed, and its number of targets is rounded
-up (Batch.with_rounded_targets), so that steps have few shapes.
+The main process sends a worker the content of a micro-batch, a few numbers. The worker copies the tokens from the
+memory maps and sends tensors back. It holds only open tables, so it starts at any step. On a GPU a separate stream
+copies a batch while the batch before it is computed, and its number of targets is rounded up
+(Batch.with_rounded_targets), so that steps have few shapes.
 
-Workers are started by a fork server, a process that has no threads, imports torch once and is forked from then on:
-fork alone can hang, because torch and the tokenizer have started threads, and spawn takes seconds each time. A batch
-of 4 x 4096 tokens takes 0.2 ms, so workers matter only for tables on slow disks, and on a CPU none is started.
+Workers are started by a fork server, a process without threads that imports torch once: fork alone can hang, because
+torch and the tokenizer have started threads, and spawn takes seconds. A batch of 4 x 4096 tokens takes 0.2 ms, so
+workers matter only for slow disks and for images, and a CPU run has none.
 
-A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers continue where it stopped. After
+A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers go on where it stopped. After
 MAX_WORKER_DEATHS deaths the main process builds the batches itself. Each death prints a line.
 """
 
@@ -36,7 +36,7 @@ from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.errors import ConfigError, DataError
+from fxtune.errors import DataError
 from fxtune.system.machine.host import cores, memory, reuse_freed_memory
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
@@ -59,26 +59,20 @@ class LoaderConfig:
     num_workers: Optional[int] = field(default=None, metadata={"min": 0, "max": 1024})
     """Processes that build batches; null: 0 on a CPU, and for a GPU 2 (building a batch copies slices of a memory
     map), or up to 8 to decode the images of rows."""
-    pin_memory: Optional[bool] = None
-    """Page-locked batches, for copies that overlap with compute; null: on for a GPU."""
-    persistent_workers: bool = True
-    """Keep the workers of an evaluation for the next one."""
     prefetch_factor: int = field(default=4, metadata={"min": 1, "max": 1024})
     """Batches that a worker keeps ready; fewer, and fewer workers, where their images would take more than a quarter
     of the free memory or half of /dev/shm."""
 
     def resolved(self, device: torch.device, with_images: bool = False) -> LoaderConfig:
-        """A copy with every null replaced by its value. Raises ConfigError for a setting that `device` cannot have."""
-        cuda = device.type == "cuda"
-        if self.pin_memory and not cuda:
-            raise ConfigError("loader.pin_memory=true needs a GPU, and this run is on the CPU. Set it to null.")
+        """A copy with the number of workers in place of null."""
+        if self.num_workers is not None:
+            return self
         most = 8 if with_images else 2
-        workers = self.num_workers if self.num_workers is not None else min(most, cores() - 1) if cuda else 0
-        return replace(self, num_workers=workers, pin_memory=cuda if self.pin_memory is None else self.pin_memory)
+        return replace(self, num_workers=min(most, cores() - 1) if device.type == "cuda" else 0)
 
     def bounded(self, batch_bytes: int, free: int, shared: int) -> LoaderConfig:
-        """A copy with so few prefetched batches, and if needed so few workers, that all prefetched batches take at
-        most MEMORY_SHARE of `free` and SHARED_SHARE of `shared` bytes. `batch_bytes`: bytes of one batch."""
+        """A copy with fewer prefetched batches, and if needed fewer workers: all prefetched batches take at most
+        MEMORY_SHARE of `free` and SHARED_SHARE of `shared` bytes."""
         if not self.num_workers or not batch_bytes:
             return self
         room = int(min(free * MEMORY_SHARE, shared * SHARED_SHARE)) // batch_bytes
@@ -89,8 +83,7 @@ class LoaderConfig:
 
 
 def settle_loader(config: LoaderConfig, plan: Plan, device: torch.device) -> tuple[LoaderConfig, int]:
-    """(loader options for a plan on this machine, bytes of images in the largest of three batches). Raises ConfigError
-    as resolved()."""
+    """(loader options for a plan on this machine, bytes of images in the largest of three batches)."""
     with_images = any(table.images is not None for table in plan.tables)
     resolved = config.resolved(device, with_images)
     if not with_images or not resolved.num_workers or not plan.steps:
@@ -152,7 +145,7 @@ class Loader:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of the last pass. torch does so when nothing refers to the pass, but the traceback of a
+        """End the workers of the last pass. torch ends them when nothing refers to the pass, but the traceback of a
         signal may refer to it until the interpreter exits, which then waits 5 s for each worker (torch 2.11)."""
         batches, self._pass = self._pass, None
         if (shutdown := end_workers(batches)) is None:  # the main process builds the batches
@@ -178,7 +171,7 @@ class Loader:
             num_workers=workers,
             multiprocessing_context=_safe_context(),
             worker_init_fn=partial(_init_worker, LIBRARY_LOG.file, self._with_images),
-            persistent_workers=self.config.persistent_workers,
+            persistent_workers=True,  # an evaluation's workers serve the next one
             prefetch_factor=self.config.prefetch_factor,
         )
         # With its own generator: DataLoader draws a seed at each start, and the global generator's would change the
@@ -187,7 +180,7 @@ class Loader:
             _BatchDataset(self.plan.tables, round_targets=self.device.type == "cuda"),
             batch_size=None,
             sampler=self._specs,
-            pin_memory=bool(self.config.pin_memory),
+            pin_memory=self.device.type == "cuda",  # copies overlap with compute
             generator=torch.Generator(),
             **(parallel if workers else {}),
         )
@@ -205,10 +198,9 @@ class Loader:
         while True:
             assert self._loader is not None
             self._specs.step, self._specs.micro = step, micro
-            batches = None
             try:
-                self._pass = batches = self._begin_pass()
-                for batch in batches:
+                self._pass = self._begin_pass()
+                for batch in self._pass:
                     if isinstance(batch, DataError):
                         raise batch
                     micro += 1
@@ -219,9 +211,6 @@ class Loader:
             except (RuntimeError, OSError, EOFError) as problem:
                 self._end_pass()  # releases its shared memory, which may have been full
                 self._replace_workers(problem, step)
-            finally:
-                if not self.config.persistent_workers and self._pass is batches:
-                    self._end_pass()
 
     def _replace_workers(self, problem: Exception, step: int) -> None:
         """Start new workers if `problem` is the death of one; raise any other problem."""

@@ -40,9 +40,6 @@ class _HeldOut:
     mask: np.ndarray | None = None
     """Which documents of the source are held out, bool; None: all."""
 
-    def held_hashes(self) -> np.ndarray:
-        return self.hashes if self.mask is None else self.hashes[self.mask]
-
 
 def require_no_overlap(
     data: DataConfig,
@@ -52,10 +49,7 @@ def require_no_overlap(
     images: ImageProcessor | None = None,
 ) -> np.ndarray:
     """Digests of documents to leave out of training, sorted uint64. `tables` are of data.sources, `eval_tables` of
-    data.eval_sources. `images`: the processor of a model that reads images.
-
-    Raises DataError if there are such documents and data.on_overlap=error.
-    """
+    data.eval_sources. Raises DataError if there are such documents and data.on_overlap=error."""
     if data.on_overlap is OnOverlap.keep:
         return np.zeros(0, np.uint64)
     tables, eval_tables = [table.by_row for table in tables], [table.by_row for table in eval_tables]
@@ -71,7 +65,8 @@ def require_no_overlap(
             mask = is_on_side(Side.held_out, table.held_out_by, share)
             held_out.append(_HeldOut("data.sources", source, table.held_out_by, table, mask))
     trained = [is_on_side(Side.train, table.held_out_by, share) for table, share in zip(tables, shares, strict=True)]
-    hashes = np.concatenate([np.zeros(0, np.uint64), *(held.held_hashes() for held in held_out)])
+    every = [held.hashes if held.mask is None else held.hashes[held.mask] for held in held_out]
+    hashes = np.concatenate([np.zeros(0, np.uint64), *every])
     both = [np.isin(table.held_out_by, hashes) & mask for table, mask in zip(tables, trained, strict=True)]
     if any(mask.any() for mask in both) and data.on_overlap is OnOverlap.error:
         raise _overlap_error(data, tables, both, held_out)
@@ -98,8 +93,7 @@ def _tokenized_questions(
 def _overlap_error(
     data: DataConfig, tables: Sequence[TokenTable], both: Sequence[np.ndarray], held_out: Sequence[_HeldOut]
 ) -> DataError:
-    """The error for rows that are trained on and held out: how many, the first pairs by file and line, and the keys
-    that keep the two apart. `both`: for each table, which documents are trained on and held out."""
+    """The error for rows that are trained on and held out. `both`: for each table, which documents they are."""
     common = np.concatenate([table.held_out_by[mask] for table, mask in zip(tables, both, strict=True)])
     by_prompt = any(table.prompts is not None for table in tables)
     count = sum(int(mask.sum()) for mask in both)
@@ -136,10 +130,8 @@ def _overlap_error(
 
 
 def notes_on_copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator[str]:
-    """A sentence for each table with copies of a document, and a sentence on documents that several tables have.
-
-    `used`: for each table, which of its groups are used, bool.
-    """
+    """A sentence for each table with copies of a document, and a sentence about documents in several tables. `used`:
+    for each table, which of its groups are used, bool."""
     uniques = []
     for table, is_used in zip(tables, used, strict=True):
         digests = table.by_group.digests[is_used]
@@ -150,8 +142,8 @@ def notes_on_copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) ->
         uniques.append(unique)
         if repeated := int(times.sum()) - len(unique):
             yield (
-                f"{table.name}: {repeated:,} of {times.sum():,} {table.noun} are copies of others; the most frequent "
-                f"occurs {times.max():,} times."
+                f"{table.name}: {repeated:,} of {times.sum():,} {table.format.noun} are copies of others; the most "
+                f"frequent occurs {times.max():,} times."
             )
     if shared := sum(map(len, uniques)) - len(np.unique(np.concatenate(uniques))):
         yield f"{shared:,} documents are in several of data.sources; the model learns them from each source."

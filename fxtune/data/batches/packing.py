@@ -6,8 +6,8 @@ fullest row that has room. Only lengths matter, so this file works on their hist
 together, and rows with the same room left are one entry with a count. Unlike the paper's, this placement is exactly
 best-fit decreasing.
 
-There are two steps, because only the first depends on lengths alone: the *pattern* (which lengths share a row), and
-which document takes which slot, which the caller chooses anew in each epoch by a permutation.
+The first step depends on lengths alone: the *pattern*, which lengths share a row. The second step gives each slot a
+document, by another permutation in each epoch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ class _Fill(NamedTuple):
 
 
 def packing_pattern(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which lengths share a row.
-
-    `lengths`: integers [documents], each in 1..capacity. Returns (`slots`, `offsets`), int64: row r holds
-    one document of each length in `slots[offsets[r]:offsets[r + 1]]`, longest first. Raises ValueError for
-    a length outside 1..capacity.
-    """
+    """(`slots`, `offsets`), int64: row r has one document of each length in `slots[offsets[r]:offsets[r + 1]]`,
+    longest first. `lengths`: integers [documents]. Raises ValueError for a length outside 1..capacity."""
     lengths = np.asarray(lengths)
     if lengths.size == 0:
         return np.zeros(0, np.int64), np.zeros(1, np.int64)
@@ -47,11 +43,8 @@ def packing_pattern(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.
 
 
 def assign_documents(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.ndarray] = None) -> np.ndarray:
-    """Give each slot a document of its length. Documents of equal length are taken in the order
-    in which `order` lists them.
-
-    `order`: a permutation of the documents; None: their own order. Returns the documents' indices, int64 [slots].
-    """
+    """The document of each slot, int64 [slots]. Documents of equal length are taken in the order of `order`, a
+    permutation; None: in their own order."""
     if order is None:
         order = np.arange(len(lengths))
     documents = np.empty(len(slots), np.int64)

@@ -47,7 +47,7 @@ class Plan:
     """The batches of a training run or an evaluation."""
 
     def __init__(self, stream: EpochStream, sizes: BatchSizes, layout: Optional[Layout] = None) -> None:
-        """`layout`: that of a plan with the same stream, global batch and length of the run."""
+        """`layout`: from a plan with the same stream, global batch and length of the run."""
         self.stream = stream
         self.sizes = sizes
         if sizes.micro_batch_size % (each := stream.rows_of_group):
@@ -137,16 +137,13 @@ class Plan:
         return max(self.batch_spec(step, micro).width for micro in range(self.micro_batches(step)))
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches `step` has on each rank. Only the last step of a run may have fewer than the others.
-
-        All ranks have the same number, so that they take part in the same collectives.
-        """
+        """How many micro-batches `step` has on each rank, the same on all ranks, so that they take part in the same
+        collectives."""
         return -(-self._all_micro_batches(step) // self.sizes.ranks)
 
     def counted_micro_batches(self, step: int) -> int:
-        """How many of this rank's micro-batches count. If the ranks do not divide the last step of a run, the last
-        micro-batch of some ranks repeats one of another rank, and must be left out of every sum.
-        """
+        """How many of this rank's micro-batches count. If the ranks do not divide the last step of a run, some ranks
+        repeat a micro-batch of another rank, which is left out of every sum."""
         return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
 
     def _all_micro_batches(self, step: int) -> int:
@@ -164,8 +161,8 @@ class Plan:
         return (last - first) * self.stream.rows_of_group
 
     def groups(self, step: int) -> int:
-        """Groups of the step, in all its micro-batches, on all ranks. In supervised text each document is a group, and
-        so is each piece of a document that is split."""
+        """Groups of the step on all ranks. In supervised text each document, or piece of a split document, is a
+        group."""
         return len(self._rows(step)[0])
 
     def supervised(self, step: int) -> int:
@@ -231,8 +228,7 @@ class Plan:
         found, offsets = self._documents(step, micro)
         length, stage = found.length, self.stage(step)
         packing = self.stream.settings.packing
-        # Slots as if all rows had as many documents as the fullest row of the stage's first epoch, and padding. Few
-        # batches need more.
+        # Slots as if all rows were like the fullest row of the stage's first epoch. Few batches need more.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
         # Room for keys by the same rule, in portions of an eighth.
@@ -250,7 +246,7 @@ class Plan:
             int(self._padded_length(width)),
             packing,
             self.sizes.pad_id,
-            slots=_next_power_of_two(max(fullest * self.micro_rows(step), len(found) + len(offsets) - 1)),
+            slots=1 << (max(fullest * self.micro_rows(step), len(found) + len(offsets) - 1) - 1).bit_length(),
             piece=self.sizes.piece,
             pieces=self.sizes.pieces,
             group=group,
@@ -342,7 +338,7 @@ class Plan:
             cut = f"documents {over} were truncated"
             dropped = f"{over} were dropped, {lost}"
             if table.format.answers:
-                cut = f"{table.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
+                cut = f"{table.format.noun} {over} lost the beginning of their prompts (data.on_long=truncate)"
                 if table.split.dropped:
                     what = "answers alone are" if table.by_row.images is None else "answers, with the images, are"
                     dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
@@ -355,14 +351,14 @@ class Plan:
             for count, fate in (
                 (counts.split, f"{split}."),
                 (counts.truncated, f"{cut}, {lost}."),
-                (counts.dropped, f"{table.noun} {dropped}."),
+                (counts.dropped, f"{table.format.noun} {dropped}."),
                 (
                     counts.without_targets,
                     f"{'groups' if table.is_grouped else 'documents or pieces'} had nothing to learn (no supervised "
                     "token after the first) and were left out.",
                 ),
                 (table.split.repeated_images, "images are repeated in later pieces of their chats."),
-                (counts.overlapping, f"{table.noun} are held out as well, and were left out of training."),
+                (counts.overlapping, f"{table.format.noun} are held out as well, and were left out of training."),
             ):
                 if count:
                     notes.append(f"{table.name}: {count:,} {fate}")
@@ -407,7 +403,7 @@ class Plan:
         return self.step_rows.first_row(step), min(self.step_rows.first_row(step + 1), self._row_count)
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of a step: (their segments, the offsets [rows + 1] into those)."""
+        """(the segments of a step's rows, the offset of each row in them [rows + 1])."""
         segments, offsets = self.row_sequence.rows(*self._row_range(step))
         if not self.stream.settings.packing:
             # Longest first: neighbours need little padding, and a step that needs too much memory fails at its start.
@@ -421,7 +417,7 @@ class Plan:
         return self.row_sequence.spans(segments).length.reshape(-1, self.stream.rows_of_group).max(axis=1)
 
     def _documents(self, step: int, micro: int) -> tuple[Spans, np.ndarray]:
-        """The rows of a micro-batch: (their documents, the offsets [rows + 1] into them)."""
+        """(the documents of a micro-batch's rows, the offset of each row in them [rows + 1])."""
         segments, offsets = self._micro_batch(step, micro)
         found = self.row_sequence.spans(segments)
         if not self.stream.settings.packing:
@@ -429,7 +425,7 @@ class Plan:
         return found, np.searchsorted(found.segment, offsets)
 
     def _micro_batch(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of a micro-batch: (their segments, the offsets into them). Without packing, one row a group."""
+        """(the segments of a micro-batch's rows, the offset of each row in them). Without packing, one row a group."""
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
@@ -456,7 +452,3 @@ class Plan:
             micros = -np.sort(-steps, axis=1).reshape(-1, micro)
             total += int((self._padded_length(micros.max(axis=1)) * (micros > 0).sum(axis=1)).sum()) * each
         return total
-
-
-def _next_power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

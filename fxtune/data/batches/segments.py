@@ -29,7 +29,7 @@ _BLOCK = 1 << 24
 
 
 class Side(Enum):
-    """Which documents of a table to use: those for training, those held out for evaluation, or all."""
+    """Which documents of a table to use."""
 
     train = "train"
     held_out = "held out"
@@ -65,15 +65,14 @@ class Segments:
 
 @dataclass(frozen=True)
 class Spans:
-    """The documents of segments: int64 arrays with one entry a document, or a part of one, in the order of the
-    segments."""
+    """The documents of segments, or their parts: int64 arrays, in the order of the segments."""
 
     source: np.ndarray
     """Index of the table."""
     document: np.ndarray
     """Index of the document in its table."""
     start: np.ndarray
-    """Position of the first token in the table's `ids`, of the tokens in its place in the row."""
+    """Position in the table's `ids` of the first token that is in its place in the row."""
     length: np.ndarray
     segment: np.ndarray
     """Which of the segments it belongs to, ascending from 0."""
@@ -116,12 +115,11 @@ def make_segments(
     packing: bool = True,
     shared: Optional[np.ndarray] = None,
 ) -> tuple[Segments, SegmentCounts]:
-    """The segments of some groups of a table. Each fits a row, and has at least one target or label.
+    """The segments of some groups of a table. Each fits a row, and has a target or a label.
 
-    `on_side`: which groups, bool. `excluded`: digests of groups to leave out. `packing`: whether a row holds several
+    `on_side`: which groups, bool. `excluded`: digests of groups to leave out. `packing`: whether a row has several
     documents; if not, a group takes a row for each of its documents. `shared`: shared_tokens(); None: rows have whole
-    documents. The result may be empty. Raises DataError if `on_long=error` and a document is too long, or if a
-    group is too long that would have to be cut.
+    documents. Raises DataError if a document is too long with `on_long=error`, or a group that would have to be cut.
     """
     units = table.by_group
     offsets = np.asarray(units.offsets, dtype=np.int64)
@@ -178,7 +176,10 @@ def _too_long(
     if table.format.is_group:
         noun, cures = "group", "drop"
         if table.format.answers:
-            noun, cures = table.noun.removesuffix("s"), "drop, or to truncate, which cuts the beginning of its prompt"
+            noun, cures = (
+                table.format.noun.removesuffix("s"),
+                "drop, or to truncate, which cuts the beginning of its prompt",
+            )
             twin = " with its mismatched answer" * (
                 len(table) > len(table.by_group) and len(table.format.answers) == 1
             )
@@ -197,7 +198,7 @@ def _longest_documents(table: TokenTable) -> np.ndarray:
 
 
 def _group_targets(table: TokenTable, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(targets of each of `groups`, which of them have a target or a label)."""
+    """(targets of each of `groups`, whether it has a target or a label)."""
     size = table.groups[groups + 1] - table.groups[groups]
     of = np.repeat(np.arange(len(groups)), size)
     document = table.groups[groups][of] + places_within(size)
@@ -210,7 +211,7 @@ def _group_targets(table: TokenTable, groups: np.ndarray) -> tuple[np.ndarray, n
 
 
 def document_counts(tables: Sequence[TokenTable], source: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """How many documents each segment has, int64 [segments]. `source`, `group`: its table, and its group there."""
+    """How many documents each segment has, int64 [segments]. `source`, `group`: its table and its group there."""
     count = np.ones(len(group), np.int64)
     for at, table in enumerate(tables):
         if table.is_grouped:
@@ -250,9 +251,8 @@ def places_within(counts: np.ndarray) -> np.ndarray:
 def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, np.ndarray]:
     """`segments` of a table, which are longer than `length`, as pieces of at most `length` tokens.
 
-    A piece begins with the last token of the one before it, so that no target is lost. Pieces without a target are
-    left out, and pieces that would have a part of an image. Returns the pieces, and how many each segment has: int64
-    [segments].
+    A piece begins with the last token of the piece before it, so that no target is lost. Pieces without a target, or
+    with a part of an image, are left out. Returns the pieces, and how many each segment has, int64 [segments].
     """
     pieces = -(-(segments.length - 1) // (length - 1))
     of = np.repeat(np.arange(len(segments)), pieces)
@@ -294,11 +294,8 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Optional[int] = None) -> np.ndarray:
-    """Which documents are on `side`, bool [documents]; equal documents are on the same side, whatever the run's seed.
-    With `digests` of groups: which groups.
-
-    `limit`: at most so many held-out documents, those with the smallest hashes; all if everything is held out.
-    """
+    """Which documents, by their `digests`, are on `side`, bool: equal documents on the same side, whatever the seed.
+    `limit`: at most this many held-out documents, with the smallest hashes; all if everything is held out."""
     if side is Side.all or eval_fraction == 0:
         return np.full(len(digests), side is not Side.held_out)
     if eval_fraction == 1:
@@ -311,8 +308,7 @@ def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Opt
 
 
 def hold_out_number(digests: np.ndarray) -> np.ndarray:
-    """A uint64 for each document, which depends on its content alone: an eval_fraction of f holds out those below
-    f x 2**64."""
+    """A uint64 for each document, from its content alone. An eval_fraction of f holds out numbers below f x 2**64."""
     return splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
 
 

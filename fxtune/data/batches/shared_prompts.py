@@ -1,13 +1,12 @@
 """Pairs of answers whose prompt lies in a row once: [prompt, chosen answer] [last token of prompt, rejected answer].
 
 Both answers begin with the same prompt, so every layer would compute the prompt twice. Here the second document has
-only what differs. Its positions go on from the prompt. Its queries attend to copies of the prompt's keys and values,
-which lie in front of the document's keys and values (techniques/attention/packed.py). So queries and keys
-have different bounds, and no mask is needed. The last token of the prompt is computed for both answers, because it
-predicts the first token of each answer: each position of a row has at most one target.
+only the rest. Its positions go on from the prompt. Its queries attend to copies of the prompt's keys and values, which
+lie before the document's keys and values (techniques/attention/packed.py). So queries and keys have different bounds,
+and no mask is needed. The last token of the prompt is computed for both answers, because it predicts the first token
+of each answer, and a position has at most one target.
 
-Rows of whole documents give the same numbers (arXiv 2410.20305). Tables hold whole documents, so no file depends on
-the layout of rows.
+Rows of whole documents give the same numbers (arXiv 2410.20305). Tables hold whole documents.
 """
 
 from __future__ import annotations
@@ -36,12 +35,9 @@ class Keys:
 
 
 def shared_tokens(table: TokenTable) -> np.ndarray:
-    """For each document, how many of its first tokens rows take from the first document of its group, int64
-    [documents]: 0 but for the second document of a group.
-
-    It is one less than the tokens that both begin with and that neither learns; fewer, if the rest would begin inside
-    an image.
-    """
+    """How many of its first tokens each document shares with the first document of its group, int64 [documents]: for
+    the second document of a group one less than the unlearned tokens that both begin with, or fewer, so that the rest
+    does not begin inside an image; else 0."""
     offsets, groups = np.asarray(table.offsets, np.int64), np.asarray(table.groups)
     shared, first = np.zeros(len(offsets) - 1, np.int64), groups[:-1][np.diff(groups) > 1]
     length = np.minimum(np.diff(offsets)[first], np.diff(offsets)[first + 1])
@@ -70,8 +66,8 @@ def _image_digests(table: TokenTable, positions: np.ndarray) -> np.ndarray:
 
 
 def keys_of(cu_seqlens: np.ndarray, shared: np.ndarray, capacity: int) -> Keys:
-    """The keys of the documents between `cu_seqlens`, int [slots + 1]. `shared`, int64 [slots]: how many tokens of the
-    document in the slot before are also keys of a document."""
+    """The keys of the documents between `cu_seqlens`, int [slots + 1]. `shared`, int64 [slots]: how many keys of a
+    document are tokens of the document before it."""
     start = cu_seqlens[:-1].astype(np.int64)
     length = shared + np.diff(cu_seqlens)
     of, within = np.repeat(np.arange(len(start)), length), places_within(length)

@@ -1,13 +1,12 @@
 """The border between a prompt and its answer, in tokens as sampling makes them.
 
 Sampling tokenizes the prompt alone, and the model writes the next tokens. In one text of both, a token may lie across
-the border: a prompt that ends with a newline and an answer that begins with one make the token `\\n\\n`, `Ans: ` and
-`yes` make ` yes`. Sampling never asks for such a token, and the tokens before it are no prompt of it either. So where
-the tokens of the whole text do not begin with the prompt's own tokens, the prompt and the answer are tokenized apart.
+the border: two newlines become `\\n\\n`, and `Ans: ` with `yes` becomes ` yes`. Sampling never asks for such a token.
+So where the whole text does not begin with the prompt's own tokens, prompt and answer are tokenized apart.
 
 A tokenizer splits a text at its added tokens first (`<|im_start|>`), so only the text between the last added token and
-the border is tokenized again, in a chat the word `assistant` and a newline. Of a long prompt without added tokens, its
-end is enough to see a difference.
+the border is tokenized again: in a chat the word `assistant` and a newline. In a long prompt without added tokens the
+end shows a difference.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any
 Span = tuple[int, int]
 
 WINDOW = 2_000
-"""Characters before a border whose tokens are compared, if no added token is nearer."""
+"""Characters before a border that are compared, if no added token is nearer."""
 TAIL = 32
-"""Tokens that are compared of a window that begins inside a text."""
+"""The last tokens of such a window, which are compared."""
 GUARD = "\U0010fad2"
 """A private-use character before an answer. A tokenizer that begins each text with a space puts the space there."""
 CACHED = 256

@@ -50,26 +50,14 @@ KNOWN_ENDINGS = tuple(
 SHOWN = 20
 """Names of columns in one message."""
 
-TURN_KEYS = frozenset(REASONING_KEYS).union(
-    (
-        "role",
-        "from",
-        "content",
-        "value",
-        "tool_calls",
-        "function_call",
-        "tool_call_id",
-        "weight",
-        "train",
-        "name",
-        "prefix",
-    )
-)
+TURN_KEYS = frozenset(
+    (*REASONING_KEYS, "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id")
+) | {"weight", "train", "name", "prefix"}
 
 
 class Coverage:
     """Checks the rows of a source. `unused`: names that are left out on purpose. Not `enabled`: nothing is checked.
-    `reads_images`: whether the model does, so that a row must not lose its images."""
+    `reads_images`: the model reads images, so a row must not lose them."""
 
     def __init__(
         self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True, reads_images: bool = False
@@ -107,9 +95,7 @@ class Coverage:
         self, row: Mapping[str, Any], chat: Conversation, messages: Messages, text: str, template: ChatTemplate
     ) -> list[str]:
         """Remarks about what the template leaves out by design. Raises RowError if it leaves out anything else.
-
-        `messages`: the messages of `chat` in the form that the template takes.
-        """
+        `messages`: the messages of `chat` in the form that the template takes."""
         if not self.enabled:
             return []
         remarks = dict.fromkeys(self._check_messages(messages, chat.tools, text, template))
@@ -167,7 +153,7 @@ class Coverage:
         position = 0
         for index, message in enumerate(messages):
             where = f"messages[{index}]"
-            reasoning, content = _parts(message)
+            reasoning, content = reasoning_and_content(message)
             for part in content.split(IMAGE) if "content" not in self.unused else ():
                 part = part.strip()
                 at = text.find(part, position)
@@ -197,7 +183,8 @@ class Coverage:
                         "them in data.chat_template=FILE"
                     )
         if tools and "tools" not in self.unused:
-            names = [_function(tool).get(key) for tool in tools for key in ("name", "description")]
+            functions = [tool if not isinstance(tool.get("function"), Mapping) else tool["function"] for tool in tools]
+            names = [function.get(key) for function in functions for key in ("name", "description")]
             if (-1, "tools") in lost or _is_lost(names, text):
                 raise RowError(self._message("the chat template drops `tools`", "tools"))
 
@@ -209,7 +196,7 @@ class Coverage:
             *(
                 (turn["role"], bool(content), bool(reasoning), "thinking" in turn, len(turn.get("tool_calls", ())))
                 for turn in messages
-                for reasoning, content in [_parts(turn)]
+                for reasoning, content in [reasoning_and_content(turn)]
             ),
         )
         if shape not in self._shapes:
@@ -242,7 +229,7 @@ def _render_sentinels(messages: Messages, tools: Tools, template: ChatTemplate) 
     probe = []
     for index, message in enumerate(messages):
         marked = dict(message)
-        reasoning, content = _parts(message)
+        reasoning, content = reasoning_and_content(message)
         if content:
             marked["content"] = sentinel(index, "content") + IMAGE * content.count(IMAGE)
         if "reasoning_content" in message:
@@ -269,8 +256,8 @@ def _render_sentinels(messages: Messages, tools: Tools, template: ChatTemplate) 
     return frozenset(place for place, mark in places.items() if mark not in text)
 
 
-def _parts(message: Mapping[str, Any]) -> tuple[str, str]:
-    """(reasoning, the rest of the content), without outer whitespace."""
+def reasoning_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Both without outer whitespace. Reasoning is in its own field, or in the content before `</think>`."""
     content = message.get("content") or ""
     reasoning = message.get("reasoning_content") or ""
     if message["role"] == "assistant" and "</think>" in content:
@@ -279,18 +266,9 @@ def _parts(message: Mapping[str, Any]) -> tuple[str, str]:
     return reasoning.strip(), content.strip()
 
 
-def reasoning_of(message: Mapping[str, Any]) -> str:
-    return _parts(message)[0]
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return function if isinstance(function, Mapping) else tool
-
-
 def _is_no_repetition(column: str, value: Any, chat: Conversation, text: str) -> bool:
-    """Whether `prompt` or `text` says more than the chat: it is no part of its text, no messages of it and, as `text`,
-    not all of it as another template writes it."""
+    """Whether the column `prompt` or `text` says more than the chat. It repeats the chat if it is a part of its text,
+    or has some of its messages; `text` may also be the whole chat as another template writes it."""
     if isinstance(value, list) and is_chat(value):
         return any(_is_lost(turn.get("content", turn.get("value")), text) for turn in value)
     if column == "text" and isinstance(value, str) and _is_lost(value, text):
@@ -304,7 +282,7 @@ def _is_no_repetition(column: str, value: Any, chat: Conversation, text: str) ->
 
 
 def _is_unread(value: Any, text: str) -> bool:
-    """As _is_lost for the value of an unknown name. A list without any text says something, too: a mask, weights."""
+    """_is_lost() for the value of an unknown name. A list without text, such as a mask, counts, too."""
     return _is_lost(value, text) or (isinstance(value, (list, tuple)) and _is_of_numbers(value))
 
 
@@ -318,8 +296,8 @@ def _is_of_numbers(value: Any) -> bool:
 
 
 def _is_lost(value: Any, text: str) -> bool:
-    """Whether a part of `value` is not in the text: a string at any depth (as it is, or escaped as in JSON), a number
-    or a boolean that is no part of a list or an object."""
+    """Whether the text lacks a string of `value` at any depth, as it is or escaped as in JSON. A number or a boolean
+    by itself counts as lost."""
     if value is None:
         return False
     if isinstance(value, str):

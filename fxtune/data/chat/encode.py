@@ -1,15 +1,15 @@
 """Encodes rows as token ids and the mask of the tokens that the model learns to write.
 
-Chat rows are rendered by the chat template and tokenized as one text, and the supervised character spans
-(template.py) are mapped to tokens by the tokenizer's offsets. Special tokens that a message quotes are text
-(special_tokens.py). A span begins with the first token that sampling writes behind the tokens of the prompt
-(border.py). A token of zero width, which some tokenizers insert, is supervised if it is inside a span.
+Chat rows are rendered by the chat template and tokenized as one text. The supervised spans of characters (turns.py)
+are mapped to tokens by the tokenizer's offsets. Special tokens that a message quotes are text (special_tokens.py). A
+span begins with the first token that sampling writes after the prompt (border.py). A token of zero width, which some
+tokenizers insert, is supervised if it is inside a span.
 
-No special tokens are added to rendered text, because the template has written them. Plain text gets the
-tokenizer's beginning-of-text and end-of-text tokens, unless the text has them.
+The template writes the special tokens of chats. Plain text gets the tokenizer's beginning-of-text and end-of-text
+tokens, unless the text has them.
 
-For a row that cannot be used, the result is the reason, a string. A fault that makes every row unusable (no chat
-template, one that does not compile, a slow tokenizer) raises DataError at once.
+A bad row gives a string, its fault. A fault of all rows (no chat template, a template that does not compile, a slow
+tokenizer) raises DataError at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fxtune.data.chat.border import BorderFinder, Span
-from fxtune.data.chat.coverage import Coverage, reasoning_of
+from fxtune.data.chat.coverage import Coverage, reasoning_and_content
 from fxtune.data.chat.pairs import faults, shortened
 from fxtune.data.chat.remarks import (
     APART_REMARK,
@@ -72,7 +72,7 @@ class Document:
     remarks: tuple[str, ...] = ()
     """Lines of remarks.py that are true of the document."""
     is_rewritten: bool = False
-    """Whether a turn that is learned is not written as in sampling, because another one follows."""
+    """Whether a learned turn is not written as in sampling, because another turn follows."""
     images: tuple[PlacedImage, ...] = ()
     """In the order of their tokens. No token of an image is supervised."""
 
@@ -88,8 +88,8 @@ class EncodedGroup:
 
 _Result = TypeVar("_Result", bound=Document | EncodedGroup)
 Steps = Generator[str, tuple[list[int], list[Span]], _Result]
-"""What makes a document or a group: it yields texts, gets the ids and the offsets of their tokens, and returns the
-result, or raises RowError."""
+"""Makes a document or a group: yields texts, gets the ids and the offsets of their tokens, and returns the result, or
+raises RowError."""
 
 
 class Encoder:
@@ -100,16 +100,15 @@ class Encoder:
         format: the rows' format, already detected (not `auto`).
         chat_template: path of a Jinja file that replaces the tokenizer's chat template.
         learn: which turns of a chat are learned.
-        unused: columns and fields that are not used on purpose; None: no part of a row need be in the text.
-        system: a system message for each chat that has none.
+        unused: columns and fields that are left out on purpose; None: any part of a row may be lost.
+        system: a system message for each chat without one.
         variables: variables of the chat template.
         on_rewritten: what to do with turns that the template writes otherwise once another turn follows.
         template_time: the date and time that templates write, in ISO 8601; None: the present, for all rows.
         images: the processor of a model that reads images; None: rows with images are bad rows.
 
-    Raises:
-        DataError: the tokenizer is slow, has no chat template although the format needs
-            one, or the template is broken or reads none of `variables`.
+    Raises DataError if the tokenizer is slow, if it lacks a chat template that the format needs, or if the template is
+    broken or does not read one of `variables`.
     """
 
     def __init__(
@@ -140,12 +139,12 @@ class Encoder:
         self.folders: dict[str, Path] = {}
         """The folder of each data file, by its name, where the images of its rows are."""
         self.longest: int | None = None
-        """Chats with more tokens are split into pieces, and longer rows of preferences lose the beginning of their
-        prompt; None: not here."""
+        """Chats with more tokens are split, and rows of preferences lose the beginning of their prompt; None:
+        never."""
         self.packing = True
         """Whether all documents of a row of preferences share the `longest` tokens."""
         self.by_question = False
-        """Whether split() makes a document of each question, because later turns change how its answer is written."""
+        """Whether split() makes a document of each question with a rewritten answer."""
         self.beginning = _leading_special_ids(tokenizer)
         """The ids that the tokenizer puts before each text."""
         self._eos: int | None = tokenizer.eos_token_id
@@ -169,14 +168,13 @@ class Encoder:
     def encode(
         self, rows: Sequence[Mapping[str, Any]], folders: Sequence[Path | None] = ()
     ) -> list[Document | EncodedGroup | str]:
-        """Return for each row, in order, its document or group of documents, or the reason why it cannot be used.
-        `folders`: for each row the folder with the files of its images; none: its images are bytes."""
+        """The document or the group of each row, or its fault. `folders`: for each row the folder with the files of
+        its images; none: its images are bytes."""
         with one_panic():
             return self._finish([self._row(row, folder) for row, folder in zip_longest(rows, folders)])
 
     def _finish(self, steps: Sequence[Steps[_Result]]) -> list[_Result | str]:
-        """The results of `steps`, or the reasons of their RowErrors. Their texts are tokenized together, which takes
-        less time than one by one."""
+        """The results of `steps`, or the messages of their RowErrors. Texts are tokenized together, to save time."""
         results = list[_Result | str]([""] * len(steps))
         tokens: dict[int, Any] = dict.fromkeys(range(len(steps)))
         while tokens:
@@ -269,7 +267,7 @@ class Encoder:
         return replace(document, ids=ids, supervised=supervised, remarks=remarks + document.remarks)
 
     def _chat(self, chat: Conversation, coverage: Coverage | None = None) -> Steps[Document]:
-        """`coverage`: what looks for the row of the chat in the text; None for a part of a chat."""
+        """`coverage`: checks that the row is in the text; None for a part of a chat."""
         template, escaper, rewriting = self.templates.get(chat.tools is not None, chat.variables)
         messages, supervised = template.adapted(chat.messages), chat.supervised
         if chat.variables and escaper.is_quoted([], [chat.variables]):
@@ -319,7 +317,8 @@ class Encoder:
             found = [REWRITTEN_REMARKS[self.on_rewritten], *(line for line in found if line != REASONING_REMARK)]
         learned = [index for index, is_learned in enumerate(supervised) if is_learned]
         if template.writes_empty_reasoning and any(
-            messages[index]["role"] == "assistant" and not reasoning_of(messages[index]) for index in learned
+            messages[index]["role"] == "assistant" and not reasoning_and_content(messages[index])[0]
+            for index in learned
         ):
             found.append(EMPTY_REASONING_REMARK)
         if learned and rewriting.asks_otherwise(messages, learned[-1], chat.tools):
@@ -402,8 +401,8 @@ class Encoder:
 
 
 def _document(text: str, ids: list[int], offsets: list[Span], spans: Sequence[Span], finder: BorderFinder) -> Document:
-    """The document of a text with these tokens, of which the model learns the characters of `spans`. Raises RowError
-    if there is no token."""
+    """The document of a text with these tokens. The model learns the characters of `spans`. Raises RowError if there
+    is no token."""
     if not ids:
         raise RowError("the tokenizer makes no token of this text")
     borders = finder.find(text, ids, offsets, [start for start, _ in spans])
@@ -426,9 +425,8 @@ def _leading_special_ids(tokenizer: Any) -> list[int]:
 
 
 def _with_exact_offsets(tokenizer: Any) -> Any:
-    """A copy without padding, truncation and post-processor. A ByteLevel post-processor (Llama-3, GPT-2) trims spaces
-    off the offsets, so tokens of spaces get the wrong position. All others only add special tokens, which are not
-    needed here."""
+    """A copy without padding, truncation and post-processor. The ByteLevel post-processor (Llama-3, GPT-2) trims
+    spaces off the offsets. All others only add special tokens, which are not needed here."""
     exact = copy.deepcopy(tokenizer)
     exact.backend_tokenizer.post_processor = None
     exact.backend_tokenizer.no_truncation()

@@ -1,8 +1,7 @@
 """Documents of preferences: a prompt that all answers of a row share, and an answer, which alone is learned.
 
-Formats compare prompts by whole messages. A chat template may still write the same messages in two ways, as it looks
-at what follows, and a tokenizer may join the end of a prompt with the beginning of one answer. Then the two answers
-would be compared after different prompts, so the tokens are compared, too.
+Formats compare prompts by whole messages. A chat template may still write the same messages otherwise before another
+answer, and a tokenizer may join the end of a prompt with one answer. So the tokens are compared, too.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from fxtune.data.images.placed import without
 
 
 def prompt_tokens(document: Any) -> int:
-    """How many tokens precede the answer of a document (`ids` and `supervised`): all if nothing of it is learned."""
+    """How many tokens of a document (`ids` and `supervised`) precede its answer; all if no token is learned."""
     supervised: list[bool] = document.supervised
     return supervised.index(True) if True in supervised else len(supervised)
 
 
 def faults(documents: Sequence[Any], names: Sequence[str]) -> str:
-    """Why the documents of a row cannot be learned from; empty if they can. `names`: of their answers."""
+    """Why a row cannot be learned; empty if it can. `names`: the names of its answers."""
     if empty := [name for name, document in zip(names, documents, strict=True) if not any(document.supervised[1:])]:
         return f"{empty[0]}: no token of the answer is learned"
     if len(documents) == 1:

@@ -35,8 +35,8 @@ class Rewriting:
         return [turn for turn, later in pairwise(ends) if self._try(self._is_rewritten, messages, turn, later, tools)]
 
     def asks_otherwise(self, messages: Messages, turn: int, tools: Tools = None) -> bool:
-        """Whether the text up to a turn's end, written as the last one, does not begin with the turn's prompt in
-        sampling (DeepSeek-R1's prompt opens a block of reasoning, and its text of an answer has none)."""
+        """Whether the text up to a turn's end, written as the last turn, does not begin with the prompt of sampling.
+        (DeepSeek-R1's prompt opens a block of reasoning, and its text of an answer does not.)"""
         is_answer = messages[turn]["role"] == "assistant"
         return is_answer and self._try(self._asks_otherwise, messages, turn, turn, tools)
 
@@ -52,9 +52,8 @@ class Rewriting:
     def _try(
         self, question: Callable[[Messages, int, Tools], bool], messages: Messages, turn: int, later: int, tools: Tools
     ) -> bool:
-        """The answer to `question` for the system messages and the turns from the question of `turn` to `later`, with
-        made-up text. It also gets the number of these messages up to `turn`. False if the template looks at the
-        content of a message and refuses the made-up text."""
+        """question(messages, messages up to `turn`, tools), for the system messages and the turns from the question of
+        `turn` to `later`, with made-up text. False if the template refuses the made-up text."""
         head = next((index for index, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
         begin = max((index for index in range(head, turn) if messages[index]["role"] == "user"), default=head)
         part = [*messages[:head], *messages[begin : later + 1]]
@@ -78,7 +77,7 @@ PLAIN_TOOL = {
 
 
 def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """All of a message that a template may look at, without its words."""
+    """What a template may look at in a message, besides its words."""
     content, calls = message.get("content"), message.get("tool_calls", ())
     return (
         message["role"],

@@ -38,18 +38,16 @@ _ALIAS = re.compile(f"{_OPENING}[0-9]+{_CLOSING}")
 
 @dataclass(frozen=True)
 class AliasedText:
-    """A rendered text with aliases for the template's special tokens, and the map from the original's positions to
-    its own."""
+    """A rendered text with aliases for the template's special tokens."""
 
     text: str
     token_ends: list[int]
-    """Where these special tokens end in the original."""
+    """Where these special tokens end in the original text."""
     shifts: list[int]
-    """How much longer the original is before the first of `token_ends`, between the first and the second, and so
-    on."""
+    """How much longer the original is up to the first of `token_ends`, up to the second, and so on."""
 
     def position(self, original: int) -> int:
-        """The position in `text`. The original one is not inside a special token."""
+        """The position in `text` of a position in the original, outside special tokens."""
         return original - self.shifts[bisect_right(self.token_ends, original)]
 
 

@@ -7,11 +7,11 @@ its calls), and each piece repeats the question. A step that does not fit alone 
 the template refuses a conversation that begins in the middle of the chat, the whole chat is cut at the end of a row.
 Tokens that are cut off are counted.
 
-Any question may be about any earlier image. So the first question of a piece repeats the images of all earlier turns
-that the piece leaves out.
+Any question may be about any earlier image, so the first question of a piece repeats the images of the turns that are
+left out before it.
 
-Some templates change the text of an answer once another turn follows. Such a chat is first split into one document for
-each question, and each document ends with an answer (split_questions).
+Some templates rewrite an answer once another turn follows. Such a chat is first split into a document for each
+question, which ends with the answer (split_questions).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SplitCounts:
     truncated: int = 0
     """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""
     dropped: int = 0
-    """Rows of preferences that are left out, because their answers, with the images, are longer than a row; and pieces
-    of chats whose first tokens teach nothing."""
+    """Rows of preferences whose answers, with the images, are longer than a row; and pieces of chats whose first
+    tokens teach nothing."""
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0
@@ -184,11 +184,8 @@ class _Splitter:
             self.found.counts += replace(cut.counts, chats=0)  # the chat is counted already
 
     def _fill_piece(self, head: list[int], units: list[list[int]], from_end: bool = False) -> tuple[int, Any]:
-        """(the largest number of `units`, from the first or the last one, that fit into a piece after `head`, the
-        piece); (0, None) if none fits.
-
-        Encoding is what takes time, so this tries 1, 2, 4, ... units, and then halves the interval.
-        """
+        """(how many `units`, from the first or the last on, fit into a piece after `head`, the piece); (0, None) if
+        none fits. Encoding takes time, so this tries 1, 2, 4, ... units, and then halves the interval."""
         fitting, piece = 0, None
         too_many, count = len(units) + 1, 1
         while fitting + 1 < too_many:

@@ -170,8 +170,8 @@ class ChatTemplate:
 
     @cached_property
     def around_arguments(self) -> tuple[str, str]:
-        """The text between a call's name and its arguments, and that from there to the end of the turn; empty if it
-        varies."""
+        """(the text between a call's name and its arguments, the text from there to the turn's end); empty if they
+        vary."""
         opening, closing = unused_characters(self.source)
         name, arguments = f"{opening}?{closing}", {"a": opening}
         user = {"role": "user", "content": "?"}
@@ -189,11 +189,8 @@ class ChatTemplate:
 
     @cached_property
     def _knows_developer(self) -> bool:
-        """Whether the template has words of its own for the role developer.
-
-        Many templates copy the name of any role into the text. They do not know the role: they write any
-        unknown role in the same way.
-        """
+        """Whether the template treats the role developer otherwise than a made-up role, whose name many templates copy
+        into the text."""
         texts = []
         for role in ("developer", "unheardof"):
             try:
@@ -222,8 +219,8 @@ class ChatTemplate:
 
     @cached_property
     def leads_of_calls(self) -> tuple[str, ...]:
-        """Possible texts between the generation prompt and the first variable part of a turn with calls (its
-        reasoning, its content or a function's name), longest first."""
+        """Possible texts between the generation prompt and the reasoning, the content or the function's name of a turn
+        with calls, longest first."""
         opening, closing = unused_characters(self.source)
         question, sentinel = f"{opening}?{closing}", f"{opening}!{closing}"
         rest = [
@@ -364,7 +361,6 @@ def _longest_first(texts: set[str]) -> tuple[str, ...]:
 
 
 def unused_characters(text: str) -> tuple[str, str]:
-    """Two private-use characters that do not occur in `text`. No template trims or splits at
-    them, or changes their case."""
+    """Two private-use characters that do not occur in `text`. No template trims, splits or changes them."""
     free = (chr(code) for code in range(0xF8000, 0x10FFFE) if chr(code) not in text and code & 0xFFFE != 0xFFFE)
     return next(free), next(free)

@@ -85,7 +85,7 @@ def supervised_spans(
 
 class _Sentinel(NamedTuple):
     value: str
-    """What stands in its place in the real text."""
+    """The real text in its place."""
     turn: int
     is_first: bool
     """Of its turn."""
@@ -115,8 +115,8 @@ class _RenderedChat:
         return self.template.render(messages, self.tools, prompt=prompt)[0]
 
     def span_of_mark(self, start: int, end: int) -> Span:
-        """The span of a generation mark, but ended after the end-of-turn token: marks may end before it, or after the
-        newline behind it. If no such token is found, the mark's own end stays."""
+        """The span of a generation mark up to the end-of-turn token: marks may end before it, or after the newline
+        behind it. Without such a token the mark's own end stays."""
         if self.text.startswith(self.frame.marked_prompt, start):
             start += len(self.frame.marked_prompt)
         content_end = end - (self.frame.overrun or 0)
@@ -128,8 +128,8 @@ class _RenderedChat:
         return content_end + next((len(end) for end in endings if self.text.startswith(end, content_end)), 0)
 
     def learned_part(self, index: int, span: Span) -> Span:
-        """The part of a turn's span that is learned. If turns have no end, the next turn's first token ends it. The
-        beginning of a turn that a prompt has begun is not learned, and a turn that stays open has no end."""
+        """The learned part of a turn's span. If turns have no end, the next turn's first token ends the part. It lacks
+        the beginning that a prompt has, and the end of a turn that stays open."""
         (start, end), message, header = span, self.messages[index], self.template.next_header
         if header and not self.text.endswith(header, start, end):
             found = self.template.ending.match(self.text, end)
@@ -147,8 +147,8 @@ class _RenderedChat:
         )
 
     def _lead_length(self, before: str, index: int) -> int | None:
-        """How many characters at the end of `before`, the text up to the content of a turn, the model writes itself;
-        None if the generation prompt is not found."""
+        """How many characters at the end of `before`, the text up to a turn's content, the model writes itself; None
+        if the generation prompt is not found."""
         message = self.messages[index]
         if message["role"] != "assistant":
             return 0
@@ -228,7 +228,7 @@ class _RenderedChat:
         return len(written) if tail and behind.startswith(written) else None
 
     def span_of_turn(self, index: int) -> Span:
-        """The span of one turn by a rendering of its own."""
+        """The span of one turn by a separate rendering."""
         content, reasoning = self._sentinel(0), self._sentinel(1)
         changed = {**self.messages[index], "content": content}
         if "reasoning_content" in changed:
@@ -280,21 +280,17 @@ class _RenderedChat:
     def _turn_start(self, index: int, before: str, constant: str, marked: dict[str, Any] | None = None) -> int | None:
         """Where in the text the generation prompt of a turn ends; None if that is not certain.
 
-        `before`: the text up to the sentinel content in a rendering with sentinels; `constant`: the part of it before
-        the sentinel reasoning; `marked`: the turn with sentinels, if it calls tools.
+        `before`: a rendering with sentinels up to the content's sentinel; `constant`: up to the reasoning's sentinel;
+        `marked`: the turn with sentinels, if it calls tools.
         """
         lead = self._lead_length(before, index)
         if lead is not None and self.text.startswith(before[: len(before) - lead]):
             return len(before) - lead
-        if (
-            marked is not None
-            and index
-            and (start := self._start_by_the_turn_before(index, before, marked)) is not None
-        ):
-            return start
-        # The generation prompt may depend on the conversation: render it. It counts only if it includes the
-        # message before it, because a template that writes nothing until the assistant has spoken would
-        # make everything supervised.
+        found = self._start_by_the_turn_before(index, before, marked) if marked is not None and index else None
+        if found is not None:
+            return found
+        # The generation prompt may depend on the conversation: render it. It counts only with the message before it: a
+        # template that writes nothing until the assistant has spoken would make everything supervised.
         sentinel = "".join(self._brackets)
         try:
             prompt = self._render({}, index, prompt=True)
@@ -325,8 +321,8 @@ class _RenderedChat:
         return None
 
     def _is_same_for_a_user(self, index: int, before: str) -> bool:
-        """Whether the text before a turn would be the same for a user turn, so that it does not say that the assistant
-        speaks. (Llama-3.1 writes its tools and the first message, of whatever role, into one user turn.)"""
+        """Whether the text before a turn would be the same for a user's turn. (Llama-3.1 writes its tools and the
+        first message, of whatever role, into one user turn.)"""
         content = self._sentinel(0)
         try:
             rendered = self._render({index: {"role": "user", "content": content}})

@@ -45,7 +45,6 @@ class AlpacaFormat(ChatFormat):
 
 
 def _history(history: Any) -> list[tuple[str, str]]:
-    """Earlier turns of an Alpaca row: [[question, answer], ...]."""
     pairs = [] if history is None or history == "" else history
     if not isinstance(pairs, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs

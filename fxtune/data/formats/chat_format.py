@@ -1,14 +1,13 @@
 """Chats of each format as the list of messages that chat templates expect.
 
-messages, ShareGPT, Alpaca and prompt/completion differ in names only, so all become one list of messages with the keys
-that templates of `transformers` know: role, content, reasoning_content, tool_calls, tool_call_id, name; and `images`,
-which image_parts.py describes. A row that cannot be read is a `RowError` whose message names the wrong key, because
-users' data must never end in a traceback.
+messages, ShareGPT, Alpaca and prompt/completion differ in names only. All become a list of messages with the keys that
+templates of `transformers` know (role, content, reasoning_content, tool_calls, tool_call_id, name) and with `images`
+(image_parts.py). A row that cannot be read raises RowError, which names the wrong key.
 
-This file also decides what the model learns (`Conversation.supervised`): the turns that `data.learn` names, by default
-all assistant turns with their tool calls, except turns that the row switches off (`weight: 0` or `train: false`) and
-turns of a prompt. An assistant turn that the row switches on (`weight: 1` or `train: true`) is learned in any case.
-An empty answer, or a call that no program could run, is a bad row: the model would learn to write it.
+This file also decides which turns are learned (`Conversation.supervised`): the turns that `data.learn` names, by
+default all assistant turns with their tool calls, but no turn of a prompt and no turn that the row switches off
+(`weight: 0` or `train: false`). An assistant turn that the row switches on is always learned. An empty answer, or a
+call that no program could run, makes a bad row: the model would learn to write it.
 """
 
 from __future__ import annotations
@@ -71,18 +70,21 @@ def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> 
     """Give a chat the images, the tools and the variables of its row, and decide which turns are learned. Raises
     RowError."""
     place_images(chat, row)
-    chat.tools = _tools(row.get("tools")) or _functions(row.get("functions"))
+    functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
+    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions`: OpenAI's older form
     _drop_filled_keys(chat)
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn)
-    _require_answers(chat)
+    for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
+        if learned and "tool_calls" not in message:  # reasoning is no answer
+            require_answer(message["content"][len(message.get(BEGUN, "")) :].rpartition("</think>")[2], place)
 
 
 def _drop_filled_keys(chat: Conversation) -> None:
-    """Remove arguments that are null and unknown to their tool: a table that was written as JSON gives each call the
-    keys of all others. Any other null is a value."""
+    """Remove arguments that are null and unknown to their tool: Arrow gives each call the keys of all others. Any
+    other null is a value."""
     functions = [tool.get("function", tool) for tool in chat.tools or ()]
     known = {
         function.get("name"): function.get("parameters") for function in functions if isinstance(function, Mapping)
@@ -96,13 +98,6 @@ def _drop_filled_keys(chat: Conversation) -> None:
                 **function,
                 "arguments": {key: value for key, value in given if value is not None or key in properties},
             }
-
-
-def _require_answers(chat: Conversation) -> None:
-    """Raise RowError for a turn that is learned and has neither a text nor calls. Reasoning is no answer."""
-    for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
-        if learned and "tool_calls" not in message:
-            require_answer(message["content"][len(message.get(BEGUN, "")) :].rpartition("</think>")[2], place)
 
 
 def require_answer(text: str, place: str) -> None:
@@ -182,7 +177,6 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
 
     content = turn.get(content_key)
     if turn.get("from") == "function_call":
-        # ShareGPT writes calls as the text of an answer: an object or a list of them.
         calls, content = _calls_in_text(content, f"{where}.{content_key}"), None
     if content is not None or not calls:
         message["content"], images = read_content(content, f"{where}.{content_key}")
@@ -193,8 +187,11 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     for name in ("tool_call_id", "name"):
         if turn.get(name) is not None:
             message[name] = require_text(turn[name], f"{where}.{name}")
-    if role == "tool" and message.get("tool_call_id"):
-        _require_call(chat, message["tool_call_id"], where)
+    if role == "tool" and (wanted := message.get("tool_call_id")):
+        ids = [call.get("id") for earlier in chat.messages for call in earlier.get("tool_calls", ())]
+        if wanted not in ids:
+            known = f"the calls before it have {', '.join(map(short, ids))}" if ids else "no turn before it has a call"
+            raise RowError(f"{where}.tool_call_id is {short(wanted)}, and {known}")
     if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
         # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
@@ -205,14 +202,6 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
     chat.add(message, f"{where}.{content_key}", train_flag)
     if begun:
         message[OPEN] = True
-
-
-def _require_call(chat: Conversation, wanted: str, where: str) -> None:
-    """Raise RowError if no earlier turn has a call with this id."""
-    ids = [call.get("id") for message in chat.messages for call in message.get("tool_calls", ())]
-    if wanted not in ids:
-        known = f"the calls before it have {', '.join(map(short, ids))}" if ids else "no turn before it has a call"
-        raise RowError(f"{where}.tool_call_id is {short(wanted)}, and {known}")
 
 
 def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -278,8 +267,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
 
 
 def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`function` with its arguments as an object. APIs give a JSON string, which chat templates would quote once
-    more."""
+    """`function` with its arguments as an object. APIs give a JSON string, which chat templates would quote again."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
@@ -293,7 +281,7 @@ def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str,
 
 
 def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
-    """The calls that a ShareGPT turn holds as JSON: an object or a list of them."""
+    """The calls in the text of a ShareGPT turn: a JSON object, or a list of objects."""
     value = parse_json(text, where) if isinstance(text, str) else text
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, Mapping) for call in calls):
@@ -301,8 +289,8 @@ def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
     return _tool_calls({"tool_calls": calls}, where) or []
 
 
-def _tools(tools: Any, column: str = "tools") -> list[dict[str, Any]] | None:
-    """The schemas. A null that stands in a JSON string is a value; elsewhere it fills a table's missing keys."""
+def _tools(tools: Any, column: str) -> list[dict[str, Any]] | None:
+    """The schemas. A null in a JSON string is a value; elsewhere Arrow has written it for a missing key."""
     if from_text := isinstance(tools, str):
         tools = parse_json(tools, column) if tools.strip() else None
     if tools is None or tools == []:
@@ -313,12 +301,6 @@ def _tools(tools: Any, column: str = "tools") -> list[dict[str, Any]] | None:
         if not isinstance(tool, Mapping):
             raise RowError(f"{column}[{index}] is {type_name(tool)}, not a JSON schema")
     return [dict(tool) for tool in tools] if from_text else without_nulls(tools)
-
-
-def _functions(functions: Any) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's older form: the functions alone."""
-    found = _tools(functions, "functions")
-    return [{"type": "function", "function": function} for function in found] if found else None
 
 
 def _variables(value: Any) -> dict[str, Any]:

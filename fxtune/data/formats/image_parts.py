@@ -1,13 +1,13 @@
 """Images in the messages of a chat: parts of a content, or marks in its text beside a column of images.
 
 OpenAI, Qwen and TRL write a content as a list of parts, `{type: text}`, `{type: image}` or `{type: image_url}`. LLaVA,
-ShareGPT, LLaMA-Factory and ms-swift write `<image>` into the text and list the images in a column. Parts without an
-image take theirs from the column, too. A content stays one text here, in which IMAGE stands for an image, and the
-message has its images as `images`, in order.
+ShareGPT, LLaMA-Factory and ms-swift write `<image>` into the text and list the images in a column. A part may also
+take its image from the column. Here a content is one text, in which IMAGE stands for an image, and the message has its
+images as `images`, in order.
 
-Only questions, system prompts and results of tools have images, as models write none. So `<image>` in an answer is
-text, and so is `<image>` in rows without images if the model reads text alone. For a model that reads images, these
-rows are bad, as are rows that name an image in another column: they would be learned without it (unread_image).
+Models write no images, so `<image>` in an answer is text. In a question of a row without images it is text for a model
+that reads text alone. For a model that reads images such a row is bad, and so is a row with an image in another
+column: the image would be lost (unread_image).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PLACES = re.compile(f"({IMAGE}|{re.escape(MARK)})")
 
 
 def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The text of a content, and for each IMAGE in it its place in the row and what names the image, None if only the
-    row's column does. Raises RowError."""
+    """The text of a content, and for each IMAGE in it (its place in the row, the image; None: in the row's column).
+    Raises RowError."""
     if not isinstance(content, (list, tuple)):
         return _text(content, where), []
     texts, images = [], []
@@ -53,8 +53,8 @@ def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
-    """Give each message the images of the row's column that its marks, and its parts without an image, stand for.
-    Raises RowError if there are more or fewer."""
+    """Give each message the images of its marks, and of its parts without an image, from the row's column. Raises
+    RowError if the column has more or fewer."""
     column, listed = _column(row)
     rest, places = iter(listed), 0
     for message, where in zip(chat.messages, chat.places, strict=True):
@@ -151,7 +151,7 @@ def _payload(part: Mapping[str, Any], where: str) -> Any:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether a key of a part, or a column, says something: Arrow gives each the keys of all others, with null."""
+    """Whether a key of a part, or a column, has a value: Arrow writes null for missing keys."""
     return any(map(_is_given, value.values())) if isinstance(value, Mapping) else value is not None
 
 

@@ -1,9 +1,8 @@
 """Rows of preferences: two chats or two texts that begin alike, one with a chosen and one with a rejected answer.
 
-The formats differ in names and places only, so each gives two whole chats. Their common beginning is the prompt. It is
-found by whole messages: a beginning of equal characters would take first words that both answers share, and the
-`<think>` of both. What follows is an answer, and only answers are learned. So two chats of a pair may differ first in
-an assistant turn alone, and on both sides.
+The formats differ in names and places only, so each gives two whole chats. The messages with which both begin are the
+prompt. (Equal characters would also take words with which both answers begin, such as `<think>`.) The rest is an
+answer, and only answers are learned. So the first turn that differs is an assistant turn in both chats.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
     "margin",
     *(name for pair in SCORES for name in pair),
 }
-"""Columns that each of these formats reads, or that repeat others."""
+"""Columns that each of these formats reads, or that repeat other columns."""
 FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
 """Columns that a text without a chat template cannot have."""
 LEAST_REPEATED = 16
-"""A prompt of so many characters with which both texts begin is repeated there. Two answers may begin with a short
-prompt by themselves: "Hi"."""
+"""Texts repeat a prompt of this many characters or more if both begin with it. Answers to "Hi" may begin with "Hi"."""
 IDENTICAL = "chosen and rejected are identical, so there is nothing to prefer"
 
 
@@ -53,7 +51,7 @@ class PairFormat(RowFormat):
     answers = (CHOSEN, REJECTED)
     nothing_learned = "each answer is switched off by its `train` or `weight`, or by data.learn"
     answer_columns: ClassVar[tuple[frozenset[str], frozenset[str]]] = (frozenset((CHOSEN,)), frozenset((REJECTED,)))
-    """Columns that hold the chosen answer alone, and columns that hold the rejected answer alone."""
+    """(columns with the chosen answer alone, columns with the rejected answer alone)."""
 
     @abstractmethod
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
@@ -63,7 +61,7 @@ class PairFormat(RowFormat):
         row = with_parsed_lists(with_parsed_answers(row))
         used = {key: value for key, value in row.items() if key not in unused and value is not None}
         chosen, rejected = self.sides(used)
-        # The text of an answer need not have what only the other answer has.
+        # The columns of the other answer need not be in an answer's text.
         rows = [
             {key: value for key, value in row.items() if key not in columns}
             for columns in reversed(self.answer_columns)
@@ -79,7 +77,7 @@ class PairFormat(RowFormat):
 
 
 def complete_answer(name: str, chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
-    """As `complete`, for a chat whose answer must be learned."""
+    """complete() for a chat whose answer must be learned."""
     complete(chat, row, learn)
     if not any(chat.supervised):
         raise RowError(f"no turn of {name} is learned: its `train` or `weight`, or data.learn, switches all of it off")
@@ -142,12 +140,9 @@ def is_whole_chat(value: Any) -> bool:
 
 def with_parsed_answers(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """`row` with its answers and its prompt parsed where they are chats as JSON strings, as CSV has them."""
-    found = {key: _parsed(row[key], key) for key in ("prompt", CHOSEN, REJECTED, "rejected_messages") if key in row}
-    return {**row, **found}
-
-
-def _parsed(value: Any, where: str) -> Any:
-    return parse_json(value, where) if isinstance(value, str) and _has_roles(value) else value
+    texts = {key: row.get(key) for key in ("prompt", CHOSEN, REJECTED, "rejected_messages")}
+    chats = {key: text for key, text in texts.items() if isinstance(text, str) and _has_roles(text)}
+    return {**row, **{key: parse_json(text, key) for key, text in chats.items()}}
 
 
 def _has_roles(text: str) -> bool:

@@ -1,6 +1,6 @@
 """Two whole chats that begin alike: `chosen`, `rejected`, as messages or as the texts of HH-RLHF.
 
-UltraFeedback's columns are such rows: `prompt` and `messages` repeat a part of them.
+In UltraFeedback `prompt` and `messages` repeat a part of the chats.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ SYNONYMS = {
 
 
 def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The format of most of `rows`. Raises DataError with their columns, and with those to rename if that may help."""
+    """The format of most of `rows`. Raises DataError with their columns, and with columns to rename."""
     found = Counter(format.name for format in map(row_format, rows) if format is not None)
     if found:
         return FORMATS[found.most_common(1)[0][0]]
@@ -118,7 +118,7 @@ def learned_by(format: RowFormat) -> str:
 
 
 def row_format(row: Mapping[str, Any]) -> RowFormat | None:
-    """The format of one row; None if it has none."""
+    """The first format that fits a row, if any."""
     try:
         return _by_columns(with_format_names(dict(row)))
     except RowError:
@@ -130,8 +130,8 @@ def _by_columns(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def with_format_names(row: dict[str, Any], unused: Collection[str] = (), images: bool = False) -> dict[str, Any]:
-    """`row`, or the row of a format that another common shape stands for (shapes.py). `unused`: columns that say
-    nothing of the shape. `images`: whether the model reads images. Raises RowError."""
+    """`row`, in another common shape as a format reads it (shapes.py). `unused`: columns that do not count. `images`:
+    whether the model reads images. Raises RowError."""
     if (format := _by_columns(row)) is None:
         row = _renamed(row) or row
     used = given = {key: value for key, value in row.items() if key not in unused} if unused else row

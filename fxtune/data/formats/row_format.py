@@ -1,9 +1,8 @@
-"""What a row format is: the columns that a row needs, and what a row of it holds.
+"""What a row format is: the columns that a row needs, and the content that they make.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents, and the encoder
-(data/chat/encode.py) makes tokens of that: a chat, a plain text, token ids, answers to one prompt, or a group of other
-rows.
-"""
+A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents: a chat, a plain
+text, token ids, answers to one prompt, or a group of other rows. The encoder (data/chat/encode.py) makes tokens of
+them."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from typing import Any, ClassVar
 from fxtune.data.formats.values import RowError
 
 BEGUN = "begun"
-"""The key of a message with the beginning of its content that is not learned, because a prompt ends with it."""
+"""The key of a message with the beginning of its content with which the prompt ends; it is not learned."""
 OPEN = "is_open"
-"""The key of a last message that is not at its end (`prefix: true`): its end of turn is not learned."""
+"""The key of a last message that goes on (`prefix: true`): its end of turn is not learned."""
 
 
 class ChatRole(str, Enum):

@@ -20,7 +20,7 @@ from fxtune.data.formats.values import RowError, parse_json
 FILE_NAME = "file_name"
 """The column of ImageFolder with the name of an image."""
 OTHERS = "other answers"
-"""The column with answers of which some are not used. A remark counts such rows (chat/encode.py)."""
+"""The column with all answers where some are not used. A remark counts such rows (chat/encode.py)."""
 ORDER = REASONING, CONTENT, CALLS = "reasoning_content", "content", "tool_calls"
 """The keys of a message, in the order in which chat templates write them."""
 
@@ -102,8 +102,8 @@ def _listed(value: Any, where: str) -> list[Any]:
 
 
 def _messages(turns: list[Any]) -> list[Any]:
-    """The messages of turns, of which some may be items: an item of the assistant goes on with the message before it.
-    Raises RowError."""
+    """The messages of turns and items: an item of the assistant goes on with the message before it. Raises
+    RowError."""
     messages: list[Any] = []
     message: dict[str, Any] = {}
     was_item = False

@@ -63,10 +63,8 @@ class RepeatedKeyError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a JSON text: the `object_pairs_hook` of every reader of rows.
-
-    Raises RepeatedKeyError for a key that stands twice, because Python would keep the last value alone.
-    """
+    """The object of a JSON text: the `object_pairs_hook` of every reader of rows. Raises RepeatedKeyError: Python
+    would keep the last value alone."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,12 +1,10 @@
 """Decodes the bytes of an image file to an upright RGB image.
 
-A camera stores the rotation of a picture beside the pixels (EXIF orientation), so the picture is rotated before it is
-measured. Transparent parts become white. Grey values of 16 bits are scaled to 8. The first frame of an animation is
-used. Colour profiles are not applied, as in transformers.
+The picture is rotated by its EXIF orientation. Transparent parts become white. Grey values of 16 bits are scaled to 8.
+The first frame of an animation is used. Colour profiles are not applied, as in transformers.
 
-The bytes come from strangers: only the formats in FORMATS are opened (Pillow also has readers that start other
-programs, such as Ghostscript for EPS), and an image with more than MAX_PIXELS is refused before its pixels are
-decompressed.
+The bytes come from strangers: only FORMATS are opened (Pillow also has readers that start other programs, such as
+Ghostscript for EPS), and an image with more than MAX_PIXELS is refused before its pixels are decompressed.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ _ORIENTATION = 0x0112
 
 
 def measure(data: bytes) -> tuple[int, int]:
-    """(height, width) of the upright image. Decodes the whole file, so that a broken file is found before training; a
-    JPEG is decoded at an eighth of its size, which is cheap. Raises RowError with the reason."""
+    """(height, width) of the upright image. Decodes the whole file, a JPEG at an eighth of its size, so that a broken
+    file is found before training. Raises RowError."""
     with _opened(data) as image:
         width, height = image.size
         image.draft("L", (1, 1))
@@ -51,7 +49,7 @@ def measure(data: bytes) -> tuple[int, int]:
 
 
 def decode(data: bytes) -> Image:
-    """The upright RGB image. Raises RowError with the reason."""
+    """The upright RGB image. Raises RowError."""
     from PIL import ImageOps
 
     with _opened(data) as image:
@@ -61,7 +59,7 @@ def decode(data: bytes) -> Image:
 
 
 def thumbnail(data: bytes) -> bytes:
-    """A JPEG of the whole upright image, for pages that people read: about 15 KB, at most 100 KB. Raises RowError."""
+    """A JPEG of the upright image for pages: about 15 KB, at most 100 KB. Raises RowError."""
     image, out = decode(data), BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(out, "JPEG", quality=85, subsampling=0)

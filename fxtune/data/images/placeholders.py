@@ -1,7 +1,7 @@
 """Tokens of images in the place of the placeholders that a chat template writes for them.
 
-The processor writes characters around some images (Gemma 3: two newlines). These characters are part of the text that
-is tokenized. The tokens of the image follow when the text is tokenized, and are never supervised.
+The processor writes characters around some images (Gemma 3: two newlines), which are tokenized with the text. The
+tokens of the image replace the placeholder after that, and are never supervised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placeholders:
         self.tokens = {} if processor is None else processor.placeholders
 
     def find_images(self, messages: Sequence[dict[str, Any]], folder: Path | None) -> None:
-        """Replace what names the images of messages by where the images are. Raises RowError."""
+        """Replace each (place, name of an image) in messages by an ImageReference. Raises RowError."""
         for message in messages:
             if "images" in message:
                 message["images"] = [self._find(place, value, folder) for place, value in message["images"]]

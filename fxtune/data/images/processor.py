@@ -1,9 +1,8 @@
 """Token ids and tensors of images, made by the model family's own processor (transformers).
 
-A chat template writes a placeholder where a message has an image. The processor replaces the placeholder by the tokens
-of the image: one for each feature of the vision encoder, and in some families marks around tiles or lines. The number
-of tokens depends on the size of the image alone, so tokenizing needs no pixels: the processor is called once for each
-size, with a blank image.
+A chat template writes a placeholder for an image. The processor replaces it by the image's tokens: one for each
+feature of the vision encoder, and in some families marks around tiles or lines. The number of tokens depends on the
+image's size alone, so for tokenizing the processor is called once for each size, with a blank image.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class ImageText:
     """What a processor writes in place of a placeholder."""
 
     before: str
-    """Characters before the first token of the image (Gemma 3: two newlines). The tokenizer may merge these characters
-    with the text around the image, so they count as text."""
+    """Characters before the image's first token (Gemma 3: two newlines). They count as text, because the tokenizer may
+    merge them with the text around the image."""
     ids: list[int]
     after: str
 

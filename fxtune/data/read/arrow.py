@@ -16,8 +16,8 @@ Decoder = Callable[[Any], Iterable[dict[str, Any]]]
 
 
 def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows of a Parquet file, a few at a time. Columns that `datasets` wrote in its own encodings are decoded. Columns
-    of its images are left out, unless `keeps_images`."""
+    """Rows of a Parquet file, a few at a time. Columns in the encodings of `datasets` are decoded, and its columns of
+    images are left out, unless `keeps_images`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -38,8 +38,8 @@ def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[
 
 
 def _decoder(schema: Any, name: str, keeps_images: bool) -> tuple[Decoder, list[str] | None]:
-    """A decoder for batches of a schema, and the columns to read (None: all): none with audio, and none with images
-    unless `keeps_images`. Raises DataError if the schema describes columns in a way that `datasets` cannot read."""
+    """A decoder for batches of a schema, and the columns to read (None: all): no audio, and no images unless
+    `keeps_images`. Raises DataError if `datasets` cannot read the schema."""
     if b"huggingface" not in (schema.metadata or {}):
         return (lambda batch: batch.to_pylist()), None
     import pyarrow as pa
@@ -75,8 +75,8 @@ def media_columns(features: Any, keeps_images: bool) -> list[str]:
 
 
 def without_decoding(feature: Any) -> Any:
-    """A feature of `datasets`, or a dict of them, with decoding turned off for images and audio at any depth: to
-    decode one, `datasets` opens the file or URL that the row names, which may be any file of this machine."""
+    """A feature of `datasets`, or a dict of features, that decodes no images and audio at any depth: to decode one,
+    `datasets` opens the file or URL that the row names, which may be any file of this machine."""
     if isinstance(feature, dict):
         return {name: without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, (list, tuple)):
@@ -89,15 +89,16 @@ def without_decoding(feature: Any) -> Any:
 
 
 def rows_at_once(keeps_images: bool) -> int:
-    """How many rows are held in memory: photographs in them may have 10 MB each."""
+    """Rows that are in memory at a time. A photograph in a row may have 10 MB."""
     return 16 if keeps_images else 256
 
 
 def arrow_rows(table: Any, name: str, previous: int, decode: Decoder, keeps_images: bool = False) -> Iterator[Row]:
     """Rows of a small Arrow table that has `previous` rows before it. Rows above longest_row() are never decoded.
+    `keeps_images`: see checked_row().
 
-    Arrow gives every struct all keys, with null where a row had none; these are removed, except `content`, which
-    chat templates read. `keeps_images`: see checked_row().
+    Arrow gives every struct all keys, with null for a missing value. These keys are removed, except `content`, which
+    chat templates read.
     """
     limit = longest_row(keeps_images)
     sizes = (

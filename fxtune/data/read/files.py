@@ -27,7 +27,7 @@ KINDS = {
 }  # fmt: skip
 """The kind of file that a suffix means."""
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow")
-"""Suffixes of files that may hold rows, and that fxtune reads only where KINDS has them."""
+"""Suffixes of files that may hold rows and that fxtune does not read, unless KINDS has them."""
 HASH_BLOCK = 16 << 20
 """Bytes hashed at a time. Another value gives other content hashes."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -51,7 +51,7 @@ class DataFile:
         return self.path.suffix.lower() == ".gz"
 
     def require_unchanged(self) -> None:
-        """Raise DataError if the file was written to since it was found: its rows may be half old, half new."""
+        """Raise DataError if the file was written to since it was found."""
         if _stamp(self.path) != self.stamp:
             raise DataError(f"{self.name} changed while it was read. Start again when nothing writes to it.")
 
@@ -100,8 +100,8 @@ def find_files(written: str) -> list[Path] | None:
 
 
 def without_companions(names: Sequence[str]) -> list[str]:
-    """The paths of `names` that fxtune reads. A dataset's card, license and the like are left out if files of another
-    kind remain."""
+    """The paths of `names` that fxtune reads. A dataset's card, its license and so on count only if nothing else is
+    there."""
     kinds = {name: kind for name in names if (kind := _kind_by_name(name))}
     if len(set(kinds.values())) == 1:
         return list(kinds)
@@ -112,9 +112,9 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
     """The data files among `found`, all of one kind. With `limit`, JSONL files end with the last row that it needs."""
     kinds: dict[str, list[Path]] = {}
     for path in found:
-        if path.name.lower().endswith(tuple(KINDS)):
+        if kind := _kind_by_name(path.name):
             require_file(path)
-        if kind := _kind(path):
+            kind = "jsonl" if kind == "json" and _is_jsonl(path) else kind
             kinds.setdefault(kind, []).append(path)
     if not kinds:
         suffixes = ", ".join(sorted({path.suffix or path.name for path in found}))
@@ -138,7 +138,9 @@ def select_data_files(written: str, found: list[Path], limit: int | None) -> lis
         file = data_file(path, kind, written if written.startswith(BUILTIN) else None)
         if file.size == 0:
             raise DataError(f"{path} is empty. Remove it, or write it again.")
-        if not file.compressed and _is_gzip(path):
+        with _open(path) as opened:
+            is_gzip = opened.read(2) == b"\x1f\x8b"
+        if is_gzip and not file.compressed:
             advice = f"Name it {path.name}.gz" if kind == "jsonl" else "Unpack it (gunzip)"
             raise DataError(f"{path} is compressed by gzip, which its name does not say. {advice}.")
         if left is not None and kind == "jsonl" and not file.compressed:
@@ -173,32 +175,19 @@ def _builtin(name: str) -> Path:
 def _walk(folder: Path) -> list[Path]:
     """Files below a folder, sorted. Hidden files are left out, linked folders are entered once."""
     found: list[Path] = []
-    entered = set()
+    entered = set[str]()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in entered:
-            folders.clear()
-            continue
+        is_new = (real := os.path.realpath(parent)) not in entered
         entered.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        found += [Path(parent, name) for name in names if is_new and not name.startswith(".")]
     if not found:
         raise DataError(f"{folder} is an empty folder. Put data files in it, or correct the path.")
     return sorted(found)
 
 
-def _kind(path: Path) -> str | None:
-    kind = _kind_by_name(path.name)
-    return "jsonl" if kind == "json" and _is_jsonl(path) else kind
-
-
 def _kind_by_name(name: str) -> str | None:
     return next((kind for suffix, kind in KINDS.items() if name.lower().endswith(suffix)), None)
-
-
-def _is_gzip(path: Path) -> bool:
-    with _open(path) as file:
-        return file.read(2) == b"\x1f\x8b"
 
 
 def _is_jsonl(path: Path) -> bool:
@@ -249,7 +238,7 @@ def _looks_local(written: str, path: Path) -> bool:
 
 
 def _closest_path(path: Path) -> str:
-    """A hint for a missing path: the closest name to its first missing part, or what the folder has there."""
+    """A hint for a missing path: the name closest to its first missing part, or the names in that folder."""
     path = path.absolute()
     while not os.path.isdir(path.parent):
         path = path.parent

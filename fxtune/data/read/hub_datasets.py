@@ -57,7 +57,7 @@ def load(config: SourceConfig, cache_dir: Path | None) -> Any:
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None) -> str | None:
-    """Why a dataset is not available offline; None if the hub answers or the cache has a copy. Downloads nothing."""
+    """Why a dataset is not available; None if the hub answers or the cache has a copy. Downloads nothing."""
     try:
         if _resolve_commit(config.path, config.revision)[1] is None:
             return None
@@ -82,16 +82,9 @@ def load_saved(folder: Path) -> Any:
         ) from problem
 
 
-def concatenate(parts: list[Any]) -> Any:
-    """Several datasets as one."""
-    import datasets
-
-    return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-
-
 def dataset_rows(dataset: Any, name: str, limit: int | None, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows in order, read from the memory map a few at a time. Columns of images and audio are left out, or with
-    `keeps_images` only the latter. An image is not decoded: it is an object of `bytes` and `path`."""
+    """Rows in order, read from the memory map a few at a time. Columns of audio are left out, and columns of images
+    unless `keeps_images`. An image is not decoded: it is an object of `bytes` and `path`."""
     from datasets import Dataset, DatasetInfo, Features
 
     dataset = dataset.remove_columns(media_columns(dataset.features, keeps_images)).with_format("arrow")
@@ -108,7 +101,6 @@ def dataset_rows(dataset: Any, name: str, limit: int | None, keeps_images: bool 
 
 
 def arrow_files(dataset: Any) -> list[Path]:
-    """The Arrow files of a dataset."""
     return [Path(entry["filename"]) for entry in dataset.cache_files]
 
 
@@ -139,6 +131,6 @@ def _unreachable(path: str, reason: str) -> DataError:
 
 
 def _has_commit(dataset: Any, commit: str) -> bool:
-    """Whether a cached dataset is of this commit: `datasets` stores it under the commit's name."""
+    """Whether a cached dataset is from this commit: `datasets` stores it under the commit's name."""
     places = [*map(str, arrow_files(dataset)), *(dataset.info.download_checksums or {})]
     return bool(_COMMIT.fullmatch(commit)) and any(commit in place for place in places)

@@ -1,7 +1,6 @@
 """JSON files: an array of objects, or an object with one such array among its values.
 
-Values are decoded one by one from a window over the text, so one row is in memory at a time. Rows are named by their
-number.
+Values are decoded one by one from a window over the text, so one row is in memory at a time.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _values(text: _Text, name: str) -> Iterator[tuple[Any, str]]:
 
 
 class _Text:
-    """A JSON text that is read front to back. `repeated`: why an object in the last value is ambiguous, or ""."""
+    """A JSON text that is read front to back. `repeated`: the fault of the last value if it has a key twice, or ""."""
 
     def __init__(self, file: IO[str]) -> None:
         self.file, self.window, self.at, self.repeated = file, "", 0, ""
@@ -98,7 +97,7 @@ class _Text:
         self.at += 1
 
     def items(self, opening: str, closing: str) -> Iterator[None]:
-        """Stop at each item of an array or an object, which the caller takes."""
+        """Stop at each item of an array or an object; the caller takes it."""
         self.take(opening)
         while self.peek() != closing:
             yield
@@ -149,7 +148,7 @@ class _Text:
             return dict(pairs)
 
     def _read_more(self) -> bool:
-        """Drop the text already decoded and read at least as much as is left. False at the file's end."""
+        """Drop the decoded text and read on. False at the file's end."""
         left = self.window[self.at :]
         chunk = self.file.read(max(1 << 16, len(left)))
         if chunk:

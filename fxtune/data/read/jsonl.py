@@ -38,8 +38,7 @@ class LineShard:
 
 
 def line_shards(path: Path, name: str, end: int, shard_bytes: int, as_read: Reading) -> Iterator[LineShard]:
-    """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`, in one pass that only counts
-    newlines."""
+    """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`. One pass counts the lines."""
     start, first_line, newlines, position = 0, 1, 0, 0
     with reading(name), open(path, "rb") as file:
         while position < end:
@@ -57,7 +56,7 @@ def line_shards(path: Path, name: str, end: int, shard_bytes: int, as_read: Read
 
 
 def jsonl_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
-    """All rows of a JSONL file. A .gz file is decompressed as it is read. `keeps_images`: see checked_row()."""
+    """All rows of a JSONL file, or of a .gz of it. `keeps_images`: see checked_row()."""
     is_gzip = path.suffix.lower() == ".gz"
     with reading(name), gzip.GzipFile(path) if is_gzip else open(path, "rb") as file:
         yield from _line_rows(file, name, keeps_images=keeps_images)

@@ -1,8 +1,8 @@
 """One row of a source, its limits, and what all readers share.
 
-A readable row has a value, an unreadable one the reason, with its file and line. Rows have limits, because a tokenizer
-needs 300 bytes for each byte of text (16 MiB: 5 GB and 25 s), and a value nested as deep as Python allows cannot be
-written to the quarantine file. A longer row is skipped as it is read; it is never held in memory.
+A row has a value, or the reason why it is bad. Rows have limits, because a tokenizer needs 300 bytes for each byte of
+text (16 MiB: 5 GB and 25 s), and a value nested as deep as Python allows cannot be written to the quarantine file. A
+longer row is skipped as it is read; it is never held in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _Text = TypeVar("_Text", str, bytes, covariant=True)
 MAX_RAW_CHARACTERS = 100_000
 """Characters of a bad row that are kept for the quarantine file."""
 MAX_ROW_BYTES = 16 << 20
-"""A longer row is a bad row; of a row with images, its text without them."""
+"""A row with more text is a bad row."""
 MAX_ROW_BYTES_WITH_IMAGES = 256 << 20
-"""A longer row is a bad row, where rows may have images."""
+"""Where rows may have images, a row with more bytes of text and images is a bad row."""
 
 IMAGE_KEYS = {"image", "images", "image_url", "url", "path"}
 """Keys of rows and of parts of messages that name an image."""
@@ -49,14 +49,14 @@ class Row:
 
 
 def file_and_place(where: str) -> tuple[str, str]:
-    """The two parts of Row.where; ("", where) if it names no place in a file."""
+    """The file of Row.where and the place in it; ("", where) without a place."""
     found = _PLACE.fullmatch(where)
     return (found[1], found[2]) if found else ("", where)
 
 
 @dataclass(frozen=True)
 class RowShard:
-    """Rows of a source that can only be read front to back. They are pickled for the worker, so they are few."""
+    """Rows of a source that can only be read front to back, pickled for a worker."""
 
     held: list[Row]
     size: int
@@ -81,7 +81,7 @@ def row_shards(rows: Iterable[Row], shard_bytes: int, shard_rows: int = 1024) ->
 
 def checked_row(where: str, value: Any, size: int, suspicious: bool, keeps_images: bool = False) -> Row:
     """A row of `value`, or a bad row if it is no object, too long or (checked if `suspicious`) not Unicode. With
-    `keeps_images`, the images in it do not count."""
+    `keeps_images` the limit is MAX_ROW_BYTES_WITH_IMAGES."""
     if reason := length_fault(value, size, keeps_images):
         return bad_row(where, reason, None)
     if not isinstance(value, dict):
@@ -116,7 +116,7 @@ def length_fault(value: Any, size: int, keeps_images: bool) -> str:
 
 
 def _text_bytes(value: Any, key: str = "") -> int:
-    """About how many bytes of a row are text: not the bytes of an image, nor a data: URI where an image is named."""
+    """About how many bytes of a row are text. Bytes of images do not count, nor data: URIs under IMAGE_KEYS."""
     if isinstance(value, str):
         return 0 if key in IMAGE_KEYS and value.startswith("data:") else len(value)
     if isinstance(value, Mapping):
@@ -133,8 +133,8 @@ def too_long(size: int, keeps_images: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """What becomes of the rows of a file of any kind. `columns`: {name in the data: new name}, which replaces a column
-    of that name. `plugin`: a plugin's row format; empty: fxtune's formats and other shapes; None: rows as they are."""
+    """How the rows of a file are changed. `columns`: {name in the data: new name}; a column with the new name is
+    replaced. `plugin`: a plugin's row format; empty: fxtune's formats and other shapes; None: rows as they are."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     plugin: str | None = ""

@@ -9,7 +9,7 @@
 | text    | .txt .md                            | documents, paragraphs or lines (`text_unit`)                        |
 | hub     | a dataset id, a save_to_disk folder | through `datasets`, memory-mapped                                   |
 
-A row that cannot be read becomes a `Row` with the reason; it is never left out. data/formats decides what a row means.
+A row that cannot be read becomes a `Row` with the reason. data/formats decides what a row means.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fxtune.errors import DataError, nearest
 SHARD_BYTES, SHARD_BYTES_WITH_IMAGES = 1 << 20, 16 << 10
 """Bytes that a worker takes at a time: about a second of work, or a hundred rows that name an image."""
 HEAD_ROWS, HEAD_BYTES = 100, 64 << 20
-"""Rows that are read to detect the format; fewer if they have more bytes."""
+"""Rows and bytes that are read to detect the format."""
 
 Shard = LineShard | RowShard
 
@@ -61,9 +61,9 @@ class Source:
     splits: tuple[str, ...] = ()
     """The splits of a folder that have files."""
     keeps_images: bool = False
-    """Columns of images that `datasets` wrote are read; without it they are left out."""
+    """Columns of images that `datasets` wrote are read."""
     as_they_are: bool = False
-    """Rows keep the names that their columns have in the data, and no plugin converts them."""
+    """Rows keep the names of their columns, and no plugin converts them."""
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Source:
         return Reading(self.config.columns, plugin, tuple(self.config.unused), self.keeps_images)
 
     def shards(self) -> Iterator[Shard]:
-        """The pieces of the source, in order. A worker can read each; it has at most a few megabytes, or one row."""
+        """The source in pieces for workers, in order. Each has at most a few megabytes, or one row."""
         limit = self.config.limit
         shard_bytes = SHARD_BYTES_WITH_IMAGES if self.keeps_images else SHARD_BYTES
         at_once = self.kind == "jsonl" and not self.parts
@@ -110,10 +110,8 @@ class Source:
             yield from shard.rows()
 
     def head(self, count: int = HEAD_ROWS) -> list[dict[str, Any]]:
-        """The usable rows among the first `count`, and at least one if the source has any.
-
-        Raises DataError if there is no row, or if none has a column that `columns` renames.
-        """
+        """The usable rows among the first `count`, and at least one if the source has any. Raises DataError if there
+        is no row, or if none has a column that `columns` renames."""
         usable, rows_read, size = [], 0, 0
         for row in replace(self, config=replace(self.config, columns={}), as_they_are=True).rows():
             rows_read, size = rows_read + 1, size + row.size
@@ -153,7 +151,7 @@ class Source:
         return detect_format(head, self.name) if head else FORMATS["text"]
 
     def content_key(self) -> str:
-        """A hash of all bytes that are used, the same for a copy under another name."""
+        """A hash of the used bytes and not of the file names."""
         key = blake2b(self.kind.encode(), digest_size=16)
         if self.kind == "hub":
             key.update(repr((self.config.split, len(self.dataset))).encode())
@@ -163,11 +161,6 @@ class Source:
         for file in self.files:
             key.update(f"{file.compressed} {file.digest()}".encode())
         return key.hexdigest()
-
-    def require_unchanged(self) -> None:
-        """Raise DataError if a file was written to since the source was opened."""
-        for file in self.files:
-            file.require_unchanged()
 
     def describe(self) -> str:
         count = f"{len(self.dataset):,} rows" if self.kind == "hub" else f"files: {len(self.files):,}"
@@ -235,12 +228,15 @@ def _open_saved(config: SourceConfig, path: Path) -> Any:
     splits.require_no_hub_keys(config)
     if splits.is_plain_split(config.split):
         return saved[config.split]
+    import datasets
+
     ranges = splits.row_ranges(config, lambda name: len(saved[name]))
-    return hub_datasets.concatenate([saved[part.split].select(range(part.first, part.last)) for part in ranges])
+    parts = [saved[part.split].select(range(part.first, part.last)) for part in ranges]
+    return datasets.concatenate_datasets(parts)
 
 
 def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
-    """The files, or the rows of files, that `config.subset` and `config.split` name."""
+    """The files and rows that `config.subset` and `config.split` name."""
     is_folder = os.path.isdir(path)
     splits.require_no_hub_keys(config, has_subsets=is_folder)
     names = {(file.relative_to(path).as_posix() if is_folder else str(file)): file for file in found}
@@ -272,7 +268,7 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
-    """Why the data of `config.path` is not available, as far as this can be checked offline; None if it is."""
+    """Why the data of `config.path` is not available; None if it is. Downloads nothing."""
     try:
         if files.find_files(config.path) is not None:
             return None

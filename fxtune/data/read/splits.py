@@ -1,8 +1,7 @@
 """Reads `split` of a source with data on this disk: which rows of which splits it selects.
 
-A split is written as in the datasets library, whose parser is used: `train`, `train[:10%]`, `train[100:200]`,
-`train[-5%:]`, `train+test`. folders.py says which files of a folder belong to a split. A file or a glob has one split,
-`train`. A split that the data does not have is an error.
+The datasets library parses it: `train`, `train[:10%]`, `train[100:200]`, `train[-5%:]`, `train+test`. folders.py says
+which files of a folder belong to a split. A file or a glob has one split, `train`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def is_plain_split(split: str) -> bool:
 
 
 def split_names(config: SourceConfig) -> list[str]:
-    """The splits that `config.split` names. Raises DataError if it is not written as one."""
+    """The splits that `config.split` names. Raises DataError if it is no split."""
     if is_plain_split(config.split):
         return [config.split]
     names = [part.partition("[")[0].strip() for part in config.split.split("+")]
@@ -58,7 +57,7 @@ def row_ranges(config: SourceConfig, count: Callable[[str], int]) -> list[RowRan
 
 
 def require_no_hub_keys(config: SourceConfig, has_subsets: bool = False) -> None:
-    """Raise DataError for keys that only a dataset of the hub has, or a folder with a card (`has_subsets`)."""
+    """Raise DataError for `revision`, and for `subset` unless `has_subsets`: data on this disk has neither."""
     for key, value in (("subset", None if has_subsets else config.subset), ("revision", config.revision)):
         if value is not None:
             inner = Path(config.path) / value

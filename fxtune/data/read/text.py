@@ -22,7 +22,7 @@ def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:
                 yield _too_long(f"{name}:{number}", length, line)
             elif line.strip() and unit == "paragraph":
                 first, total = (first, total + length) if paragraph else (number, length)
-                if total <= 2 * MAX_ROW_BYTES:  # the rest of a paragraph that is too long already need not be held
+                if total <= 2 * MAX_ROW_BYTES:  # hold no more of a paragraph that is too long already
                     paragraph.append(line)
             elif line.strip():
                 yield _text_row(f"{name}:{number}", line.rstrip("\n"))

@@ -1,4 +1,4 @@
-"""The token cache: one folder for each table, named by the table's fingerprint.
+"""The token cache: one folder for each table, named by a hash of all that the tokens depend on.
 
 A table is written to a staging folder under a lock and renamed when it is complete. So of two runs that start
 together, one tokenizes and the other waits, and a kill at any moment leaves either the complete table or none. An open
@@ -27,8 +27,22 @@ def cache_root(data: DataConfig) -> Path:
     return Path(os.path.expanduser(data.cache_dir)).absolute() if data.cache_dir else cache_home()
 
 
-def staging_folder(folder: Path) -> Path:
+def _staging_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".staging")
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """The staging folder of a table, whose lock the caller holds. It replaces `folder` if the body raises no error.
+    Older files in both were left by a process that died."""
+    staging = _staging_folder(folder)
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        yield staging
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _lock_file(folder: Path) -> Path:
@@ -90,9 +104,8 @@ def remove_unused(root: Path, days: float) -> tuple[int, int]:
 
 
 def require_usable_paths(folder: Path, files: list[str]) -> None:
-    """Raise StorageError if something else lies at a path of a table, such as a folder at the path of a file. A
-    table has the paths of its folder, its staging folder, its lock and its `files`."""
-    wanted = {folder: FOLDER, staging_folder(folder): FOLDER, _lock_file(folder): FILE}
+    """Raise StorageError if something else lies at a path of a table, such as a folder at the path of a file."""
+    wanted = {folder: FOLDER, _staging_folder(folder): FOLDER, _lock_file(folder): FILE}
     for path, kind in (wanted | {folder / name: FILE for name in files}).items():
         if (found := kind_of(path)) not in (None, kind):
             raise StorageError(

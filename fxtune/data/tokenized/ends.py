@@ -1,10 +1,9 @@
 """Finds end-of-answer tokens in tokenized data, and a short question to try them on.
 
-An end-of-answer token is a special token after which nothing is learned.
-
-A chat template may end a turn with another token than the tokenizer's end-of-text token (`<|im_end|>` on a base whose
-`eos_token_id` is `<|endoftext|>`). A model that was trained on such turns writes that token and goes on, unless
-generation stops at it, too. The tokens are read off the data and not off the template, so rows of every format count.
+An end-of-answer token is a special token that ends a run of supervised tokens. A chat template may end a turn with
+`<|im_end|>` where the tokenizer's end-of-text token is `<|endoftext|>`: the trained model writes `<|im_end|>` and goes
+on, unless generation stops there, too. The tokens come from the data, not from the template, so rows of every format
+count.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from fxtune.data.tokenized.table import TokenTable
 BLOCK = 1 << 24
 """Tokens that are in memory at a time."""
 TRIED = 256
-"""A question is chosen among the first TRIED documents of each source."""
+"""Documents of each source among which a question is chosen."""
 LONGEST = 256
-"""Tokens of the longest answer that a question may ask for."""
+"""Tokens of an answer at most."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ def used_special_tokens(tables: Sequence[TokenTable], tokenizer: Any) -> list[in
 
 
 def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optional[ShortQuestion]:
-    """The shortest question, in tokens, among the first documents of each table whose answer ends with a token of
-    `ends`; None if no answer ends with one of these tokens."""
+    """The shortest question, in tokens, whose answer ends with a token of `ends`; None if there is none."""
     best: Optional[ShortQuestion] = None
     for table in tables:
         for begin, end in zip(table.offsets[:TRIED], table.offsets[1 : TRIED + 1], strict=False):

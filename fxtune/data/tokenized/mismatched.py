@@ -5,13 +5,12 @@ document of the answer's group, without a label, so that packing, hold-outs and 
 row is the next one with another answer to another prompt, so the table is the same in every run, whatever its batches.
 
 With data.on_long=truncate the prompt of both documents loses the same tokens at its beginning until the two fit. A row
-is left out if they do not fit then.
+whose answers do not fit is left out.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from hashlib import blake2b
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool
     Raises DataError if all answers are the same or no group fits, StorageError if the table cannot be written.
     """
     assert len(table.groups) == len(table) + 1
-    # Not from prompts that are shorter already, so that each row's loss is counted once.
+    # From the whole prompts, so that each row's lost tokens are counted once.
     whole = table.whole or table
     name = f"{whole.folder.name}-mismatched-{VERSION}"
     if longest is not None:
@@ -65,25 +64,18 @@ def _build(folder: Path, table: TokenTable, longest: int | None, packing: bool) 
         needed = np.diff(table.offsets) - prompts + max(len(table.beginning), 1)
         rows = rows[needed <= longest]
     twins = rows[_mismatched_rows(table, rows, prompts)] if len(rows) else rows
-    staging = cache.staging_folder(folder)
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        with TableWriter(staging, []) as writer:
-            writer.split += SplitCounts(chats=len(table) - len(rows), dropped=len(table) - len(rows))
-            for start in range(0, len(rows), GROUPS_AT_ONCE):
-                part = slice(start, start + GROUPS_AT_ONCE)
-                writer.append(_shard(table, rows[part], twins[part], prompts, longest, packing))
-            if not writer.documents:
-                raise DataError(
-                    f"{table.name}: in each of its {len(table):,} rows the answer and the mismatched answer of "
-                    f"objective=kto, with the images of the prompt, are longer than "
-                    f"data.sequence_length={longest:,}. Raise it."
-                )
-            writer.finish(name=table.name, format=table.format.name, beginning=table.beginning)
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with cache.staged(folder) as staging, TableWriter(staging, []) as writer:
+        writer.split += SplitCounts(chats=len(table) - len(rows), dropped=len(table) - len(rows))
+        for start in range(0, len(rows), GROUPS_AT_ONCE):
+            part = slice(start, start + GROUPS_AT_ONCE)
+            writer.append(_shard(table, rows[part], twins[part], prompts, longest, packing))
+        if not writer.documents:
+            raise DataError(
+                f"{table.name}: in each of its {len(table):,} rows the answer and the mismatched answer of "
+                f"objective=kto, with the images of the prompt, are longer than data.sequence_length={longest:,}. "
+                "Raise it."
+            )
+        writer.finish(name=table.name, format=table.format.name, beginning=table.beginning)
 
 
 def _shard(
@@ -130,14 +122,9 @@ def _mismatched_rows(table: TokenTable, rows: np.ndarray, lengths: np.ndarray) -
     """For each of `rows`, the place in `rows` of the next row with another answer to another prompt, int64 [rows];
     after the last row comes the first. If there is no such row, the next row with another answer. `lengths`: as
     _prompt_lengths()."""
-    first, end = table.offsets[rows] + lengths[rows], table.offsets[rows + 1]
-    answers = np.array(
-        [
-            int.from_bytes(blake2b(table.ids[begin:stop].tobytes(), digest_size=8).digest(), "little")
-            for begin, stop in zip(first, end, strict=True)
-        ],
-        np.uint64,
-    )
+    spans = zip(table.offsets[rows] + lengths[rows], table.offsets[rows + 1], strict=True)
+    digests = (blake2b(table.ids[begin:end].tobytes(), digest_size=8).digest() for begin, end in spans)
+    answers = np.frombuffer(b"".join(digests), "<u8")
     assert table.prompts is not None
     prompts = table.prompts[rows]
     after_answer, after_prompt = _next_change(answers), _next_change(prompts)

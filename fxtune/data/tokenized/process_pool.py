@@ -1,8 +1,8 @@
 """Worker processes that take tasks in order and return the results in the same order.
 
-Each worker has its own pipe to the main process. The workers of a ProcessPoolExecutor share a queue: if one is killed
-while it writes a large result, the main process waits forever for the rest; if one is killed while it holds the
-queue's lock, the others wait forever. A worker's own pipe ends with the worker.
+Each worker has its own pipe to the main process, which ends with the worker. The workers of a ProcessPoolExecutor
+share a queue: if a worker is killed while it writes a large result or holds the queue's lock, the main process or the
+other workers wait forever.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ class WorkerDied(Exception):
 def map_in_order(
     setup: Callable[[Any], Callable[[Task], Result]], argument: Any, tasks: Iterable[Task], processes: int
 ) -> Generator[Result]:
-    """Yield `setup(argument)(task)` for each task, computed by new processes (spawn) that end with the iterator.
-
-    Each process calls `setup` once. An exception of `setup` or of a task is raised here in place of that task's
-    result. Raises WorkerDied if a process dies.
-    """
+    """Yield `setup(argument)(task)` for each task, computed by new processes (spawn) that end with the iterator. Each
+    process calls `setup` once. Raises the exceptions of `setup` and of tasks, and WorkerDied if a process dies."""
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, BaseProcess] = {}
     busy: dict[Any, int] = {}
@@ -51,7 +48,7 @@ def map_in_order(
                 target=_worker_main, args=(theirs, setup, argument, LIBRARY_LOG.file), daemon=True
             )
             workers[ours].start()
-            theirs.close()  # else the pipe does not end with the process
+            theirs.close()  # so that the pipe ends with the process
         while True:
             idle = [pipe for pipe in workers if pipe not in busy]
             room = min(len(idle), next_index + processes + MAX_WAITING - sent)

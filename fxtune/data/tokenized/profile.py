@@ -1,7 +1,7 @@
 """Statistics of documents: lengths, supervised share, the scripts of their letters, and the shares of tokens.
 
-Scripts stand for languages: they are read from the Unicode name of each letter, which takes no model and tells Greek
-from Korean, but not French from German.
+Scripts stand for languages. The Unicode name of a letter says its script, without a model: it distinguishes Greek from
+Korean, but not French from German.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from fxtune.data.tokenized.table import TokenTable
 
 
 def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig) -> Iterator[Row]:
-    """The row of each document of `table.by_row`, in order. `table`: the tokens of `source`, which say which rows
-    could not be used; None if all could."""
+    """The row of each document of `table.by_row`, in order. `table`: the tokens of `source`, which name its bad rows;
+    None if it has no bad row."""
     opened = open_source(source, cache_root(data) / "datasets" if data.cache_dir else None)
     bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
     return (row for row in opened.rows() if row.value is not None and row.where not in bad)
@@ -28,7 +28,7 @@ def place_of_row(source: SourceConfig, table: TokenTable | None, row: int, data:
 
 
 def place_of_image(source: SourceConfig, table: TokenTable, image: int, data: DataConfig) -> str:
-    """File and line of the row with an image of `table`, by its number there."""
+    """File and line of the row with image number `image` of `table`."""
     document = int(np.searchsorted(table.offsets, table.image_starts[image], "right")) - 1
     if table.whole is None:
         row = int(np.searchsorted(table.groups, document, "right")) - 1

@@ -10,11 +10,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -42,42 +42,37 @@ IMAGE = np.dtype(
         "formats": ["<i8", "<i8", "<u8", "<i4", "<i4", "<i8", "<i8", "<i8", "<i8", "?"],
     }
 )
-"""An image: its first token in `ids`, its number of tokens, the hash of its file, its size in pixels, the place of its
-path or its bytes in the blob; and the size of a file in bytes, and its modification time in nanoseconds."""
+"""An image: its first token in `ids`, its number of tokens, the hash of its file, its size in pixels, and the place of
+its path or its bytes in the blob. A file also has its size in bytes and its modification time in nanoseconds."""
 BAD_ROWS = "bad_rows.jsonl"
 _KINDS: dict[str, Any] = ARRAYS | GROUP_ARRAYS | {PROMPTS: np.uint64, IMAGES: IMAGE}
 DATA_FILES = [BAD_ROWS, BLOB, *(f"{key}.npy" for key in _KINDS)]
 
 
 class TokenTable:
-    """Documents of one source as token ids, in the order of the source.
-
-    Documents that one row holds together, such as a question with several answers, are a group. Plans move whole
-    groups.
+    """Documents of one source as token ids, in the order of the source. The documents of one row, such as several
+    answers to a question, are a group. Plans move whole groups.
 
     Attributes:
         ids: int32 [tokens].
         supervised: bool [tokens], whether the token is a target.
         offsets: int64 [documents + 1]; document i is ids[offsets[i]:offsets[i + 1]].
         digests: uint64 [documents], a hash of the ids and the images of a document's group, the same on every machine.
-        labels: float32 [documents], NaN for a document without a label; None if no document has one, and each is a
-            group by itself.
-        prompts: uint64 [documents], a hash of the ids of the prompt that the documents of a group share; None unless
-            the rows are preferences.
-        images: structured array [images] of IMAGE, in the order of their tokens; None if no document has one.
-        image_processor: makes tensors of the images; None if there are no images.
+        labels: float32 [documents], NaN for a document without a label. None if no document has a label, and each
+            document is a group.
+        prompts: uint64 [documents], a hash of the prompt that a group shares; None unless the rows are preferences.
+        images: structured array [images] of IMAGE, in the order of their tokens; None without images.
+        image_processor: makes tensors of the images; None without images.
         reference: float32 [tokens], the log-probability of each supervised token under the reference model of a
             run; None unless read_reference() was called.
-        fingerprint: hash of the tokens: ids, which of them are supervised, where documents and groups end, labels, and
-            images.
+        fingerprint: hash of ids, `supervised`, the ends of documents and groups, labels and images.
         name: the source, as the user wrote it.
         format: the rows' format.
         bad_rows: how many rows could not be used.
-        escaped: in how many documents special tokens that a message quotes were tokenized as text.
+        escaped: how many documents quote special tokens, which were tokenized as text.
         remarks: {remark: documents}. A remark names something that the chat template leaves out by design.
         rewritten: how many chats have a learned turn that is not written as in sampling.
-        split: counts of the pieces, if chats that are longer than a row, or rewritten, are stored as pieces. A piece
-            has the digest of its chat.
+        split: counts of the pieces, if long or rewritten chats are stored as pieces. A piece has its chat's digest.
         beginning: the ids that the tokenizer puts before each text, such as `<s>`; empty unless the rows are
             preferences.
         whole: the same source with its chats unsplit, if this table has pieces.
@@ -121,10 +116,7 @@ class TokenTable:
             self.read_reference(reference)
 
     def read_reference(self, file: str) -> None:
-        """Open the file of `reference`, which lies in the table's folder.
-
-        Raises OSError, ValueError or EOFError if it is damaged.
-        """
+        """Open `file` in the table's folder as `reference`. Raises OSError, ValueError, EOFError if it is damaged."""
         stored = np.load(self.folder / file, mmap_mode="r")
         if stored.dtype != np.float32 or stored.shape != self.ids.shape:
             raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
@@ -145,14 +137,13 @@ class TokenTable:
 
     @cached_property
     def image_starts(self) -> np.ndarray:
-        """int64 [images]: the first token of each image, as an index of `ids`. A copy, because a search in a field of
-        `images` would copy the field each time: 3 ms for a million images."""
+        """int64 [images]: the first token of each image, as an index of `ids`. A copy: a search in a field of `images`
+        copies the field each time, in 3 ms for a million images."""
         assert self.images is not None
         return np.ascontiguousarray(self.images["start"])
 
     def image_sizes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the images with these indices: how many of their tokens stand for a feature of the vision encoder, and
-        their heights and widths in pixels; int64 arrays."""
+        """(vision features, height in pixels, width in pixels) of the images with these indices, int64 arrays."""
         assert self.images is not None
         found = self.images[indices]
         heights, widths = (found[name].astype(np.int64) for name in ("height", "width"))
@@ -162,26 +153,22 @@ class TokenTable:
         for at, (size, image) in enumerate(zip(known.tolist(), first.tolist(), strict=True)):
             if size not in self._features:
                 start, tokens = (int(found[name][image]) for name in ("start", "tokens"))
-                self._features[size] = self._count_features(self.ids[start : start + tokens])
+                ids, processor = self.ids[start : start + tokens], self.image_processor
+                self._features[size] = len(ids) if processor is None else int((ids == processor.feature_token).sum())
             features[at] = self._features[size]
         return features[which.reshape(-1)], heights, widths
 
     @property
     def embedded_bytes(self) -> int:
-        """Bytes of the images that the rows themselves hold, and that are stored beside the table."""
+        """Bytes of the images in the rows themselves, which are stored beside the table."""
         if self.images is None:
             return 0
         embedded = self.images[~self.images["is_file"]]
         first = np.unique(embedded["at"], return_index=True)[1]
         return int(embedded["bytes"][first].sum())
 
-    def _count_features(self, ids: np.ndarray) -> int:
-        if self.image_processor is None:
-            return len(ids)
-        return int((ids == self.image_processor.feature_token).sum())
-
     def image(self, index: int) -> ImageReference:
-        """Where image number `index` of `images` is."""
+        """Image number `index` of `images`."""
         assert self.images is not None
         found = self.images[index]
         stored = self._blob[int(found["at"]) : int(found["at"] + found["bytes"])].tobytes()
@@ -198,11 +185,11 @@ class TokenTable:
 
     def placed_images(self, start: int, length: int) -> list[PlacedImage]:
         """The images among ids[start:start + length], with their places there."""
-        assert self.images is not None or not self.images_in(start, length)
+        if (found := self.images) is None:
+            return []
         return [
-            PlacedImage(int(self.images["start"][index]) - start, int(self.images["tokens"][index]), self.image(index))
+            PlacedImage(int(found["start"][index]) - start, int(found["tokens"][index]), self.image(index))
             for index in self.images_in(start, length)
-            if self.images is not None
         ]
 
     @cached_property
@@ -245,14 +232,9 @@ class TokenTable:
 
     @property
     def held_out_by(self) -> np.ndarray:
-        """uint64 [documents]: the hash that decides on which side of a hold-out a document is. Answers to one prompt
-        are on the same side: else the model would be judged by prompts that it has learned answers to."""
+        """uint64 [documents]: the hash that decides on which side of a hold-out a document is. All answers to a prompt
+        are on one side: else the model would be judged by prompts to which it has learned answers."""
         return self.digests if self.prompts is None else self.prompts
-
-    @property
-    def noun(self) -> str:
-        """What a plan takes of the table as a whole, for messages."""
-        return self.format.noun
 
     @property
     def by_row(self) -> TokenTable:
@@ -265,8 +247,7 @@ class TokenTable:
         return int(np.diff(self.offsets).max(initial=0))
 
     def read_bad_rows(self, files: list[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The rows that could not be used: {where, error, row}. `files`: the source's files under their present
-        names."""
+        """The rows that could not be used: {where, error, row}. `files`: the present names of the source's files."""
         names = dict(zip(self._files, files or self._files, strict=True))
         with open(self.folder / BAD_ROWS, encoding="utf-8") as lines:
             for line in lines:
@@ -306,11 +287,6 @@ class EncodedShard:
     images: list[PlacedImage] = field(default_factory=list)
     """Ascending; their `start` is an index of `ids`."""
 
-    def image_hashes(self, tokens: int) -> np.ndarray:
-        """uint64 [images, 3]: position of the first token behind `tokens` others, number of tokens and content."""
-        rows = [(tokens + image.start, image.tokens, image.image.digest) for image in self.images]
-        return np.array(rows, np.uint64)
-
 
 class ShardBuilder:
     """Collects the documents of a shard."""
@@ -324,9 +300,9 @@ class ShardBuilder:
     def add(
         self, documents: Sequence[Any], digest: int, labels: Sequence[float] | None = None, prompt: int | None = None
     ) -> None:
-        """The documents of a row (`ids`, `supervised` and `images`), which share `digest`: the documents of a group,
-        and the pieces of a chat, are on the same side of a hold-out. `labels`: of the documents of a group; `prompt`:
-        the hash of their prompt, for preferences."""
+        """Add the documents of a row (`ids`, `supervised` and `images`), a group or the pieces of a chat. They share
+        `digest`, and so their side of a hold-out. `labels`: of the documents of a group. `prompt`: the hash of their
+        prompt, for preferences."""
         for document in documents:
             self._images += [image._replace(start=self._tokens + image.start) for image in document.images]
             self._tokens += len(document.ids)
@@ -354,10 +330,11 @@ class ShardBuilder:
         )
 
 
-class TableWriter:
+class TableWriter(ExitStack):
     """Writes a table front to back and holds nothing of it in memory."""
 
     def __init__(self, folder: Path, files: list[str]) -> None:
+        super().__init__()
         self.folder, self.files = folder, dict.fromkeys(files)
         self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = self.rewritten = 0
         self.labelled = 0
@@ -370,9 +347,11 @@ class TableWriter:
         self._hashes = {key: blake2b(digest_size=16) for key in hashed}
         self.split = SplitCounts()
         folder.mkdir(parents=True)
-        self._bad = open(folder / BAD_ROWS, "w", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._blob = open(folder / BLOB, "wb")  # noqa: SIM115 - closed by __exit__
-        self._arrays = {key: _NpyFile(folder / f"{key}.npy", np.dtype(kind)) for key, kind in _KINDS.items()}
+        self._bad = self.enter_context((folder / BAD_ROWS).open("w", encoding="utf-8"))
+        self._blob, *arrays = (
+            self.enter_context((folder / name).open("wb")) for name in (BLOB, *(f"{key}.npy" for key in _KINDS))
+        )
+        self._arrays = {key: _NpyFile(file, np.dtype(_KINDS[key])) for key, file in zip(_KINDS, arrays, strict=True)}
         for key in ("offsets", "groups"):
             self._arrays[key].append(np.zeros(1))
 
@@ -390,14 +369,15 @@ class TableWriter:
             prompts=np.zeros(0) if part.prompts is None else part.prompts,
             images=self._stored(part.images),
         )
+        # Images may move, so their paths are not hashed.
+        places = [(self.tokens + start, tokens, image.digest) for start, tokens, image in part.images]
+        hashed = arrays | {IMAGES: np.array(places, np.uint64)}
         for key, values in arrays.items():
             self._arrays[key].append(values)
             if key in self._hashes:
-                # In the byte order of the files, so that the fingerprint is the same on every machine.
-                # A path is not hashed: images may move.
-                hashed = part.image_hashes(self.tokens) if key == IMAGES else values
+                # In one byte order, so that the fingerprint is the same on every machine.
                 kind = np.dtype(np.uint64 if key == IMAGES else _KINDS[key])
-                self._hashes[key].update(np.ascontiguousarray(hashed, kind.newbyteorder("<")).data)
+                self._hashes[key].update(np.ascontiguousarray(hashed[key], kind.newbyteorder("<")).data)
         self.labelled += count - int(np.isnan(labels).sum())
         self._is_grouped |= len(sizes) < count or self.labelled > 0
         self._has_prompts |= part.prompts is not None
@@ -466,24 +446,12 @@ class TableWriter:
             json.dump(meta, file, indent=1)
             _sync(file)
 
-    def __enter__(self) -> TableWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bad.close()
-        self._blob.close()
-        for array in self._arrays.values():
-            array.file.close()
-
 
 class _NpyFile:
     """A one-dimensional .npy file whose length is known only at the end."""
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self.file: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed by the TableWriter
-        self.dtype, self.length = dtype, 0
+    def __init__(self, file: IO[bytes], dtype: np.dtype) -> None:
+        self.file, self.dtype, self.length = file, dtype, 0
         self._write_header()
 
     def append(self, values: np.ndarray) -> None:

@@ -1,8 +1,8 @@
 """Tokenizes a source into a `TokenTable`: in parallel, in bounded memory, once for the same content and settings.
 
 Shards go to worker processes and come back as arrays, which are written to disk in order. Only a few are in memory at
-a time. The table's folder is named by a hash of the rows' bytes and of every other setting that the tokens depend on.
-`data.sequence_length` is not one of them: documents are split later.
+a time. The table's folder is named by a hash of the rows' bytes and of every setting that the tokens depend on.
+Documents are split later, so `data.sequence_length` is no such setting.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -79,35 +78,23 @@ def tokenize(
     root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     opened.keeps_images = images is not None
-    format = opened.format()
     options = dict(learn=data.learn, unused=source.unused, on_rewritten=data.on_rewritten)
-    encoder = Encoder.of(data, tokenizer, format, images, **options)
+    encoder = Encoder.of(data, tokenizer, opened.format(), images, **options)
     encoder.folders = opened.folders
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
-        table, cached = _open_or_build(folder, settings, opened, encoder, data)
-        encoder.by_question = bool(table.rewritten) and data.on_rewritten is OnRewritten.split
-        is_cut = format.is_chat and data.on_long is OnLong.split
-        if encoder.by_question or (is_cut and table.longest > data.sequence_length):
+        whole, cached = _open_or_build(folder, settings, opened, encoder, data)
+        table = whole
+        if change := _change_documents(whole, encoder, data):
             # A second table: the first one does not depend on the row's length, so other lengths can reuse it.
-            encoder.longest = data.sequence_length if is_cut else None
-            settings.append(["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question])
-            pieces, found = _open_or_build(folder, settings, opened, encoder, data)
-            table, pieces.whole, cached = pieces, table, cached and found
-        if format.answers and data.on_long is OnLong.truncate:
-            longest = (table.by_group if data.packs else table).longest
-            if longest > data.sequence_length:
-                encoder.longest, encoder.packing = data.sequence_length, data.packs
-                settings.append(["shorter prompts", SHORTEN_VERSION, encoder.longest, encoder.packing])
-                shorter, found = _open_or_build(folder, settings, opened, encoder, data)
-                table, shorter.whole, cached = shorter, table, cached and found
+            table, found = _open_or_build(folder, [*settings, change], opened, encoder, data)
+            table.whole, cached = whole, cached and found
         if not cached and data.cache_days is not None:
             removed, freed = cache.remove_unused(folder, data.cache_days)
             if removed:
-                print(
+                say(
                     f"Removed from {folder}: the tokens of {removed:,} sources that no run used for "
-                    f"{data.cache_days} days, {freed / 1e6:,.1f} MB (data.cache_days).",
-                    flush=True,
+                    f"{data.cache_days} days, {freed / 1e6:,.1f} MB (data.cache_days)."
                 )
     except OSError as problem:
         place = "or set data.cache_dir to a folder that can be written"
@@ -120,6 +107,23 @@ def tokenize(
         how = "from the cache" if cached else f"tokenized in {time.perf_counter() - started:,.1f} s"
         _print_result(table, encoder, how, quarantine)
     return table
+
+
+def _change_documents(whole: TokenTable, encoder: Encoder, data: DataConfig) -> list[Any]:
+    """Set the encoder to split chats or to shorten prompts, where rows of `whole` need it. Returns the cache's key of
+    the change; empty: none."""
+    format, length = encoder.format, data.sequence_length
+    encoder.by_question = bool(whole.rewritten) and data.on_rewritten is OnRewritten.split
+    is_cut = format.is_chat and data.on_long is OnLong.split
+    if encoder.by_question or (is_cut and whole.longest > length):
+        encoder.longest = length if is_cut else None
+        return ["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question]
+    if format.answers and data.on_long is OnLong.truncate:
+        encoder.packing = data.packs
+        if (whole.by_group if data.packs else whole).longest > length:
+            encoder.longest = length
+            return ["shorter prompts", SHORTEN_VERSION, length, data.packs]
+    return []
 
 
 def _open_or_build(
@@ -181,29 +185,28 @@ def _hash(settings: list[Any]) -> str:
 
 
 def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig) -> None:
-    """Make the table in `folder`, whose lock the caller holds: files that exist were left by a process that died."""
-    staging = cache.staging_folder(folder)
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        reading = phase(f"Tokenizing {source.describe()}", round(source.size / 1e6, 1), "MB")
-        # Closed here: the traceback of an error would keep the worker processes alive.
-        shards = closing(_encoded_shards(source, encoder, data))
-        with TableWriter(staging, source.file_names) as writer, reading as work, shards as encoded:
-            for part, size in encoded:
-                if part.bad and data.on_bad_row is OnBadRow.error:
-                    raise _bad_row_error(part.bad[0].where, part.bad[0].error)
-                writer.append(part)
-                work.advance(size / 1e6)
-            source.require_unchanged()
-            if converter := source.config.plugin_format:
-                require_unchanged(ROW_FORMATS.added()[converter])
-            _require_targets(writer, source, encoder, data)
-            beginning = {"beginning": encoder.beginning} if encoder.format.answers else {}
-            writer.finish(name=source.name, format=encoder.format.name, **beginning)
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    """Make the table in `folder`, whose lock the caller holds."""
+    reading = phase(f"Tokenizing {source.describe()}", round(source.size / 1e6, 1), "MB")
+    # Closed here: the traceback of an error would keep the worker processes alive.
+    shards = closing(_encoded_shards(source, encoder, data))
+    with (
+        cache.staged(folder) as staging,
+        TableWriter(staging, source.file_names) as writer,
+        reading as work,
+        shards as encoded,
+    ):
+        for part, size in encoded:
+            if part.bad and data.on_bad_row is OnBadRow.error:
+                raise _bad_row_error(part.bad[0].where, part.bad[0].error)
+            writer.append(part)
+            work.advance(size / 1e6)
+        for file in source.files:
+            file.require_unchanged()
+        if converter := source.config.plugin_format:
+            require_unchanged(ROW_FORMATS.added()[converter])
+        _require_targets(writer, source, encoder, data)
+        beginning = {"beginning": encoder.beginning} if encoder.format.answers else {}
+        writer.finish(name=source.name, format=encoder.format.name, **beginning)
 
 
 def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data: DataConfig) -> None:
@@ -369,7 +372,7 @@ def _print_result(table: TokenTable, encoder: Encoder, how: str, quarantine: Pat
     tokens = len(table.ids)
     rows = f"{table.bad_rows:,} bad row{'s' * (table.bad_rows != 1)}"
     bad = f", {rows} quarantined{f' in {quarantine}' if quarantine else ''}" if table.bad_rows else ""
-    groups = f" in {len(table.by_group):,} {table.noun}" if len(table.by_group) < len(table) else ""
+    groups = f" in {len(table.by_group):,} {table.format.noun}" if len(table.by_group) < len(table) else ""
     lines = [
         f"{table.format.name}, {len(table):,} documents{groups}, {tokens:,} tokens, "
         f"{table.supervised_tokens / tokens:.0%} supervised{bad} ({how})"

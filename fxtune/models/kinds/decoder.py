@@ -1,9 +1,9 @@
 """What the rest of fxtune asks a kind of model: how it is read, where its parts are, and what a small input of it is.
 
-A kind is what is alike in all families of one auto class of transformers. Decoders that predict the next token of a
-text (AutoModelForCausalLM) are one kind, whether Llama or Qwen, and the base of the others. Decoders that also read
-images are another kind, with parts beside the decoder (image_decoder/). A head that gives a number for a document
-makes another kind, too (scorer.py): it has another auto class, and `architectures` in its config names its class.
+All families of one auto class of transformers are one kind. Decoders that predict the next token of a text
+(AutoModelForCausalLM) are one kind, whether Llama or Qwen; their class is the base of the others. Decoders that also
+read images are another kind, with parts beside the decoder (image_decoder/). A head that gives a number for a document
+makes a third kind (scorer.py): it has its own auto class, and `architectures` in its config names its class.
 
 Some checkpoints of AutoModelForCausalLM also hold an encoder of images or sound (Gemma 3n). Their text model is
 trained, and the files that prepare images go into an export as they are.
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError
+from fxtune.models.kinds.beside import Beside
 from fxtune.models.kinds.image_decoder.families import FAMILIES as IMAGE_FAMILIES
 from fxtune.models.kinds.image_decoder.images import Images
 
@@ -132,17 +133,27 @@ class Decoder:
         head: nn.Module | None = model.get_output_embeddings()
         return head
 
+    def beside_text(self, model: Any) -> list[nn.Parameter]:
+        """The parameters of a model without adapters that no text reaches: outside of its decoder and head."""
+        parts = [part for part in (self.backbone(model), self.head_of(model)) if part is not None]
+        reached = {id(parameter) for part in parts for parameter in part.parameters()}
+        return [parameter for parameter in model.parameters() if id(parameter) not in reached]
+
+    def beside(self, model: Any) -> Beside:
+        """What the parts of a model without adapters beside its decoder and head cost."""
+        return Beside(sum(weight.numel() for weight in self.beside_text(model)))
+
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """What the head makes of each token, [rows, tokens, numbers]. `model`: with adapters or without."""
         logits: torch.Tensor = model(**inputs).logits
         return logits
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
-        """Those of the weights that are `missing` in a base's files that training begins with drawn ones."""
+        """The weights, of those `missing` in a base's files, that training draws at random."""
         return []
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
-        """Those of the weights that only a base's files have that this kind leaves out."""
+        """The weights that this kind leaves out, of the `unexpected` weights that only a base's files have."""
         return []
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
@@ -160,7 +171,7 @@ class Decoder:
 
     def write_beside(self, config: Any, folder: Path, source: Path | None = None) -> None:
         """Write into the folder of an exported whole model what it needs beside weights, config and tokenizer, from
-        the folder `source` or, if that has none of it, from the model's own. Raises OSError."""
+        the folder `source`, or from the model's own folder if `source` lacks the files. Raises OSError."""
         own = Path(str(getattr(config, "name_or_path", "") or ""))
         folders = [*([source] if source else []), *([own] if (own / "config.json").is_file() else [])]
         files = next((found for each in folders if (found := list(each.glob(PROCESSORS)))), [])

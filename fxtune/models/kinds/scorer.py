@@ -1,7 +1,7 @@
 """Decoders whose head gives one number for a document: AutoModelForSequenceClassification of transformers, one label.
 
-A reward model is one. Its head `score` is a linear without bias over the hidden state of the document's last token. A
-base has no such head, so training draws it.
+Reward models are of this kind. Their head `score` is a linear without bias over the hidden state of the document's
+last token. A base has no such head, so training draws it.
 
 transformers reads the score at the rightmost token of a row that is not `pad_token_id`. If padding and end of text are
 one token, that is the token before the end. So the tokenizer of a scorer pads with a token that ends no document.

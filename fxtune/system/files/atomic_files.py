@@ -1,13 +1,11 @@
 """Files that are either complete or detected as incomplete: written with their sha256, synced, and renamed into place.
 
-The bytes are hashed while they are written, so no file is read again for its digest. `write_tensors` writes the
-safetensors format (github.com/huggingface/safetensors: eight bytes with the header's length, the header as JSON, the
-bytes of each tensor), one tensor at a time from any device. The library's own `save_file` needs all tensors in host
-memory at once and does not expose the bytes for hashing.
+The bytes are hashed while they are written. `write_tensors` writes the safetensors format (github.com/huggingface/
+safetensors: eight bytes with the header's length, the header as JSON, the bytes of each tensor), one tensor at a time
+from any device. The library's `save_file` needs all tensors in host memory at once and does not expose the bytes.
 
-Only regular files are read back, of the recorded size: a link, a named pipe or a huge file put in their place is
-refused without being opened.
-"""
+Only regular files of the recorded size are read back: a link, a named pipe or a huge file in their place is not
+opened."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class Damage:
 
     reason: str
     lost: bool = False
-    """Whether the saved bytes are known to be gone. Otherwise another version, or a repaired disk, may read them."""
+    """Whether the saved bytes are gone. Otherwise another version, or a repaired disk, may read them."""
 
 
 class HashingWriter:
@@ -139,10 +137,7 @@ def write_text(path: Path, text: str) -> FileDigest:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileDigest:
-    """Write a new safetensors file, one tensor at a time from any device. Raises OSError.
-
-    `metadata`: further texts for the header of the file.
-    """
+    """Write a new safetensors file, one tensor at a time. `metadata`: texts for its header. Raises OSError."""
     # Larger elements first, so that each tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -156,16 +151,12 @@ def write_tensors(
     with HashingWriter(path) as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            for chunk in _chunks(tensors[name]):
-                out.write(chunk)
+            if tensors[name].numel():
+                on_host = tensors[name].detach().to("cpu").contiguous().reshape(-1)
+                data = memoryview(on_host.view(torch.uint8).numpy().data)
+                for begin in range(0, len(data), CHUNK):
+                    out.write(data[begin : begin + CHUNK])
     return out.digest
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    if tensor.numel():
-        data = memoryview(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for begin in range(0, len(data), CHUNK):
-            yield data[begin : begin + CHUNK]
 
 
 def digest(path: Path) -> FileDigest:
@@ -176,7 +167,7 @@ def digest(path: Path) -> FileDigest:
 
 
 def find_damage(path: Path, written: FileDigest) -> Damage | None:
-    """Why the file at `path` differs from the one that was `written`; None if it does not."""
+    """The damage of a file since it was `written`; None if there is no damage."""
     try:
         size = _size(path)
         if size != written.bytes:
@@ -210,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _size(path: Path) -> int:
-    """The bytes of a regular file. Raises ValueError for anything else, OSError if it cannot be seen."""
+    """The bytes of a regular file. Raises ValueError for anything else, and OSError."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no plain file'}")
@@ -236,9 +227,7 @@ def read_cached(path: Path) -> dict[str, Any]:
 
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:
-    """Add results to the file of read_cached(). A lock keeps results that another process adds at the same time. An
-    error of the disk is ignored: the file is only a cache.
-    """
+    """Add results to the file of read_cached(), under a lock. An error of the disk is ignored: the file is a cache."""
     from filelock import FileLock
 
     with contextlib.suppress(OSError):

@@ -1,16 +1,16 @@
 """The folder in which torch.compile keeps compiled code: one for each version of fxtune's own operators.
 
-torch's cache key for a compiled graph holds only the names of its torch.library operators. So torch would load a graph
-compiled with an older version of an operator, which fails an assertion about sizes or gives wrong numbers. Therefore
-the folder's name holds a digest of every source folder that defines operators or checkpointing policies (SOURCES).
-torch's own tag for this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it, and backward
-passes are compiled in another thread.
+torch's cache key for a compiled graph has only the names of its torch.library operators. So torch would load a graph
+compiled with an older version of an operator, which fails or gives wrong numbers. Therefore the folder's name has a
+digest of all source that defines operators or checkpointing policies (SOURCES). torch's tag for this,
+`torch.compiler.config.cache_key_tag`, applies only to the thread that sets it, and backward passes are compiled in
+another thread.
 
-A kill while a C++ compiler links leaves a truncated library under its final name, which torch would fail to load in
-every later run. Such files are deleted at the start of a run.
+A kill while a C++ compiler links leaves a truncated library under its final name, which no later run can load. Such
+files are deleted at the start of a run.
 
-Each process holds a shared lock on its folder until it ends. Of the unlocked folders the most recently used ones are
-kept, so that switching between two versions stays fast, and the others are removed.
+Each process holds a shared lock on its folder until it ends. The most recently used of the unlocked folders are kept,
+so that switching between two versions stays fast. The others are removed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ _LOCKS: dict[Path, int] = {}
 
 
 def use_cache_folder() -> Path | None:
-    """Point torch.compile at this version's folder and return it, or None if no folder can be written.
-
-    It lies in the folder that TORCHINDUCTOR_CACHE_DIR names, or in fxtune's cache.
-    """
+    """Point torch.compile at this version's folder, in the folder of TORCHINDUCTOR_CACHE_DIR or in fxtune's cache, and
+    return it; None if no folder can be written."""
     own = cache_home() / "inductor"
     # torch writes its default, below /tmp, into the variable when it first needs the folder.
     default = default_compiler_cache()
@@ -79,13 +77,13 @@ def lock_shared(folder: Path) -> None:
                 break
             if _is_file(descriptor, file):
                 break
-            os.close(descriptor)  # the file was removed with its folder while we waited
+            os.close(descriptor)  # another process removed the file with its folder
         _LOCKS[folder] = descriptor
     os.utime(file)
 
 
 def remove_truncated_libraries(folder: Path) -> None:
-    """Remove truncated libraries, except one that another process is linking now, for which it holds torch's lock."""
+    """Remove truncated libraries, except a library that another process is linking now, under torch's lock."""
     for library in folder.rglob("*.so"):
         if is_truncated(library):
             lock = FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0)

@@ -1,12 +1,12 @@
 """Finds the local folder of a model that a recipe names by a folder, a hub id, or `builtin:NAME`.
 
-All other code reads only local folders, so that the network can fail in one place and with one message. The small
-files (config, tokenizer) come first, then the weights by name; all are stored in the Hugging Face cache.
+All other code reads only local folders, so the network fails in one place and with one message. The small files
+(config, tokenizer) come first, then the weights by name. All are stored in the Hugging Face cache.
 
 huggingface_hub waits ten seconds for an answer and repeats some requests six times, for each file. Here a repository
-costs one request of at most REQUEST_SECONDS. After an unanswered request fxtune sends the hub no request for
-PAUSE_SECONDS and uses the files that an earlier run fetched, with a message. So without a network a run starts at most
-REQUEST_SECONDS later, whatever its recipe names. A commit whose files are all on this disk needs no request.
+costs one request of at most REQUEST_SECONDS. After an unanswered request fxtune sends no request for PAUSE_SECONDS and
+uses the files of an earlier run, with a message. So without a network a run starts at most REQUEST_SECONDS later. A
+commit whose files are all on this disk needs no request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Origin:
     folder: Path
     """Its files on this disk."""
     name: str
-    """The base-model name for a saved adapter: the hub id, or the folder's absolute path."""
+    """The hub id, or the folder's absolute path; the name of the base in a saved adapter."""
     revision: str | None = None
     """The commit of a model from the hub; None for a folder."""
 
@@ -69,13 +69,13 @@ class ModelSource(NamedTuple):
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether `revision` is a full commit hash, the only kind of revision that never changes."""
+    """Whether `revision` is a full commit hash, which never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def locate_all(sources: Iterable[ModelSource]) -> dict[ModelSource, Origin]:
-    """Find the files of each source. Raises what locate() and locate_adapter() raise; one HubError names all sources
-    that need the unreachable hub."""
+    """Find the files of each source. Raises the errors of locate() and locate_adapter(), and one HubError for all
+    sources that need the unreachable hub."""
     found: dict[ModelSource, Origin] = {}
     missing: list[str] = []
     for source in dict.fromkeys(sources):
@@ -109,7 +109,7 @@ def locate(name: str, revision: str | None = None, key: str = "model.path", code
             f"{key}={name} is a file. Give the folder that holds config.json and the safetensors files (perhaps "
             f"{folder.parent})."
         )
-    # `name` cannot be a hub id, or is a path below a folder that fxtune writes to.
+    # `name` is no hub id, or a path below a folder that fxtune writes to.
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "runs/", "multirun/")):
         raise ConfigError(
             f"{key}={name}: there is no such folder (looked for {folder.absolute()}). Give a folder that exists, "
@@ -258,7 +258,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
 
 
 def _byte_counter(work: Phase) -> Any:
-    """A subclass of tqdm for huggingface_hub. It draws nothing and moves `work`, in units of 1e9 bytes."""
+    """A subclass of tqdm for huggingface_hub that draws nothing and moves `work`, in units of 1e9 bytes."""
     from tqdm.auto import tqdm
 
     class Bytes(tqdm):

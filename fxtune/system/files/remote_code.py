@@ -1,19 +1,19 @@
 """Keeps transformers' loader of remote code closed, except for the folders that the user trusts.
 
-A model's folder may name Python code in `auto_map`. transformers runs that code where any of thirty functions gets
-trust_remote_code=True, or where a person answers a prompt. fxtune passes model.trust_remote_code to all of them, but
-one call with another value would be enough to run a stranger's code. So fxtune also guards the two functions that all
-of this code passes through:
+A model's folder may name Python code in `auto_map`. transformers runs that code if any of thirty functions gets
+trust_remote_code=True, or if a person answers a prompt. fxtune passes model.trust_remote_code to all thirty, but one
+call with another value would run a stranger's code. So fxtune also guards the two functions that all such code passes
+through:
 
     get_cached_module_file(folder, file)    imports the packages that the file imports, and copies the file
     get_class_in_module(name, copy)         runs the copy
 
-Every process that imports fxtune has the guard: `import fxtune` installs it, also in ranks, in workers that tokenise
-and in trials. Calls that come from fxtune's code pass only for a folder that trust() got: the snapshot of a commit
-which a user has pinned and trusted. Other calls pass: a notebook that uses fxtune may use transformers as well.
+`import fxtune` installs the guard, also in ranks, in workers that tokenise and in trials. Calls from fxtune's code
+pass only for a folder that trust() got: the snapshot of a commit that a user has pinned and trusted. Other calls pass:
+a notebook that uses fxtune may use transformers as well.
 
-This module is imported before `python -m fxtune` has left the working directory out of sys.path. So it imports at its
-top only modules of Python that are loaded already.
+This module is imported before `python -m fxtune` has removed the working directory from sys.path. So its top imports
+only modules of Python that are loaded already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def trust(folder: str | os.PathLike[str]) -> None:
 
 
 def refusal(folder: str | os.PathLike[str], file: str) -> Exception:
-    """The error for code in `file` of `folder` that would have to run."""
+    """The error for code in `file` of `folder`, which is not trusted."""
     from fxtune.errors import ConfigError
 
     return ConfigError(
@@ -74,16 +74,8 @@ class _GuardedImport:
 
 
 def _guard(loader: Any) -> None:
-    """Put the guarded functions in place of the loader's, also where modules of transformers have imported them."""
-    from fxtune.errors import ConfigError
-
-    missing = [name for name in ("get_cached_module_file", "get_class_in_module") if not hasattr(loader, name)]
-    if missing:
-        raise ConfigError(
-            "This transformers runs the code of a model's folder by functions that fxtune does not know: "
-            f"{LOADER} has no {missing[0]}. fxtune cannot keep such code from running, so it stops. Install a version "
-            "of transformers that fxtune's pyproject.toml allows."
-        )
+    """Replace the loader's functions by guarded ones, also in modules of transformers that have imported them. Raises
+    AttributeError for a loader without them, whose code then cannot run either."""
     copy_file, run_copy = loader.get_cached_module_file, loader.get_class_in_module
 
     # The arguments have the names that transformers gives them: callers may use those.

@@ -1,11 +1,11 @@
 """Energy, power and utilisation of a GPU (NVML) and of the host's CPUs (RAPL), where they can be read.
 
-- GPU: the energy counter of NVML (millijoules since the driver was loaded; Volta and newer), or its power, integrated
-  by trapezoids. Both measure the whole board: memory, fans, and other processes on the same GPU are included.
+- GPU: NVML's energy counter (millijoules since the driver was loaded; Volta and newer), or its power, integrated by
+  trapezoids. Both include memory, fans, and other processes on the GPU.
 - CPU: the counters of Linux in /sys/class/powercap (microjoules of each processor package and its memory, Intel and
-  AMD). Most systems let only root read them. Everything that runs on the host is included.
+  AMD). Most systems let only root read them. All processes of the host are included.
 
-What cannot be read has no figure: nothing is estimated.
+Nothing is estimated.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ class Reading:
 
 class EnergyMeter:
     """Measures from its creation on. start() begins a thread that samples each second, if there is anything to sample.
-
-    `hosts`: whether this process measures the CPUs of its host. One process on each host does.
-    """
+    `hosts`: whether this process measures the CPUs of its host."""
 
     def __init__(self, device: torch.device, hosts: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
@@ -189,7 +187,7 @@ class EnergyMeter:
                 self._sample()
 
     def _sample(self) -> bool:
-        """Read what must be read regularly. Returns whether there is anything of that kind."""
+        """Read the figures that are sampled. Returns whether there are any."""
         found = False
         if (used := self._card.utilization()) is not None:
             self._used, self._samples = self._used + used, self._samples + 1

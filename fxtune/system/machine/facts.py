@@ -51,7 +51,7 @@ class MachineFacts:
     """This rank's share of the host's memory: the ranks of a host share it equally."""
     cores: int = 1
     cpu_speed: float = 1.0
-    """How fast the cores are, as a multiple of techniques/estimate/cards.py, where a forecast has measured it."""
+    """How fast the cores are, as a multiple of estimate/cards.py, where a forecast has measured it."""
     platform: str = "Linux"
     packages: dict[str, str] = field(default_factory=dict)
     """The installed version of each package in PACKAGES. A missing or broken package has no key."""

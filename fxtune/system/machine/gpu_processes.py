@@ -6,8 +6,8 @@ import os
 
 
 def gpu_processes(uuid: str) -> list[str]:
-    """`process 7 (3.2 GiB)` for each process but this one on the GPU with `uuid`. Empty if NVML does not tell: it is
-    not installed, or a container hides the processes of others."""
+    """`process 7 (3.2 GiB)` for each other process on the GPU with `uuid`. Empty without NVML, or if a container hides
+    the processes of others."""
     try:
         import pynvml
     except ImportError:

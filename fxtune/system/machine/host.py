@@ -58,11 +58,9 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _group_folders(controller: str) -> Iterator[tuple[bool, Path]]:
-    """(whether it is of version 2, folder) for each control group that contains this process.
-
-    Version 2 has one tree of groups, version 1 one for each controller. A job of Slurm or systemd sees the groups
-    above its own, and any of them may have a limit.
-    """
+    """(whether it is of version 2, folder) for each control group that contains this process. Version 2 has one tree
+    of groups, version 1 a tree for each controller. Any group above a job of Slurm or systemd may have a limit,
+    too."""
     groups = [(two, Path("/")) for two in (True, False)]
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
@@ -86,11 +84,8 @@ def cores() -> int:
 
 
 def reuse_freed_memory() -> None:
-    """Let this process keep the memory that it frees, for its next requests (glibc; elsewhere nothing happens).
-
-    glibc returns a freed block of more than 32 MiB to the system, which has to clear its pages when they are needed
-    again. Decoding and copying photographs of 12 megapixels takes half of its time for that.
-    """
+    """Let this process keep the memory that it frees (glibc). glibc returns a freed block of more than 32 MiB to the
+    system, which clears its pages before the next use: half of the time to decode photographs of 12 megapixels."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_MAX, 0)
@@ -98,7 +93,7 @@ def reuse_freed_memory() -> None:
 
 
 def process_age(process: int | str = "self") -> float:
-    """Seconds since this process, or another one by its id, was started; 0 if the system does not report it."""
+    """Seconds since a process was started; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         began = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
             "SC_CLK_TCK"

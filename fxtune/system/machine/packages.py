@@ -1,8 +1,7 @@
 """The optional packages: how each is installed, what it is for, and the smoke test that shows whether it works here.
 
-All that fxtune knows about a package is its entry here. `fxtune doctor` prints the table, a run records the versions,
-and techniques/package_checks.py runs the smoke tests. Nothing here imports a package, not even torch, so that doctor
-can describe a machine on which torch is broken.
+`fxtune doctor` prints the table, a run records the versions, and techniques/package_checks.py runs the smoke tests.
+Nothing here imports a package, not even torch, so that doctor can describe a machine with a broken torch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SOME_HEADS = Heads()
 
 
 class NotTriedError(Exception):
-    """The package, or this version of it, cannot be used on this machine, but is not broken. The message says why."""
+    """The package, or its version, is not for this machine, but it is not broken. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ PACKAGES = {
             "triton",
             f"{TESTS}:triton",
             "pip install triton",
-            "torch.compile and Liger on a GPU",
+            "torch.compile, Liger on a GPU",
             with_torch=True,
         ),
         Package("liger-kernel", "liger_kernel.ops.rms_norm", f"{TESTS}:liger", FLASH, "techniques.liger"),
@@ -122,16 +121,11 @@ PACKAGES = {
             "bitsandbytes",
             f"{TESTS}:bitsandbytes",
             QUANT,
-            "a base in 4 or 8 bits, 8-bit AdamW",
+            "bases in 4 or 8 bits, 8-bit AdamW",
             gpu=False,
         ),
         Package(
-            "torchao",
-            "torchao.quantization",
-            f"{TESTS}:torchao",
-            QUANT,
-            "8-bit AdamW with stochastic rounding",
-            gpu=False,
+            "torchao", "torchao.quantization", f"{TESTS}:torchao", QUANT, "8-bit AdamW, stochastic rounding", gpu=False
         ),
         Package("apex", "apex.normalization", f"{TESTS}:apex", APEX, "NVIDIA's fused optimizers, built from source"),
     )

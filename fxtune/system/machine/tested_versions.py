@@ -1,8 +1,7 @@
 """Compares the installed packages with the tested range, which pyproject.toml declares.
 
-The range is read from the metadata of the installed fxtune. No package is imported for it. A package of WITHIN
-outside its range is refused, because fxtune uses private parts of these packages (upstream/). Other packages get a
-line, and a run goes on.
+The range is in the metadata of the installed fxtune. A package of WITHIN outside its range is refused, because fxtune
+uses private parts of these packages (upstream/). Other packages get a line, and a run goes on.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ WITHIN = ("torch", "transformers", "peft")
 
 @cache
 def _requirements() -> list[Requirement]:
-    """What fxtune needs, with its extras, but for the tools of developers. Empty without metadata of fxtune, as in a
-    checkout that was never installed."""
+    """The requirements of fxtune and its extras, without developers' tools. Empty in a checkout that was never
+    installed."""
     try:
         requirements = [Requirement(text) for text in metadata.requires("fxtune") or ()]
     except metadata.PackageNotFoundError:
@@ -46,8 +45,8 @@ def refusals(packages: Mapping[str, str]) -> list[str]:
 
 @cache
 def outside_tested_range() -> str:
-    """One line that names the other packages with a version outside the tested range; empty if there is none. Extras
-    count if they are installed."""
+    """One line that names the other packages outside the tested range, also installed extras; empty if there is
+    none."""
     found = {}
     for requirement in _requirements():
         try:

@@ -1,4 +1,4 @@
-"""Kernels of torch that give the same bits each time, and the operators that have none."""
+"""Kernels of torch that give the same bits each time, and operators without such a kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prepare_deterministic_kernels() -> None:
 
 
 def use_deterministic_kernels(on: bool) -> None:
-    """Switch deterministic kernels on or off for this process. An operator that has none raises a RuntimeError."""
+    """Switch deterministic kernels on or off for this process. An operator without one raises RuntimeError."""
     if torch.are_deterministic_algorithms_enabled() != on:  # the call imports the compiler
         torch.use_deterministic_algorithms(on)
     # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.

@@ -1,8 +1,8 @@
 """Handles running out of memory: recognises the error, frees the failed work's memory, and retries with half the rows.
 
 An optimizer step is the same with any number of rows in a forward pass: the losses of its micro-batches are summed and
-divided by the step's supervised tokens. So a step that does not fit is repeated, with the same rows in smaller
-micro-batches. An update that runs out of memory is not retried, because half of it may be done.
+divided by the step's supervised tokens. So a step that does not fit is repeated in smaller micro-batches. An update
+that runs out of memory is not repeated, because it may be half done.
 
 An error in the middle of a pass leaves these behind:
 
@@ -12,8 +12,8 @@ An error in the middle of a pass leaves these behind:
     side streams    They may still read memory that is about to be reused: free_cached_memory waits for the device.
     CUDA graphs     Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
 
-On a GPU torch raises a class of its own; CUDA's libraries and the CPU's allocator raise RuntimeErrors. Without a limit
-of the address space or strict accounting a CPU run gets no error: the kernel kills the process.
+On a GPU torch raises OutOfMemoryError. CUDA's libraries and the CPU's allocator raise RuntimeError. Without a limit of
+the address space or strict accounting the kernel kills a CPU run without an error.
 """
 
 from __future__ import annotations
@@ -63,14 +63,11 @@ def out_of_memory_reason(error: BaseException) -> str | None:
 
 def process_out_of_memory(error: BaseException) -> HardwareError | None:
     """The error to show if `error`, which nothing else has handled, is out of memory; None for other errors."""
-    found = out_of_memory_reason(error)
-    return (
-        None
-        if found is None
-        else HardwareError(
-            f"This process was given no more memory ({found}). Free some, or raise its limit (`ulimit -v`, the "
-            "container's, the batch job's)."
-        )
+    if (found := out_of_memory_reason(error)) is None:
+        return None
+    return HardwareError(
+        f"This process was given no more memory ({found}). Free some, or raise its limit (`ulimit -v`, the "
+        "container's, the batch job's)."
     )
 
 
@@ -109,6 +106,13 @@ def out_of_memory_message(part: str, rows: int, reason: str) -> str:
     return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
 
 
+class RowsExhausted(HardwareError):
+    """A part of a run ran out of memory, and its rows cannot be halved. Arguments: part, rows at once, reason."""
+
+    def __str__(self) -> str:
+        return out_of_memory_message(*self.args)
+
+
 class RowsPerPass:
     """Rows per forward pass in each part of a run (`training`, `evaluation`, `questions`), halved to fit in memory."""
 
@@ -117,9 +121,7 @@ class RowsPerPass:
         device: torch.device,
         reduced: dict[str, int] | None = None,
         note: Callable[[str], None] | None = None,
-        error: Callable[[str, int, str], HardwareError] = lambda *failed: HardwareError(
-            out_of_memory_message(*failed)
-        ),
+        error: Callable[[str, int, str], HardwareError] = RowsExhausted,
         drop: Callable[[], None] = lambda: None,
     ) -> None:
         """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.
@@ -131,7 +133,7 @@ class RowsPerPass:
         self.reduced = {} if reduced is None else reduced
 
     def rows(self, part: str, configured: int) -> int:
-        """The rows per forward pass of `part`. `configured`: the recipe's value."""
+        """`configured`: the recipe's value."""
         return min(self.reduced.get(part, configured), configured)
 
     def run(self, part: str, configured: int, work: Callable[[int], Result], multiple: int = 1) -> Result:

@@ -29,9 +29,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 def run_process(command: Sequence[str], limit: float | None = None) -> tuple[int | None, str, float]:
     """Run a process that can import this fxtune, for at most `limit` seconds, and kill its process group in any case.
-
-    Returns the exit code (None: it reached the limit), the end of its output, and its run time in seconds.
-    """
+    Returns (exit code, or None at the limit; the end of its output; its run time in seconds)."""
     return Captured(command, subprocess.DEVNULL).result(limit)
 
 
@@ -69,8 +67,7 @@ def start_process(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **pipes: Any
 ) -> subprocess.Popen[bytes]:
     """Start a process that can import this fxtune, as the leader of a process group. The caller ends it; if the thread
-    that called this dies, Linux kills it. `environment`: variables that it has beside those of this process.
-    """
+    that called this dies, Linux kills it. `environment`: more variables than this process has."""
     # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
@@ -103,11 +100,8 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_parent() -> list[str]:
-    """The words before a command that let Linux kill it when this process dies; none on other systems.
-
-    A small program sets the signal and becomes the command. Python code between fork and exec (`preexec_fn`) would do
-    the same without it, but may hang forever where other threads run.
-    """
+    """The words before a command that let Linux kill it when this process dies; none on other systems. A small program
+    sets the signal and becomes the command: `preexec_fn` may hang forever where other threads run."""
     if not sys.platform.startswith("linux"):
         return []
     return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid())]

@@ -26,8 +26,7 @@ MAX_LENGTH = 60
 class Observed:
     calls: int
     kernels: frozenset[str] = field(default_factory=frozenset)
-    """Names of the kernels that ran on the device. Empty on a CPU, and if the profiler has no access to the device
-    (CUPTI)."""
+    """Names of the kernels that ran on the device. Empty on a CPU, and without the profiler's access (CUPTI)."""
 
 
 def observe_operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, Observed]:

@@ -1,14 +1,13 @@
 """Limits the CPU time and memory of untrusted work, such as rendering a chat template.
 
 A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10` or ten nested loops. A timer of
-this process's own CPU time raises an exception where the work is, also inside a long `repr`, power or regular
-expression. Each alarm of it looks at the clock and at the memory. One allocation can take gigabytes between two
-alarms, so the operating system limits the address space as well, at twice the memory: work that fills memory in small
-pieces is stopped while there is room to handle the error. (In a full address space Python cannot even raise an error,
-and a stack that cannot grow ends the process.) All together take less than 20 microseconds.
+this process's CPU time raises an exception where the work is, also inside a long `repr`, power or regular expression.
+Each alarm looks at the clock and at the memory. One allocation can take gigabytes between two alarms, so the operating
+system limits the address space as well. That limit is twice the memory: in a full address space Python cannot even
+raise an error. All together take less than 20 microseconds.
 
-Linux has both limits, macOS only the limit of time. In threads other than the main one, where signals do not arrive,
-work runs without limits.
+Linux has both limits, macOS only the limit of time. In threads other than the main thread, where signals do not
+arrive, work has no limits.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ class LimitExceeded(BaseException):
 
 
 class limit_resources:
-    """Run the body with at most `seconds` of CPU time and at most `more` bytes of additional address space.
-
-    Raises LimitExceeded. Afterwards the previous limits and handlers are restored. A nested
-    one does nothing.
-    """
+    """Run the body with at most `seconds` of CPU time and `more` bytes of additional address space. Raises
+    LimitExceeded. Afterwards the previous limits and handlers are restored. A nested one does nothing."""
 
     _active: limit_resources | None = None
     """The main thread is the only one that can be limited."""

@@ -35,9 +35,8 @@ DOUBLE = 0.25
 
 
 class Signals:
-    """The signals of this process, as a reentrant context manager. Outside of it, and in other threads than the main
-    one, the methods do nothing.
-    """
+    """The signals of this process, as a reentrant context manager. Outside it, and in other threads than the main
+    thread, the methods do nothing."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -140,11 +139,8 @@ SIGNALS = Signals()
 
 
 def leave_signals_to_main_process() -> None:
-    """Call in a child process before it starts threads, so that signals to the group do not end the child first. The
-    child ends when the main process ends, even if that was killed.
-
-    Only a SIGTERM by the main process ends it: multiprocessing sends it to the remaining children at the exit.
-    """
+    """Call in a child process before it starts threads. It then ends when the main process ends, even by a kill, or by
+    a SIGTERM of the main process, which multiprocessing sends at the exit. Other signals to the group do nothing."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
     main = multiprocessing.parent_process()

@@ -1,8 +1,8 @@
 """How many CPU threads a run computes with: decided here, at the start of every run, before its first operator.
 
-A sum on a CPU depends on the number of threads. It also depends on whether torch.set_num_threads() was called at all:
-the call, with the same number, too, takes from MKL the freedom to use fewer threads than it may (MKL_DYNAMIC), and so
-changes the order of its sums. So every run makes the call, a new run as a resumed one.
+A sum on a CPU depends on the number of threads. It also depends on whether torch.set_num_threads() was called, even
+with the same number: after the call MKL may not use fewer threads (MKL_DYNAMIC), which changes the order of its sums.
+So every run makes the call, new or resumed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROCESSES = "FXTUNE_PROCESSES"
 
 @dataclass
 class _Threads:
-    """The threads of this process: as `found` before its first run, and as a run has set them last; 0 before."""
+    """The threads of this process: `found` before its first run, and `set` by the last run; 0 before."""
 
     found: int = 0
     set: int = 0
@@ -34,9 +34,8 @@ _threads = _Threads()
 def set_threads(recorded: int | None = None) -> int:
     """Set the number of CPU threads of this process for one run, and return it.
 
-    OMP_NUM_THREADS or MKL_NUM_THREADS decide, where the user has set them. `recorded`: the number that a resumed run
-    was started with; it is taken if this process may use as many cores. Without one: torch's number, at most as many
-    as this process's share of the cores.
+    It is the number of OMP_NUM_THREADS or MKL_NUM_THREADS; else `recorded`, the number of a resumed run, if this
+    process may use as many cores; else torch's number, at most this process's share of the cores.
     """
     current = torch.get_num_threads()
     if current != _threads.set:  # otherwise it is the number of an earlier run in this process
@@ -51,6 +50,5 @@ def set_threads(recorded: int | None = None) -> int:
 
 
 def share(threads: int, processes: int) -> int:
-    """How many of torch's `threads` each of so many processes on this host has: torch does not see the quota of a
-    container."""
+    """How many of torch's `threads` each of `processes` on this host gets: torch does not see a container's quota."""
     return min(threads, max(1, cores() // processes))

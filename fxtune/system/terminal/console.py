@@ -39,7 +39,7 @@ def console() -> Console:
 
 
 def plain(text: object) -> Text:
-    """Text without markup and with control characters shown as symbols, so that data cannot control the terminal."""
+    """Text without markup, with symbols for control characters, so that data cannot control the terminal."""
     return Text(
         "".join(
             chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "�" if 127 <= ord(c) < 160 else c
@@ -49,8 +49,7 @@ def plain(text: object) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table for `console().print`. Cells are plain text or rich renderables; columns of numbers are
-    right-aligned."""
+    """A table for `console().print`. Cells are plain text or rich renderables. Numbers are right-aligned."""
     made = Table(
         title=plain(title), title_justify="left", title_style="bold", header_style="bold", show_header=any(columns)
     )

@@ -1,11 +1,11 @@
 """Keeps warnings of libraries off the terminal: they go to libraries.log of the run's folder.
 
-Python's warnings and the log records of other libraries mean nothing to a user of fxtune: what matters in them is an
-error here. Errors that a library logs still show. A developer sees all of it: with PYTHONWARNINGS or `python -W`
-Python's warnings are left alone, with TORCH_LOGS and TRANSFORMERS_VERBOSITY the log of that library is.
+Python's warnings and the log records of libraries mean nothing to a user of fxtune. Errors that a library logs still
+show. A developer sees Python's warnings with PYTHONWARNINGS or `python -W`, and a library's log with TORCH_LOGS or
+TRANSFORMERS_VERBOSITY.
 
-What arrives before the run has a folder is kept, and is lost if the command has no run. Worker processes write to the
-same file; each rank runs the command itself.
+Messages before the run has a folder are kept, and lost if the command has no run. Worker processes write to the same
+file.
 """
 
 from __future__ import annotations

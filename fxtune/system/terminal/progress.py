@@ -1,8 +1,8 @@
 """Says what this process does and how far it is, so that a run is never silent for long.
 
 `with phase("tokenizing", total, "rows") as work` names a piece of work before it starts, and `work.advance(n)` moves
-it. Phases nest; the innermost one is shown. On a terminal the last line shows it with its seconds. Elsewhere each
-phase prints a line when it starts, and a thread prints how far it is after QUIET seconds of silence.
+it. Phases nest; the innermost phase is shown. On a terminal it is the last line, with its seconds. Elsewhere each
+phase prints a line when it starts, and a thread prints its progress after QUIET seconds of silence.
 
 Nothing is shown before show(): code that is imported by another program prints nothing.
 """
@@ -85,7 +85,7 @@ def current() -> Phase | None:
 
 
 def worth_saying() -> Phase | None:
-    """The innermost phase that has lasted a second; else the outermost: `Step 28 of 83: 0 s` tells nothing."""
+    """The innermost phase that has lasted a second; else the outermost."""
     phases = _progress.phases
     return next((work for work in reversed(phases) if work.seconds >= 1), phases[0] if phases else None)
 
@@ -160,10 +160,8 @@ def shown(kind: str = "auto") -> Iterator[None]:
 
 
 def live_region(render: Callable[[], RenderableType], transient: bool = False) -> Live | None:
-    """Redraw what `render` returns at the bottom of the terminal, four times a second. None if the terminal is gone.
-
-    It neither hides the cursor nor switches the screen, so that even kill -9 leaves a working terminal.
-    """
+    """Draw render() at the bottom of the terminal, four times a second. None if the terminal is gone. The cursor and
+    the screen stay, so that even kill -9 leaves a working terminal."""
     terminal = console.console()
     live = Live(
         console=terminal, get_renderable=render, refresh_per_second=4, transient=transient, vertical_overflow="crop"

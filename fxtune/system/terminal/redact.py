@@ -1,11 +1,11 @@
 """Removes secrets from everything written or printed: the config, the command line, messages, model cards, W&B.
 
 A secret is recognised by the *name* of its key (`hub_token`, `api_key`), by the *shape* of its value (`hf_...`,
-`ghp_...`, a URL with a password or a signature), or by its *value*, the content of an environment variable with a
+`ghp_...`, a URL with a password or a signature), or by its *value*: the content of an environment variable with a
 secret's name, also inside a longer string.
 
-The third rule applies to all output of this process (`redacted_output`); all three apply to tracebacks and to the
-files of a run. Rows of data that look like a key are printed unchanged, because the user should see them.
+The third rule applies to all output of this process (`redacted_output`), all three to tracebacks and to the files of a
+run. So rows of data that look like a key are printed unchanged.
 """
 
 from __future__ import annotations
@@ -76,10 +76,8 @@ _COMMIT_PLACE = re.compile(
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of `value` (nested dicts and lists of plain values) with `[redacted]` in place of each secret.
-
-    `key`: the name of `value`. Keys and structure stay, so that the reader sees which keys were set.
-    """
+    """A copy of `value` (nested dicts and lists of plain values) with `[redacted]` in place of each secret. `key`: the
+    name of `value`."""
     return _redact(value, key, _environment_secrets())
 
 
@@ -199,10 +197,8 @@ def _redact_hex(found: re.Match[str]) -> str:
 
 def _environment_secrets() -> list[str]:
     """Values of environment variables with a secret's name, and passwords of URLs in any variable, such as a proxy's.
-
-    Each also in its URL, JSON and Python spelling, longest first. Short values are left out: they match ordinary
-    words.
-    """
+    Each also in its URL, JSON and Python spelling, longest first. Short values may be ordinary words and are left
+    out."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}

@@ -1,12 +1,10 @@
 """Where the seconds go from the command to the first steps, by part of the work.
 
-A phase (progress.py) names the part that its seconds belong to. A phase inside it that names another part is
-counted there instead, so the parts add up to the time since the process was started: the start of Python and the
-imports are in it.
+A phase (progress.py) names the part that its seconds belong to. A phase inside it may name another part. The parts add
+up to the time since the process was started, with the start of Python and the imports.
 
-Python's garbage collector walks the objects of the libraries again and again while they are imported and while
-torch.compile traces the model: without it the imports of torch, transformers and Inductor take a fifth less time. In
-the parts before the first step it waits for more garbage.
+Python's garbage collector walks the libraries' objects again and again while they are imported and while torch.compile
+traces the model, which takes a fifth of the imports' time. So before the first step it waits for more garbage.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ class StartupTimer:
         self._run_counts_on = True
 
     def begin_run(self) -> None:
-        """A run begins. It counts from its command if it is the first run of it, else from here."""
+        """A run begins. The first run of a command counts from the command, any other run from here."""
         if not self._run_counts_on:
             self._restart({})
         self._run_counts_on = False
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The seconds of the body belong to `name`. Other threads than the thread that began count nothing."""
+        """The seconds of the body belong to `name`. Only the thread that began counts."""
         if threading.get_ident() != self._thread:
             yield
             return

@@ -33,13 +33,14 @@ from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
 from fxtune.kernels.all_to_all import all_to_all
 from fxtune.kernels.autocast import compute_dtype
-from fxtune.models.dims import Shape, position_limit
+from fxtune.models.dims import Shape, key_copies, position_limit
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import without_dropout
+from fxtune.models.structure import observing
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.attention.backends.backend import SINKS, Backend, offers
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
+from fxtune.techniques.rope import BY_LONGEST, rope_types
 from fxtune.upstream.transformers import eager_attention
 
 PROBE = 8
@@ -47,8 +48,6 @@ PROBE = 8
 LIMIT, HALF_LIMIT = 2e-3, 5e-2
 """The largest relative difference of its logits in float32 (with TF32), and in 16 bits. Without an exchange it is
 about 1."""
-BY_LONGEST = {"dynamic", "longrope"}
-"""RoPE whose frequencies depend on the longest document that a rank sees."""
 
 
 def register(backend: Backend) -> None:
@@ -134,14 +133,6 @@ def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).reshape(rows, length // ranks, -1, width)
 
 
-def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is sent, so that every rank gets the key heads of its query heads: the least divisor of
-    heads / key_heads with which `ranks` divides key_heads * copies, or heads / key_heads itself."""
-    groups = heads // key_heads
-    fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
-    return next(fitting, groups)
-
-
 def refusals(facts: Facts) -> Iterator[str]:
     """Each reason why rows cannot be cut under `facts`, with what to change."""
     ranks, text = facts.degrees.context, facts.text
@@ -164,19 +155,11 @@ def refusals(facts: Facts) -> Iterator[str]:
             f"rows are padded to {padded} tokens, beyond the {limit} positions of {kind}. Set data.sequence_length to "
             f"{limit // ranks * ranks}."
         )
-    rope = facts.techniques.rope
-    types = {rope.type.value} if rope.enabled else _rope_types(text.get("rope_parameters") or {})
-    if by_longest := types & BY_LONGEST:
+    if by_longest := rope_types(facts) & BY_LONGEST:
         yield (
             f"RoPE of type {by_longest.pop()} depends on the longest row, and a rank sees a piece. Use "
             "techniques.rope.type=yarn, or parallel.context=1."
         )
-
-
-def _rope_types(parameters: dict[str, Any]) -> set[str]:
-    """The types in a config's rope parameters, which are for all layers or by kind of layer."""
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(options.get("rope_type")) for options in nested or [parameters]}
 
 
 def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evidence:
@@ -191,7 +174,7 @@ def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evide
     positions = torch.cat([torch.arange(int(size), device=device) for size in starts.diff()]).unsqueeze(0)
     piece = slice(world.context_rank * PROBE, (world.context_rank + 1) * PROBE)
     counter = OperatorCounter(lambda name, _: name if name == "fxtune.all_to_all" else None)
-    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with observing(model):
         whole = model(**model_inputs(model, ids, positions, starts)).logits[:, piece].float()
         cut = model_inputs(model, ids[:, piece], positions[:, piece], starts, ranks, world.context_group)
         with counter:

@@ -26,14 +26,14 @@ from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
 _PROVEN_WITH_IMAGES = "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"
-"""They are no models with a head by themselves; tests/models/kinds/image_decoder/test_images.py tries each."""
+"""They have no head by themselves; tests/models/kinds/image_decoder/test_images.py tries each."""
 PROVEN = frozenset(f"{_PROVEN} {_PROVEN_WITH_IMAGES}".split())
 """Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
 """The most that other documents' logits may move, relative to the changed one's."""
 PROMPT_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
-"""The largest relative difference of logits after a shared prompt from those of the document alone, with TF32; 5e-2 in
-16 bits."""
+"""The largest relative difference between the logits after a shared prompt and the logits of the document alone, with
+TF32; 5e-2 in 16 bits."""
 LOOKS_AHEAD = 1e-4
 """The most that a changed token may move the logits before it, relative to its own."""
 MOST_DOCUMENTS = 4

@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxtune.distributed.world import World
@@ -37,9 +36,9 @@ from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import without_dropout
+from fxtune.models.structure import observing
 from fxtune.system.process.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import context, isolation, recurrent, tower
+from fxtune.techniques.attention import context, isolation, recurrent, vision_encoder
 from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER
 from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
@@ -167,7 +166,7 @@ class Attention(AttentionOptions, Technique):
         return f"{running.what} {cause}" if cause else isolation.why_not_shared(facts.text)
 
     def _to_run(self, facts: Facts) -> Backend | None:
-        """The backend that runs for the one that resolve() takes; None without one, and for a kernel of the hub."""
+        """The backend that runs in place of the chosen backend; None before a choice, and for a kernel of the hub."""
         if not attention_layers(facts.text):
             return None
         candidates = [backend for name, backend in BACKENDS.items() if self.backend in ("auto", name)]
@@ -180,8 +179,8 @@ class Attention(AttentionOptions, Technique):
         set_attention(hf_config, backend.implementation)
         # Attention in a vision encoder is not causal, which kernels for packed documents are.
         images = kind_of(hf_config).images
-        for of_tower in images.configs(hf_config) if images else ():
-            set_attention(of_tower, (EAGER if backend is EAGER else SDPA).implementation)
+        for vision in images.configs(hf_config) if images else ():
+            set_attention(vision, (EAGER if backend is EAGER else SDPA).implementation)
 
     def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
@@ -189,7 +188,7 @@ class Attention(AttentionOptions, Technique):
         if self._packed:
             recurrent.separate(model.module)
         if self._backend(model.module.config) is not EAGER:
-            tower.attend_at_once(model.module, world.device)
+            vision_encoder.attend_at_once(model.module, world.device)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         backend = self._backend(model.module.config)
@@ -198,7 +197,7 @@ class Attention(AttentionOptions, Technique):
         layers = attention_layers(text.to_dict())
         evidence = []
         # Without compiled code: compiling the layers for the probe's length, too, would take minutes.
-        with without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(model.module):
             if layers:
                 seen, observation = _operators(model.module, probe, layers)
                 # Not every config of a hybrid says how many of its layers attend.
@@ -209,8 +208,8 @@ class Attention(AttentionOptions, Technique):
                 evidence.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).images:
                     evidence.append(self._isolation_of_images(model.module))
-            if seen_in_tower := tower.observe(model.module):
-                evidence.append(Evidence("attention", *seen_in_tower))
+            if seen_in_encoder := vision_encoder.observe(model.module):
+                evidence.append(Evidence("attention", *seen_in_encoder))
             if self._shares:
                 evidence.append(self._shared(model.module))
         yield from evidence

@@ -3,7 +3,7 @@
 The levels, from keeping little to keeping much, are in facts/recomputation.py. Host memory can hold what
 layers keep (offload.py; free if a layer computes longer than the copy takes, from some thousand tokens on). The MLP
 can run in parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest
-combination that fits the free memory (techniques/estimate).
+combination that fits the free memory (fxtune/estimate).
 
 Layers are wrapped here and not by transformers' own switch, which changed its name and its meaning within the
 supported versions, and acts only in training mode. torch's non-reentrant checkpoint needs no input that requires a
@@ -24,24 +24,25 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtune.distributed.world import World
 from fxtune.errors import nearest
+from fxtune.estimate import step_time
+from fxtune.estimate.memory import Need, forecast
 from fxtune.facts.execution import Execution
 from fxtune.facts.options import CheckpointingOptions, Offloaded, Policy
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.image_decoder.parts import encoder_layers
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers
+from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.checkpointing import policy as selective
 from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.checkpointing.policy import GROUPS, Rule
 from fxtune.techniques.checkpointing.tiled_mlp import TiledMlp
-from fxtune.techniques.checkpointing.verify import Proof, tower_evidence
-from fxtune.techniques.estimate import step_time
-from fxtune.techniques.estimate.memory import Need, forecast
+from fxtune.techniques.checkpointing.verify import Proof, vision_encoder_evidence
+from fxtune.techniques.experts.adapted import grouped, operator_of
 from fxtune.techniques.lora import fuse
-from fxtune.techniques.lora.experts import grouped, operator_of
 from fxtune.techniques.lora.fused_modules import FusedMlp
 from fxtune.upstream import torch as upstream
 
@@ -238,7 +239,7 @@ class Checkpointing(CheckpointingOptions, Technique):
                 yield RecomputePlan(sent=tensors, tiles=count), levels
 
     def _adopt(self, plan: RecomputePlan, facts: Facts) -> None:
-        """Set the options to those of `plan`."""
+        """Set the options that `plan` describes."""
         levels = [level for level, count in plan.mix if count] or [plan.level]
         self.mix = dict(plan.mix) if len(levels) > 1 else {}
         layer = layer_of(facts.model)
@@ -273,7 +274,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         plan = self.plan
         for layer, level in zip(layers, plan.levels(len(layers)), strict=True):
             by_level[level]._wrap(layer, contexts.get(level))
-        self._wrap_tower(model.module)
+        self._wrap_vision_encoder(model.module)
         if self.policy is Policy.budget:  # the compiler reads the budget when a layer first runs
             patch = upstream.with_activation_budget(self.budget)
             backbone(model.module).register_forward_pre_hook(lambda *_: patch.__enter__())
@@ -288,18 +289,18 @@ class Checkpointing(CheckpointingOptions, Technique):
             all_saved, pieces = self.offload is Offloaded.kept, world.context_ranks
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
-    def _wrap_tower(self, model: nn.Module) -> None:
+    def _wrap_vision_encoder(self, model: nn.Module) -> None:
         """Let a vision encoder that is trained keep as much as the decoder layer that keeps least. Its linears count
         by their own names."""
-        options, layers = self._of_tower(model), tower_layers(model)
+        options, layers = self._of_vision_encoder(model), encoder_layers(model)
         selects = options is not None and options.policy is Policy.selective
         contexts = options._rule(layers).contexts() if options is not None and selects else None
         for layer in layers if options is not None else ():
             layer.forward = partial(_checkpointed, layer.forward, contexts)
 
-    def _of_tower(self, model: nn.Module) -> Checkpointing | None:
+    def _of_vision_encoder(self, model: nn.Module) -> Checkpointing | None:
         """The options for the layers of the vision encoder; None if they keep everything, or have nothing to keep."""
-        layers = tower_layers(model)
+        layers = encoder_layers(model)
         if not any(weight.requires_grad for layer in layers for weight in layer.parameters()):
             return None
         least = next((level for level in LEVELS if self.mix.get(level)), "")
@@ -385,10 +386,10 @@ class Checkpointing(CheckpointingOptions, Technique):
             Policy.none: "nothing runs again",
         }[self.policy]
         yield from Proof(model, probe, self.plan, rules, [*self.save, *self.recompute]).evidence(description)
-        if (options := self._of_tower(model.module)) is not None:
-            of_tower = tower_layers(model.module)
-            rule = Rule(()) if options.policy is Policy.full else options._rule(of_tower)
-            yield tower_evidence(model.module, of_tower, rule)
+        if (options := self._of_vision_encoder(model.module)) is not None:
+            in_encoder = encoder_layers(model.module)
+            rule = Rule(()) if options.policy is Policy.full else options._rule(in_encoder)
+            yield vision_encoder_evidence(model.module, in_encoder, rule)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Any, *args: Any, **kwargs: Any) -> Any:

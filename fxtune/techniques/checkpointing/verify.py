@@ -20,7 +20,7 @@ from fxtune.distributed.chunks import is_divided
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, beside_text, decoder_layers, outputs, without_dropout
+from fxtune.models.structure import backbone, beside_text, decoder_layers, hooked, outputs, without_dropout
 from fxtune.techniques.base import NO_IMAGE, Evidence
 from fxtune.techniques.checkpointing import policy
 from fxtune.techniques.checkpointing.offload import leaves
@@ -168,11 +168,10 @@ class Proof:
         little."""
         everything, _, saved, one_graph = self._measure_bytes()
         budgets: list[float] = []
-        hook = (backbone(self.model) if one_graph else self.layers[0]).register_forward_pre_hook(
-            lambda *_: budgets.append(upstream.activation_budget())
-        )
-        self.forward()
-        hook.remove()
+        observed = backbone(self.model) if one_graph else self.layers[0]
+        note = observed.register_forward_pre_hook(lambda *_: budgets.append(upstream.activation_budget()))
+        with hooked([note]):
+            self.forward()
         return _evidence(
             f"a budget of {self.plan.budget:g} for the compiler",
             f"{budgets[-1]:g} while layers run; {saved / self.layer_tokens:,.0f} of "
@@ -226,7 +225,7 @@ class Proof:
         )
 
 
-def tower_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
+def vision_encoder_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
     """Whether the layers of a vision encoder that is trained run again in the backward pass of a small image. A
     projector may not read the last ones."""
     images, asked = images_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
@@ -287,14 +286,10 @@ class Counts(upstream.TorchDispatchMode):
             mlp = getattr(layer, "mlp", None)
             if isinstance(mlp, nn.Module) and not isinstance(mlp, FusedMlp):  # a fused MLP counts its tiles itself
                 hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(self.count_tile, index)))
-        try:
-            with torch.enable_grad(), torch.compiler.set_stance("force_eager"), self:
-                result = forward()
-                self.backward = True
-                backward(result)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with hooked(hooks), torch.enable_grad(), torch.compiler.set_stance("force_eager"), self:
+            result = forward()
+            self.backward = True
+            backward(result)
 
     def enter(self, index: int, *_: Any) -> None:
         self.running.append(index)
@@ -359,18 +354,14 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]
-    try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = forward()  # kept until the end, so that no storage is used twice
-            del result
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()  # kept until the end, so that no storage is used twice
+        del result
     return sum(sizes.values()), arguments
 
 
 def _addresses(module: nn.Module) -> Iterator[int]:
-    """The addresses of a module's parameters. A divided parameter has none; its gathered weight has."""
+    """The addresses of a module's parameters. A divided parameter has no address, its gathered weight has one."""
     for parameter in module.parameters():
         if not is_divided(parameter):
             yield parameter.untyped_storage().data_ptr()

@@ -120,7 +120,7 @@ class CompileMonitor:
         compiled too often."""
         return self._call(_shape(args, kwargs), compiled, *args, **kwargs)
 
-    def call_in_tower(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_in_vision_encoder(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """call() for a layer of a vision encoder, whose graph serves images of all sizes."""
         return self._call(TOWER, compiled, *args, **kwargs)
 

@@ -11,7 +11,7 @@ if the device finishes a layer before the host has launched the next one; `auto`
 
 Layers of a vision encoder are compiled by layer, too, with one graph for images of all sizes: a micro-batch has a
 different number of patches each time. A vision encoder whose attention splits by images on the host stays as it is
-(attention/tower.py). A frozen vision encoder runs without gradient, so evaluation uses the same graph.
+(attention/vision_encoder.py). A frozen vision encoder runs without gradient, so evaluation uses the same graph.
 
 Shapes of rows are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a
 recompilation costs time and changes no number, so nobody would notice: it is reported with its place and reason
@@ -45,17 +45,20 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, CompileMode, CompileOptions, Dynamic, Scope, Switch
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.kinds.image_decoder.host_arguments import takes_bounds
+from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, tower_layers, towers, without_dropout
+from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
 from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.system.machine.facts import c_compiler
-from fxtune.techniques.attention import recurrent, tower
+from fxtune.techniques.attention import recurrent, vision_encoder
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.techniques.compile import residual_pass
 from fxtune.techniques.compile.report import MAX_RECOMPILES, CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
+from fxtune.techniques.rope import BY_LONGEST, rope_types
 from fxtune.upstream import torch as upstream
 
 MAX_LENGTHS = 8
@@ -63,9 +66,6 @@ LAUNCH_SECONDS = 2e-3
 """The host takes this long to launch the some 150 kernels of a layer's forward and backward pass."""
 FLOPS = 4e14
 """FLOP/s that `auto` assumes: an H200 in training. A slower device is busy for longer."""
-UNRECORDABLE_ROPE = ("dynamic", "longrope")
-"""RoPE whose frequencies depend on the longest row so far: transformers reads it from the device and makes a new
-tensor."""
 PROBE_IMAGES = 512
 """Small images on which a vision encoder is compiled first, if it takes the patches of all images in one list."""
 
@@ -157,8 +157,8 @@ class Compile(CompileOptions, Technique):
                 "random state cannot be recorded. Set techniques.lora.dropout=0, or "
                 "techniques.liger.enabled=false"
             )
-        if rope := [kind for kind in _rope_types(facts) if kind in UNRECORDABLE_ROPE]:
-            yield f"RoPE of type {rope[0]} reads from the device how long rows are. Use another techniques.rope.type"
+        if types := rope_types(facts) & BY_LONGEST:  # transformers makes a new tensor for a longer row
+            yield f"RoPE of type {types.pop()} reads the row length from the device. Use another techniques.rope.type"
         attention = facts.techniques.attention
         name = attention.backend if attention.enabled else AUTO
         if name != AUTO and not (name in BACKENDS and BACKENDS[name].records(facts)):
@@ -199,20 +199,21 @@ class Compile(CompileOptions, Technique):
         lengths = MAX_LENGTHS + 1  # and the probe's length
         limit = lengths * (MAX_RECOMPILES + 1) + 1  # higher than MAX_RECOMPILES, which is to fail first
         upstream.raise_recompile_limit(limit)
-        for part in self._parts(model.module):
+        by_layer = self.scope is Scope.layers
+        for part in decoder_layers(model.module) if by_layer else [backbone(model.module)]:
             compiled = self._compiled(part.forward, MODES[self.mode.value], DYNAMIC[self.dynamic])
             if self.mode is CompileMode.reduce_overhead:
                 compiled = partial(_next_step, compiled)
             compiled = partial(self._monitor.call, compiled)
-            part.forward = partial(_unless_caching, part.forward, compiled, Cache, self.scope is Scope.model)
-        self._compile_tower(model.module)
+            part.forward = partial(_unless_caching, part.forward, compiled, Cache, not by_layer)
+        self._compile_vision_encoder(model.module)
 
-    def _compile_tower(self, model: nn.Module) -> None:
+    def _compile_vision_encoder(self, model: nn.Module) -> None:
         # CUDA graphs would record each number of patches.
         mode = "default" if self.mode is CompileMode.reduce_overhead else MODES[self.mode.value]
-        for layer in _in_tower(model):
+        for layer in _encoder_layers(model):
             compiled = self._compiled(layer.forward, mode)
-            layer.forward = _TowerLayer(layer, partial(self._monitor.call_in_tower, compiled))
+            layer.forward = _EncoderLayer(layer, partial(self._monitor.call_in_vision_encoder, compiled))
 
     def _compiled(self, forward: Callable[..., Any], mode: str, dynamic: bool | None = None) -> Callable[..., Any]:
         how: dict[str, Any] = {"mode": mode}
@@ -221,9 +222,6 @@ class Compile(CompileOptions, Technique):
             # leaves them, as in the products of Qwen2.5-VL's vision encoder, which are 3,420 wide.
             how = {"options": {"force_shape_pad": True}}
         return torch.compile(forward, fullgraph=self.fullgraph, dynamic=dynamic, **how)
-
-    def _parts(self, model: nn.Module) -> list[nn.Module]:
-        return decoder_layers(model) if self.scope is Scope.layers else [backbone(model)]
 
     def drop(self) -> None:
         """Free what mode=reduce_overhead has recorded. All code is then compiled again, from the disk cache."""
@@ -249,23 +247,17 @@ class Compile(CompileOptions, Technique):
         evidence, by_layer = partial(Evidence, "compile"), self.scope is Scope.layers
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead
-        stats = upstream.counters()["stats"]
         with without_dropout(model), torch.enable_grad():
-            for _ in range(1 + records):  # the second one records CUDA graphs
-                model(**probe)
-            graphs_before = stats["unique_graphs"]
-            with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                model(**probe)
-        new_graphs = stats["unique_graphs"] - graphs_before
-        entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+            # The second pass that is not counted records CUDA graphs.
+            entries, new_graphs = _entries(lambda: model(**probe), 1 + records)
         runs = f"{parts} layers run" if by_layer else "the decoder runs"
         yield evidence(
             f"{runs} compiled code, without compiling again",
             f"{entries} entries into compiled code in one forward, {new_graphs} graphs compiled again",
             entries >= parts and new_graphs == 0,
         )
-        if layers := _in_tower(model):
-            yield self._observe_tower(model, len(layers))
+        if layers := _encoder_layers(model):
+            yield self._observe_vision_encoder(model, len(layers))
         report = self.report()
         yield evidence(
             "no graph break" if self.fullgraph else "graphs, with breaks between them allowed (fullgraph=false)",
@@ -280,20 +272,15 @@ class Compile(CompileOptions, Technique):
                 report.skipped_cuda_graphs == 0,
             )
 
-    def _observe_tower(self, model: Any, layers: int) -> Evidence:
+    def _observe_vision_encoder(self, model: Any, layers: int) -> Evidence:
         """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
-        known, stats, asked = images_of(model.config), upstream.counters()["stats"], "the vision encoder is compiled"
+        known, asked = images_of(model.config), "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
             if not (example := known.probe(model)):
                 return Evidence("compile", asked, NO_IMAGE, True)
         images = PROBE_IMAGES if example["pixel_values"].dim() == 2 else 2
         with without_dropout(model), torch.enable_grad():
-            known.features(model, images)
-            graphs_before = stats["unique_graphs"]
-            with torch.autograd.profiler.profile(use_kineto=False) as profile:
-                known.features(model, images)
-        new_graphs = stats["unique_graphs"] - graphs_before
-        entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+            entries, new_graphs = _entries(lambda: known.features(model, images), 1)
         seen = f"{entries} entries for {layers} layers, {new_graphs} graphs compiled again"
         return Evidence("compile", asked, seen, entries >= layers and new_graphs == 0)
 
@@ -302,14 +289,26 @@ class Compile(CompileOptions, Technique):
         return CompileMonitor(scope, self.mode.value)
 
 
-def _in_tower(model: nn.Module) -> list[nn.Module]:
+def _entries(run: Callable[[], Any], before: int) -> tuple[int, int]:
+    """How often a call of `run` enters compiled code, and how many graphs it compiles, after `before` other calls."""
+    stats = upstream.counters()["stats"]
+    for _ in range(before):
+        run()
+    graphs = stats["unique_graphs"]
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        run()
+    entries = sum("Torch-Compiled Region" in event.name for event in profile.function_events or ())
+    return entries, stats["unique_graphs"] - graphs
+
+
+def _encoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of vision encoders that can be compiled: without attention that splits by images on the host."""
-    if any(tower.takes_bounds(part) and not tower.attends_at_once(part) for part in towers(model)):
+    if any(takes_bounds(part) and not vision_encoder.attends_at_once(part) for part in vision_encoders(model)):
         return []
-    return tower_layers(model)
+    return encoder_layers(model)
 
 
-class _TowerLayer:
+class _EncoderLayer:
     """A call of a layer's compiled code, with images of any size. If nothing needs a gradient, the call runs without
     gradient, because torch compiles code with gradient and code without gradient separately."""
 
@@ -341,14 +340,6 @@ def _layer_seconds(facts: Facts) -> float:
     weights = sum(count * (kind.narrow + kind.wide + kind.down) for kind, count in shape.counts) / shape.layers
     passes = 4 if facts.techniques.lora.enabled else 6
     return float(passes * weights * facts.tokens / FLOPS)
-
-
-def _rope_types(facts: Facts) -> list[str]:
-    """The types of RoPE that the model will have, by transformers' names."""
-    if facts.techniques.rope.enabled:
-        return [facts.techniques.rope.type.value]
-    own = facts.text.get("rope_parameters") or {}  # one for all layers, or by the type of layer
-    return [str(options.get("rope_type", "default")) for options in (own, *own.values()) if isinstance(options, dict)]
 
 
 def _dropout_in_recomputed_head(facts: Facts) -> bool:

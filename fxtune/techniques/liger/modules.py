@@ -33,7 +33,7 @@ class Family:
     """The norms and MLPs of a family of models. Source: liger_kernel.transformers.monkey_patch, version 0.8.5."""
 
     norms: int
-    """The number of norms in a layer, including those of queries and keys."""
+    """Norms in a layer, with the norms of queries and keys."""
     offset: float = 0.0
     """Added to a norm's weight."""
     casting: str = "llama"
@@ -61,7 +61,7 @@ def replace_modules(root: nn.Module, name: str, family: Family) -> None:
 
 
 def operation_of(module: nn.Module) -> str | None:
-    """The operation for which replace_modules() gave this module a kernel; None if it has none."""
+    """The operation for which replace_modules() gave this module a kernel; None without a kernel."""
     while isinstance(module, InPlaceOf):
         module = module.replaced
     if rotation_of(type(module)) is apply_rotary:

@@ -69,8 +69,6 @@ FUSED_LOSS = LigerKernel.fused_linear_cross_entropy.value
 class Liger(LigerOptions, Technique):
     def check(self, facts: Facts) -> Iterator[str]:
         named = self.kernels != AUTO
-        if named and self.chunk_rows is not None and FUSED_LOSS not in self.kernels:
-            yield f"chunk_rows: read by {FUSED_LOSS}. Add that to kernels, or leave chunk_rows out."
         if facts.head != "lm" and self.runs(FUSED_LOSS):
             yield f"kernels: the head `{facts.head}` has no logits of a vocabulary. Remove {FUSED_LOSS}, or use auto."
         demanded = self._replacing()
@@ -127,7 +125,6 @@ class Liger(LigerOptions, Technique):
         size = facts.tokens * facts.text.get("vocab_size", 0) * 4
         on = size > SMALL_LOGITS and facts.head == "lm"
         chosen += [FUSED_LOSS] if on else []
-        self.chunk_rows = self.chunk_rows if on else None
         why = f"a micro-batch's logits are up to {size / GIB:.2g} GiB in float32"
         why = why if facts.head == "lm" else "the head has no logits of a vocabulary"
         notes.append(f"{FUSED_LOSS} {'on' if on else 'off'} ({why})")
@@ -140,7 +137,6 @@ class Liger(LigerOptions, Technique):
             fused_norms=self.runs("rms_norm"),
             fused_gate=self.runs("swiglu"),
             fused_loss=self.runs("fused_linear_cross_entropy"),
-            loss_rows=self.chunk_rows,
         )
 
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
@@ -223,7 +219,7 @@ def _unrotatable(facts: Facts) -> str | None:
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     """Runs of each operation's kernel in one forward pass; None where the profiler may not see the device."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
-    with without_dropout(model), torch.enable_grad():  # with gradients, so that the compiled code is that of training
+    with without_dropout(model), torch.enable_grad():  # with gradients, as the code for training is compiled
         seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None

@@ -24,12 +24,10 @@ from torch import nn
 from fxtune.distributed.chunks import LinearWeights, is_divided
 from fxtune.errors import ConfigError
 from fxtune.kernels.frozen_base import DENSE, augment, is_dense
+from fxtune.models.peft_adapter import ADAPTER
 from fxtune.models.replacement import InPlaceOf, PackedLinear
 from fxtune.models.shards import mark_joined
 from fxtune.techniques.quantized_modules import FP8_TENSORS, DividedCodes, Fp8Linear, grouped, register_frozen
-
-ADAPTER = "default"
-"""peft's name of the only adapter."""
 
 
 def storage_kind(linear: Any) -> str:

@@ -19,11 +19,13 @@ from torch import nn
 from fxtune.facts.options import Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.rotary import apply_rotary
+from fxtune.models.kinds.image_decoder.parts import image_modules
+from fxtune.models.peft_adapter import ADAPTER
 from fxtune.models.prepared import Fusion
 from fxtune.models.replacement import places, put
-from fxtune.models.structure import projectors, skeleton, towers
+from fxtune.models.structure import skeleton
 from fxtune.system.process.profiler import OperatorCounter
-from fxtune.techniques.lora.experts import grouped, wrappers
+from fxtune.techniques.experts.adapted import grouped, wrappers
 from fxtune.techniques.lora.families import (
     ATTENTION,
     MLP,
@@ -32,7 +34,7 @@ from fxtune.techniques.lora.families import (
     observe_attentions,
     runs_on_given,
 )
-from fxtune.techniques.lora.frozen_weights import ADAPTER, storage_kind
+from fxtune.techniques.lora.frozen_weights import storage_kind
 from fxtune.techniques.lora.fused_modules import FusedAttention, FusedMlp, fuse_linear
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized
@@ -90,7 +92,7 @@ def fuse(model: Any) -> Fusion:
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     fusion, where = Fusion(experts=experts), places(model)
     in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
-    beside = {part for tower in (*towers(model), *projectors(model)) for part in tower.modules()}
+    beside = {*image_modules(model)}
     for module in (module for module in list(model.modules()) if module not in beside):
         mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
         biased = any(linear.get_base_layer().bias is not None for linear in mlp)

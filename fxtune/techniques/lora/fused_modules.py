@@ -24,8 +24,9 @@ from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.fused_lora import lora_linear, lora_mlp, padding_of
 from fxtune.kernels.rotary import qkv
 from fxtune.kernels.save_input import save_input_first
+from fxtune.models.peft_adapter import ADAPTER
 from fxtune.models.replacement import InPlaceOf
-from fxtune.techniques.lora.frozen_weights import ADAPTER, FrozenWeights, storage_kind
+from fxtune.techniques.lora.frozen_weights import FrozenWeights, storage_kind
 from fxtune.upstream import torch as upstream
 from fxtune.upstream.peft import specialize
 from fxtune.upstream.transformers import with_rotation

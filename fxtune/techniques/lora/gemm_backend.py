@@ -20,7 +20,7 @@ from fxtune.kernels.matmul import CAPABILITY, CUTE, MIN_ROWS, MIN_SIZE, VERSION,
 from fxtune.models.dims import Shape
 from fxtune.system.machine.host import cache_home
 from fxtune.system.process.profiler import observe_operators
-from fxtune.techniques.lora.experts import grouped, make_space
+from fxtune.techniques.experts.adapted import grouped, make_space
 from fxtune.techniques.lora.fused_modules import groups
 
 PACKAGE = "quack-kernels"

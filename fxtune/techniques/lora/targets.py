@@ -28,21 +28,13 @@ from fxtune.facts.execution import Adapters
 from fxtune.facts.options import ALL_LINEAR, AdapterInit, LoraOptions
 from fxtune.facts.run import Facts
 from fxtune.models.dims import built
+from fxtune.models.experts import is_described
+from fxtune.models.kinds.image_decoder.parts import for_images, image_modules, projectors, vision_encoders
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.structure import (
-    backbone,
-    decoder_layers,
-    for_images,
-    is_named,
-    output_head,
-    projectors,
-    towers,
-    without_dropout,
-)
+from fxtune.models.structure import backbone, decoder_layers, hooked, is_named, output_head, without_dropout
 from fxtune.techniques.lora import trained_tokens
-from fxtune.techniques.lora.experts import is_described
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
 
@@ -77,51 +69,18 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
             path for path in weights if all_linear or any(matches(path, entry) for entry in lora.target_modules)
         ]
         adaptable += [path for path in selected if path not in adaptable and is_described(named, path)]
-    head, places = output_head(model), _Places(model)
-    index_of = {layer: index for index, layer in enumerate(decoder_layers(model))}
-    layers = {f"{path}.": index_of[module] for path, module in named.items() if module in index_of}
-
-    def reason(path: str) -> str:
-        """Why a target gets no adapter; empty: it gets one."""
-        if _inside(path, lora.exclude_modules):
-            return "exclude_modules"
-        if not lora.layers_to_transform:
-            return ""
-        layer = next((index for prefix, index in layers.items() if path.startswith(prefix)), None)
-        return "" if layer in lora.layers_to_transform else "layers_to_transform"
-
-    def untargeted(path: str) -> str:
-        if _inside(path, lora.modules_to_save):
-            return "trained in full"
-        if not all_linear and not any(matches(path, entry) for entry in lora.target_modules):
-            return "target_modules"
-        if why := places.why_left(path, lora):
-            return why
-        if not all_linear:
-            return ""
-        if named[path] is head:
-            return "trained in full" if kind_of(model.config).trains_head else "the head"
-        if not places.is_known(path):
-            return "not in the decoder"
-        if path.endswith(".out_proj") and model.config.model_type in MAMBA:
-            return "peft adapts no out_proj of Mamba"
-        if path.endswith(".altup.correction_coefs"):  # Gemma 3n clamps a copy of the weight
-            return "training reads their weight past the module"
-        if is_router(path, named):
-            return "routers"
-        return "it computes something else than a linear" if _has_own_forward(named[path]) else ""
-
+    reasons = _Reasons(model, lora)
     for path, module in named.items():
         is_linear = _is_linear(module) or (is_router(path, named) and hasattr(module, "weight"))
         if not path or (all_linear and not is_linear):
             continue
-        if not (why := untargeted(path) or reason(path)):
+        if not (why := reasons.untargeted(path) or reasons.excluded(path)):
             chosen.modules.append(path)
         elif is_linear:
             chosen.left[why].append(path)
     for path in dict.fromkeys([*adaptable, *weights]):
         unknown = "experts in a tensor that peft does not know" if all_linear else "target_modules"
-        if why := reason(path) if path in adaptable else unknown:
+        if why := reasons.excluded(path) if path in adaptable else unknown:
             chosen.left[why].append(path)
         else:
             chosen.experts.append(path)
@@ -350,15 +309,11 @@ def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
     """
     places = _Places(model)
     called = {path for path in chosen.modules if ".experts." in path or places.is_beside(path)}
-    hooks = [
+    with hooked(
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
         for path in chosen.modules
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     for path in [path for path in chosen.modules if path not in called]:
         chosen.modules.remove(path)
         chosen.left["their module is never called"].append(path)
@@ -378,18 +333,14 @@ def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> No
         outputs[path] = output.requires_grad_() if output.is_leaf else output
         return output
 
-    hooks = [
+    hooks = (
         model.get_submodule(path).register_forward_hook(lambda *given, path=path: note(path, given[-1]))
         for path in beside
-    ]
-    try:
-        with _with_memory(model, device), without_dropout(model), torch.enable_grad():
-            features = images_of(model.config).features(model)
-            total = torch.stack([feature.float().sum() for feature in features]).sum()
-            gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    )
+    with hooked(hooks), _with_memory(model, device), without_dropout(model), torch.enable_grad():
+        features = images_of(model.config).features(model)
+        total = torch.stack([feature.float().sum() for feature in features]).sum()
+        gradients = torch.autograd.grad(total, list(outputs.values()), allow_unused=True)
     reached = {path for path, gradient in zip(outputs, gradients, strict=True) if gradient is not None}
     for path in beside:
         if path not in reached:
@@ -453,10 +404,9 @@ def adapters_of(lora: LoraOptions, facts: Facts) -> Adapters:
 def _adapters(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int], ...]) -> Adapters:
     values: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in options}
     lora = LoraOptions(rank_pattern=dict(ranks), **values)
-    chosen, parts = select(model, lora), [*towers(model), *projectors(model)]
-    beside = {id(module) for part in parts for module in part.modules()}
+    chosen, beside = select(model, lora), {*image_modules(model)}
     modules = [(path, model.get_submodule(path)) for path in chosen.modules]
-    counts = [(_rank_of(lora, path) * sum(module.weight.shape), id(module) in beside) for path, module in modules]
+    counts = [(_rank_of(lora, path) * sum(module.weight.shape), module in beside) for path, module in modules]
     # peft may give the adapter of gate and up, which are one product, a multiple of the rank.
     joined = lora.r * gate_up_parts(str(getattr(model.config, "model_type", "")))
     tensors = [(path, model.get_parameter(path).shape) for path in chosen.experts]
@@ -492,28 +442,70 @@ def _path(model: nn.Module, part: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is part)
 
 
+class _Reasons:
+    """Why a module gets no adapter. Each answer is empty for a module that gets one."""
+
+    def __init__(self, model: Any, lora: LoraOptions) -> None:
+        self.model, self.lora, self.named = model, lora, dict(model.named_modules())
+        self.head, self.places = output_head(model), _Places(model)
+        index_of = {layer: index for index, layer in enumerate(decoder_layers(model))}
+        self.layers = {f"{path}.": index_of[module] for path, module in self.named.items() if module in index_of}
+
+    def excluded(self, path: str) -> str:
+        """The option that excludes a selected module or tensor."""
+        if _inside(path, self.lora.exclude_modules):
+            return "exclude_modules"
+        if not self.lora.layers_to_transform:
+            return ""
+        layer = next((index for prefix, index in self.layers.items() if path.startswith(prefix)), None)
+        return "" if layer in self.lora.layers_to_transform else "layers_to_transform"
+
+    def untargeted(self, path: str) -> str:
+        """Why the options do not select a module."""
+        all_linear, module = ALL_LINEAR in self.lora.target_modules, self.named[path]
+        if _inside(path, self.lora.modules_to_save):
+            return "trained in full"
+        if not all_linear and not any(matches(path, entry) for entry in self.lora.target_modules):
+            return "target_modules"
+        if why := self.places.why_left(path, self.lora):
+            return why
+        if not all_linear:
+            return ""
+        if module is self.head:
+            return "trained in full" if kind_of(self.model.config).trains_head else "the head"
+        if not self.places.is_known(path):
+            return "not in the decoder"
+        if path.endswith(".out_proj") and self.model.config.model_type in MAMBA:
+            return "peft adapts no out_proj of Mamba"
+        if path.endswith(".altup.correction_coefs"):  # Gemma 3n clamps a copy of the weight
+            return "training reads their weight past the module"
+        if is_router(path, self.named):
+            return "routers"
+        return "it computes something else than a linear" if _has_own_forward(module) else ""
+
+
 class _Places:
     """Which part of a model has a module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = _path(model, backbone(model))
         self._projectors = [_path(model, part) for part in projectors(model)]
-        self._towers = [_path(model, part) for part in towers(model)]
+        self._encoders = [_path(model, part) for part in vision_encoders(model)]
 
     def is_known(self, path: str) -> bool:
         """Whether tokens or images reach the module."""
-        return any(_is_below(path, part) for part in (self.decoder, *self._projectors, *self._towers))
+        return any(_is_below(path, part) for part in (self.decoder, *self._projectors, *self._encoders))
 
     def is_beside(self, path: str) -> bool:
         """Whether images alone reach the module."""
-        return any(_is_below(path, part) for part in (*self._projectors, *self._towers))
+        return any(_is_below(path, part) for part in (*self._projectors, *self._encoders))
 
     def why_left(self, path: str, lora: LoraOptions) -> str:
         """The option that leaves a module for images without an adapter; empty: none does. A projector may be part of
         a vision encoder."""
         if any(_is_below(path, part) for part in self._projectors):
             return "" if lora.projector else "techniques.lora.projector=off"
-        if any(_is_below(path, part) for part in self._towers):
+        if any(_is_below(path, part) for part in self._encoders):
             return "" if lora.vision else "techniques.lora.vision=off"
         return ""
 

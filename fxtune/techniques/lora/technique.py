@@ -26,25 +26,25 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Switch
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
+from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
 from fxtune.models.structure import (
     base_dtype,
     is_adapter,
+    observing,
     outputs,
     parameter_counts,
     running_on_text,
     skeleton,
-    towers,
-    without_dropout,
 )
 from fxtune.models.untrained_tokens import untrained_rows
 from fxtune.system.terminal.console import say
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.experts.adapted import group_experts, observe_experts
 from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
-from fxtune.techniques.lora.experts import group_experts, observe_experts
 
 ROUNDINGS = 8
 """Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
@@ -87,7 +87,7 @@ class Lora(LoraOptions, Technique):
         patterns = (self.rank_pattern, self.alpha_pattern)
         kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
         shape = skeleton(facts.model) if self.vision or self.projector else None
-        if (self.vision or self.projector) and (shape is None or not towers(shape)):
+        if (self.vision or self.projector) and (shape is None or not vision_encoders(shape)):
             names = " and ".join(name for name in ("vision", "projector") if getattr(self, name))
             yield f"{names}: on, and {facts.text.get('model_type')} reads no images. Set it to off."
         if self.target_modules != [ALL_LINEAR] or any([*entries, *patterns, *kinds]):
@@ -220,7 +220,7 @@ class Lora(LoraOptions, Technique):
 
         adapted, selected = model.module, model.targets
         assert selected is not None, "apply() has chosen them"
-        with without_dropout(adapted), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(adapted, gradients=True):
             learns = any(parameter.requires_grad for parameter in adapted.parameters())
             if learns and not outputs(adapted, **probe).requires_grad:
                 raise ConfigError(
@@ -300,7 +300,7 @@ class Lora(LoraOptions, Technique):
 
     def _ran_fused(self, model: Any, fusion: Fusion, probe: dict[str, Any]) -> Evidence:
         """The operators of a forward pass, counted where they are dispatched."""
-        with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with observing(model):
             seen = fusing.count_operators(lambda: model(**probe))
         ran, expected = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"

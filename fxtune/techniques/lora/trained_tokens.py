@@ -1,10 +1,10 @@
 """Rows of the embedding and the head that are trained beside adapters (`techniques.lora.train_tokens`), through peft's
-own `trainable_token_indices`. All other rows stay those of the base, bit for bit.
+own `trainable_token_indices`. All other rows keep the base's bits.
 
 peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass peft writes them into a
 copy of the whole table, whose gradient is as large again: 2 GB for 128k tokens of width 4,096 in bfloat16, in the head
-for each chunk of the loss. Here the base's table runs as it is, and for these tokens the
-results of the trained rows replace the table's results: the same mathematics, for a few rows.
+for each chunk of the loss. Here the base's table runs as it is. For these tokens the results of the trained rows
+replace the table's results: the same mathematics, for a few rows.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Observed(NamedTuple):
     """Rows with a gradient, over all matrices."""
     expected: int
     from_peft: float
-    """Relative distance of the logits from those of peft's own code, with other rows than the base's."""
+    """Relative distance between the logits here and in peft's own code, with rows that differ from the base's."""
     from_base: float
 
 

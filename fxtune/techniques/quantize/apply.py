@@ -13,21 +13,21 @@ from torch import nn
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.facts.options import QuantizeOptions, Switch, WeightFormat
+from fxtune.models.experts import experts_of
 from fxtune.models.prepared import PreparedModel, Quantization
 from fxtune.models.replacement import places, put
 from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.quantize.quantized_experts import (
+from fxtune.techniques.experts.quantized import (
     TENSORS,
     QuantizedExperts,
     Storage,
-    experts_of,
     hold_mxfp4,
     in_place_of,
     quantize_experts,
     quantize_tensor,
 )
-from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
+from fxtune.techniques.experts.quantized import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantize.selection import experts_type, linears_of
 from fxtune.techniques.quantized_modules import (
     dequantized,
@@ -66,27 +66,12 @@ def quantize_model(
     storage = compute, world.device, options.keeps_transposes
 
     # Experts first: experts in MXFP4 have other names in the files, with which all names are compared.
-    where, paths = (places(model), {part: path for path, part in model.named_modules()}) if experts else ({}, {})
-    packed: list[QuantizedExperts] = []
-    unread: dict[str, Callable[[torch.Tensor], float]] = {}
-    worst = 0.0
     divided = world.degrees.shard > 1
     as_shipped = ships and kind is WeightFormat.mxfp4 and bool(divided or each_weight)
-    with phase("Quantizing the weights", len(experts), "layers with experts", announce=False) as work:
-        for layer in work.over(experts):
-            if as_shipped:
-                replacement = hold_mxfp4(layer, compute)
-            elif each_weight is None:
-                place = torch.device("meta") if divided else world.device
-                replacement, off = quantize_experts(layer, kind.value, (compute, place, storage[2]))
-                worst = max(worst, off)
-            else:
-                replacement = in_place_of(layer, kind.value, compute)
-                for name in TENSORS:
-                    unread[f"{paths[layer]}.{name}"] = partial(quantize_tensor, replacement, name, kind.value, storage)
-            put(where, layer, replacement)
-            packed.append(replacement)
-    error, off = _replace_linears(options.type, storage, targets, each_weight, unread)
+    of_experts = compute, torch.device("meta") if divided else world.device, options.keeps_transposes
+    unread: dict[str, Callable[[torch.Tensor], float]] | None = {} if each_weight else None
+    packed, worst = _replace_experts(model, experts, "" if as_shipped else kind.value, of_experts, unread)
+    error, off = _replace_linears(options.type, storage, targets, each_weight, unread or {})
     worst = max(worst, off)
     after = sum(map(stored_bytes, filter(is_quantized, model.modules()))) + sum(map(bytes_of_experts, packed))
     ends = _quantize_ends(options, model, compute, world)
@@ -113,6 +98,34 @@ def quantize_model(
         experts_error=worst,
         shipped=shipped,
     )
+
+
+def _replace_experts(
+    model: nn.Module,
+    experts: list[Any],
+    kind: str,
+    storage: Storage,
+    unread: dict[str, Callable[[torch.Tensor], float]] | None,
+) -> tuple[list[QuantizedExperts], float]:
+    """Replace each of the modules `experts` by experts in `kind`; empty: in MXFP4, as the checkpoint has them. Returns
+    them and their largest error. `unread`: weights are read later; gets for each name what quantizes the weight."""
+    where, paths = (places(model), {part: path for path, part in model.named_modules()}) if experts else ({}, {})
+    packed: list[QuantizedExperts] = []
+    worst = 0.0
+    with phase("Quantizing the weights", len(experts), "layers with experts", announce=False) as work:
+        for layer in work.over(experts):
+            if not kind:
+                made = hold_mxfp4(layer, storage[0])
+            elif unread is None:
+                made, error = quantize_experts(layer, kind, storage)
+                worst = max(worst, error)
+            else:
+                made = in_place_of(layer, kind, storage[0])
+                for name in TENSORS:
+                    unread[f"{paths[layer]}.{name}"] = partial(quantize_tensor, made, name, kind, storage)
+            put(where, layer, made)
+            packed.append(made)
+    return packed, worst
 
 
 def _replace_linears(

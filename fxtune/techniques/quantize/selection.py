@@ -10,10 +10,11 @@ from torch import nn
 from fxtune.facts.options import LoraOptions, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
-from fxtune.models.structure import is_named, output_head, projectors, skeleton, towers
-from fxtune.techniques.lora.experts import follows_interface
-from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
-from fxtune.techniques.quantize.quantized_experts import refusal as refusal_of_experts
+from fxtune.models.experts import experts_of, follows_interface
+from fxtune.models.kinds.image_decoder.parts import image_modules
+from fxtune.models.structure import is_named, output_head, skeleton
+from fxtune.techniques.experts.quantized import TENSORS, leaves_linears
+from fxtune.techniques.experts.quantized import refusal as refusal_of_experts
 from fxtune.upstream.transformers import other_conversions
 
 
@@ -24,7 +25,7 @@ def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[
     A vision encoder is small beside its decoder, and each image passes through it once, so there is little to gain.
     Its sizes are often no multiples of what kernels take (3,420 in Qwen2.5-VL)."""
     head, found = output_head(model), []
-    of_images = {module for part in (*towers(model), *projectors(model)) for module in part.modules()}
+    of_images = {*image_modules(model)}
     for path, parent in model.named_modules():
         if parent in of_images:
             continue
@@ -85,7 +86,7 @@ def takes_rows(lora: LoraOptions, model: nn.Module | None) -> bool:
     anywhere in 16 bits. Experts that a checkpoint has in MXFP4 must stay so (keeps_shipped())."""
     if lora.dora or lora.factored or lora.modules_to_save or model is None:
         return False
-    return not (any(map(follows_interface, model.modules())) and other_conversions(model))
+    return not (any(experts_of(model)) and other_conversions(model))
 
 
 def keeps_shipped(options: QuantizeOptions, lora: LoraOptions, model: nn.Module | None) -> bool:

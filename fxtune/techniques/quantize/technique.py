@@ -11,7 +11,7 @@ Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or h
 needed.
 
 The experts of a mixture, which are no linears, are quantized with them where one operator computes them
-(quantized_experts.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
+(experts/quantized.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
 read as they are, also if the linears are in nf4 or int8, because to quantize them again would only add an error.
 
 A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
@@ -31,14 +31,15 @@ from fxtune.facts.execution import Execution, Quantized
 from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
+from fxtune.models.experts import experts_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import skeleton
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
+from fxtune.techniques.experts.quantized import TENSORS, leaves_linears
 from fxtune.techniques.quantize import check, verify
 from fxtune.techniques.quantize.apply import Take, quantize_model
 from fxtune.techniques.quantize.check import PACKAGE
-from fxtune.techniques.quantize.quantized_experts import TENSORS, experts_of, leaves_linears
 from fxtune.techniques.quantize.selection import (
     expert_weights,
     experts_refusal,

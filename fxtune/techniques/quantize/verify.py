@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
-
 from fxtune.facts.options import QuantizeOptions, WeightFormat
 from fxtune.kernels.quantized import MXFP4
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows
-from fxtune.models.structure import without_dropout
+from fxtune.models.structure import observing
 from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence
-from fxtune.techniques.quantize.quantized_experts import TENSORS, QuantizedExperts
-from fxtune.techniques.quantize.quantized_experts import stored_bytes as bytes_of_experts
+from fxtune.techniques.experts.quantized import TENSORS, QuantizedExperts
+from fxtune.techniques.experts.quantized import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import Fp8Embedding, Fp8Head, dequantized, stored_bytes
 
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
@@ -50,16 +48,8 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
         and kinds_of_experts == ({done.experts_as} if experts else set())
         and (options.type is WeightFormat.fp8 or stored < done.before),
     )
-    worst = WORST_ERROR[options.type.value]
-    error, which = done.error, "in the first linear"
-    if divided := [
-        module.rounding for module in model.modules() if isinstance(module, StoresRows) and module.rounding
-    ]:
-        error, which = max(divided), f"at most in the first rows of {len(divided)} matrices"
-    elif experts and not done.shipped:
-        error = max(done.experts_error, error if linears else 0.0)
-        which = "at most in the first linear and an expert of each layer"
     if linears or not done.shipped:
+        worst, (error, which) = WORST_ERROR[options.type.value], _error(prepared, bool(linears))
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",
@@ -93,6 +83,19 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
         yield from _products(options, prepared, probe, bool(linears))
 
 
+def _error(prepared: PreparedModel, has_linears: bool) -> tuple[float, str]:
+    """The largest |dequantized - weight| / |weight| that was measured, and where."""
+    done = prepared.quantization
+    assert done is not None, "apply() has filled it in"
+    stored = [module.rounding for module in prepared.module.modules() if isinstance(module, StoresRows)]
+    if divided := [rounding for rounding in stored if rounding]:
+        return max(divided), f"at most in the first rows of {len(divided)} matrices"
+    if done.experts and not done.shipped:
+        error = max(done.experts_error, done.error if has_linears else 0.0)
+        return error, "at most in the first linear and an expert of each layer"
+    return done.error, "in the first linear"
+
+
 def _products(
     options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, Any], has_linears: bool
 ) -> Iterator[Evidence]:
@@ -100,7 +103,7 @@ def _products(
     model, done = prepared.module, prepared.quantization
     in_fp8 = options.type is WeightFormat.fp8
     assert done is not None, "apply() has filled it in"
-    with without_dropout(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with observing(model):
         operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
         seen = observe_operators(lambda: model(**probe), operators)
     if in_fp8 and (has_linears or options.head):

@@ -4,15 +4,18 @@ refuse the same rows."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from fxtune.config.root import Config
+from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.build import PreparedData, prepare_data
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.tokenized.rows import place_of_image
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.errors import ConfigError, DataError
+from fxtune.errors import ConfigError, DataError, UserError
 
 LOOKS = 8
 """Steps whose documents documents_padding() looks at."""
@@ -80,6 +83,16 @@ def data_notes(config: Config, data: PreparedData) -> Iterator[str]:
     """Lines on the documents of a run, for the user."""
     yield from data.training.notes()
     yield from config.objective.plan_notes(data.training)
+
+
+def name_lost_image(error: LostImageError, config: DataConfig, data: PreparedData) -> None:
+    """Let `error` name the row of its image, if the data file is still there."""
+    held_out = data.evaluation.tables if data.evaluation and config.eval_sources else ()
+    for source, table in zip((*config.sources, *config.eval_sources), (*data.tables, *held_out), strict=False):
+        if error.table is not None and table.folder == error.table.folder:
+            with suppress(UserError, OSError, StopIteration):
+                error.place = place_of_image(source, table, error.image, config)
+            return
 
 
 def documents_padding(plan: Plan) -> str:

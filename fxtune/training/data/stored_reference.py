@@ -2,10 +2,9 @@
 
 A run of several epochs then pays for one pass of the reference, and full fine-tuning needs no second copy of its
 weights. The file has a float32 for each token of the table, zero for tokens that are not supervised. Its name is a
-hash of all that the numbers depend on: the weights that the run starts from, the options of techniques that change
-what is computed, and how documents fit into rows (the tokens themselves name the table's folder). So a stale file is
-never read, and a sweep over learning rates or objectives computes the numbers once.
-"""
+hash of everything that the numbers depend on: the weights at the run's start, the options of techniques that change
+the numbers, and the fit of documents into rows (the tokens name the table's folder). So a stale file is never read,
+and a sweep over learning rates or objectives computes the numbers once."""
 
 from __future__ import annotations
 
@@ -51,13 +50,13 @@ def store_reference(
 ) -> None:
     """Give each table of `plans` its `reference`: the log-probabilities of its supervised tokens under `model`.
 
-    Call this before a checkpoint is loaded, while `model` has the weights that the run starts from. `options`: all
-    that changes the log-probabilities, beside weights, tokens and `data`. `only`: digests of the documents whose
-    numbers are needed, uint64, each once; None: of all documents. Raises StorageError if the file cannot be written.
+    Call this before a checkpoint is loaded, while `model` has its first weights. `options`: further causes of other
+    log-probabilities, beside weights, tokens and `data`. `only`: digests of the documents whose numbers are needed,
+    uint64, each once; None: all documents. Raises StorageError if the file cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
     weights = sorted(set(world.gather(_checksum(model.model), "comparing weights")))
-    # Which pairs are too long for a row depends on packing and on shared prompts, too.
+    # Packing and shared prompts decide, too, which pairs are too long for a row.
     parts = [weights, options, data.sequence_length, data.on_long, data.packing]
     if data.shares_prompts:
         parts.append("prompts once")
@@ -70,7 +69,7 @@ def store_reference(
     missing = [table for table in tables if not _is_read(table, name)]
     if any(world.gather(bool(missing), "looking for the stored reference")):
         sizes = plans[0].sizes
-        # Of copies, too: a table may have one that another table's hold-out keeps.
+        # Copies are computed, too: a table may have a copy that the hold-out of another table keeps.
         every = replace(data, dedup=Dedup.off)
         rows = sizes.micro_batch_size
         plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)

@@ -1,9 +1,6 @@
 """Advice after running out of memory: single changes of the recipe, each with an estimate of the memory that it saves
-(techniques/estimate/memory.py).
-
-Each change is evaluated alone, with the model's sizes and the rows that did not fit. A change that a technique's
-`check` refuses on this machine is left out.
-"""
+(estimate/memory.py), for the model's sizes and the rows that did not fit. A change that a technique's
+`check` refuses on this machine is left out."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fxtune.errors import ConfigError
+from fxtune.estimate.memory import WORKSPACES, Need
 from fxtune.facts.options import Offloaded, Policy, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.optim import config as optimizer_config
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import state_of
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.memory import WORKSPACES, Need
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize.selection import takes_experts
 
@@ -86,7 +83,7 @@ def _phase_bytes(need: Need, phase: MemoryPhase) -> int:
     if phase is not MemoryPhase.training:
         need = replace(need, kept=0, backward=0)
     if phase is MemoryPhase.weights:
-        need = replace(need, loss=0, images=0, tower=0)
+        need = replace(need, loss=0, images=0, images_peak=0)
     return need.device
 
 

@@ -1,6 +1,6 @@
 """A run before it is started, on a machine that need not be here: the memory it takes, its steps, its time, its disk.
 
-Everything is arithmetic on the model's config and the recipe (techniques/estimate). Of the data only the lengths
+Everything is arithmetic on the model's config and the recipe (fxtune/estimate). Of the data only the lengths
 matter. They come from the cache of tokens or from the rows themselves; of large files from their first rows.
 """
 
@@ -21,8 +21,18 @@ from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.read.sources import missing_reason
 from fxtune.data.tokenized.cache import cache_root
 from fxtune.errors import UserError
+from fxtune.estimate.cards import rates
+from fxtune.estimate.cpu_speed import cpu_speed
+from fxtune.estimate.memory import Need, beside_of, trained_parameters
+from fxtune.estimate.step_time import (
+    forward_seconds,
+    image_seconds,
+    micro_batch_seconds,
+    update_seconds,
+)
+from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.run import Facts
-from fxtune.models.kinds.image_decoder.tower_shape import TowerShape, TowerWork
+from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape, ImageWork
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config, load_tokenizer, with_shipped_config
 from fxtune.objectives.base import Objective
@@ -33,17 +43,6 @@ from fxtune.settle.rows import decide_rows
 from fxtune.settle.settled import settle
 from fxtune.settle.stages import Stage
 from fxtune.system.machine.facts import MachineFacts
-from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.cpu_speed import cpu_speed
-from fxtune.techniques.estimate.memory import Need, trained_parameters
-from fxtune.techniques.estimate.step_time import (
-    forward_seconds,
-    micro_batch_seconds,
-    tower_seconds,
-    update_seconds,
-)
-from fxtune.techniques.estimate.tower import tower_shape
-from fxtune.techniques.estimate.traffic import step_traffic
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.data.run_data import run_data
 from fxtune.training.forecast import oom_advice
@@ -53,16 +52,16 @@ from fxtune.training.forecast.step_count import few_steps
 WHOLE_BYTES = 16 << 20
 """Files of a source up to this size in all are tokenized whole."""
 HEAD_BYTES = 2 << 20
-"""Of larger JSONL and text files, so much is tokenized."""
+"""Bytes of larger JSONL and text files that are tokenized."""
 START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
-"""From the start of the process to the second step, with warm caches: of a large model on a card
-(docs/performance.md), of a small one on a CPU (README)."""
+"""Seconds from the start of the process to the second step, with warm caches: a large model on a card
+(docs/performance.md), a small model on a CPU (README)."""
 SHORT = 10.0
 """Seconds of steps below which a run on a CPU is not forecast."""
 IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024
 """Assumptions without data: image tokens / all tokens, and the tokens of an image where its size decides them."""
 FORWARD = 0.35
-"""The time of a forward pass as a share of a training step's, without recomputation."""
+"""The time of a forward pass, as a share of the time of a training step without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,16 @@ class Lengths:
     """The tokens of a run's data."""
 
     epoch: int
-    """Tokens of the documents in an epoch, as rows have them: the prompt of a pair counts once if it is shared."""
+    """Tokens of the documents in the rows of an epoch: the prompt of a pair counts once if it is shared."""
     padded: int
-    """With padding: the tokens of the rows of an epoch."""
+    """Tokens of the rows of an epoch, with padding."""
     supervised_share: float
     attended: float
     """The mean over tokens of the length of the document that the token is in."""
     rows: float = 0.0
-    """Rows of an epoch; 0: full ones."""
+    """Rows of an epoch; 0: full rows."""
     steps: int | None = None
-    """Steps of the run, where all of its data was counted."""
+    """Steps of the run; None unless all of its data was counted."""
     epochs: float | None = None
     """The epochs of these steps."""
     held_out: int = 0
@@ -87,22 +86,22 @@ class Lengths:
     whole: float = 1.0
     """Tokens of whole documents for each token of `epoch`."""
     sampled: str = ""
-    """What was counted in place of everything; empty: everything."""
-    images: TowerWork | None = None
-    """The images of an epoch; None: it has none."""
+    """The part of the data that was counted; empty: all."""
+    images: ImageWork | None = None
+    """The images of an epoch; None without images."""
     fullest: int = 0
-    """Features of images in the row that has the most."""
+    """The largest number of image features in a row."""
     image_bytes: int = 0
-    """Bytes of images that rows hold themselves, which are stored beside the cached tokens."""
+    """Bytes of images inside of rows, which are stored beside the cached tokens."""
     assumed: str = ""
-    """What was assumed of the images in place of the data; empty: nothing."""
+    """The assumption about images in place of the data; empty: none."""
 
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
         """An epoch of `tokens` tokens: full rows of one document, every token supervised. A model that reads images
         has images of IMAGE_TOKENS tokens in IMAGE_SHARE of the tokens."""
         lengths = Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
-        shape = _tower_shape(config)
+        shape = _encoder_shape(config)
         if shape is None:
             return lengths
         each = shape.tile or config.data.image_tokens.max or IMAGE_TOKENS
@@ -111,7 +110,7 @@ class Lengths:
         return replace(lengths, images=work, fullest=int(IMAGE_SHARE * config.data.sequence_length), assumed=assumed)
 
 
-def _tower_shape(config: Config) -> TowerShape | None:
+def _encoder_shape(config: Config) -> EncoderShape | None:
     hf_config = load_config(config.model, config.objective.needs.head)
     images = kind_of(hf_config).images
     return images.shape(hf_config) if images else None
@@ -144,7 +143,7 @@ class RunForecast:
     """Seconds before the first step in which the log-probabilities of a stored reference are computed."""
     reference_bytes: int = 0
     """The files of a stored reference, beside the cached tokens: a float32 for each token."""
-    tower_seconds: float = 0.0
+    image_seconds: float = 0.0
     """The part of `step_seconds` that the vision encoder and its projector take."""
     assumed: str = ""
     """What was assumed of the images, because the data is not here."""
@@ -205,7 +204,7 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         passes = min(steps * row_tokens / lengths.padded, train.epochs or math.inf)
     objective = _compared(config, passes)
     micro = micro_batch_seconds(facts, plan, supervised, attended, objective.forward_passes, images)
-    tower = tower_seconds(facts, images) + objective.forward_passes * tower_seconds(facts, images, trains=False)
+    of_images = image_seconds(facts, images) + objective.forward_passes * image_seconds(facts, images, trains=False)
     compute = own * micro + update_seconds(facts)
     step = compute + _exchange_seconds(facts, own, compute)
     stored, stored_bytes = 0.0, 0
@@ -236,7 +235,7 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         trained * size,
         stored,
         stored_bytes,
-        own * tower,
+        own * of_images,
         assumed.assumed,
         list(few_steps(train, steps, rows)) if lengths else [],
     )
@@ -251,7 +250,7 @@ def _compared(config: Config, epochs: float) -> Objective:
 
 
 def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | None:
-    """Seconds of the steps of `plan` on the cores of this machine, which are timed (techniques/estimate/cpu_speed.py);
+    """Seconds of the steps of `plan` on the cores of this machine, which are timed (estimate/cpu_speed.py);
     None for so few that timing is not worth it. `facts`: with techniques decided. `forward_passes`: as
     micro_batch_seconds() has it."""
     summary, kept = plan.summary(), facts.execution.recompute
@@ -326,7 +325,7 @@ def count_tokens(config: Config) -> Lengths | str:
         prepared = run_data(counted, tokenizer, images_here, complete=not sampled, progress=False)
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
-    images, fullest = _epoch_images(_tower_shape(config), plan)
+    images, fullest = _epoch_images(_encoder_shape(config), plan)
     whole = bool(config.data.eval_limit or config.data.eval_sources)
     computed = summary["computed_tokens"]
     padded = computed / (1 - summary["padding_share"])
@@ -347,17 +346,17 @@ def count_tokens(config: Config) -> Lengths | str:
     )
 
 
-def micro_batch_images(facts: Facts, plan: Plan) -> TowerWork | None:
+def micro_batch_images(facts: Facts, plan: Plan) -> ImageWork | None:
     """The images of a micro-batch of the longest rows, with as many as rows of the first epoch have on average."""
-    if (images := _epoch_images(tower_shape(facts), plan)[0]) is None:
+    if (images := _epoch_images(beside_of(facts).shape, plan)[0]) is None:
         return None
     summary = plan.summary()
     padded = summary["computed_tokens"] / (1 - summary["padding_share"])
     return images.scaled(facts.micro_batch_size * facts.row_length / padded)
 
 
-def _epoch_images(shape: TowerShape | None, plan: Plan) -> tuple[TowerWork | None, int]:
-    """The images of the first epoch, and the features in the row that has the most; None and 0 without images."""
+def _epoch_images(shape: EncoderShape | None, plan: Plan) -> tuple[ImageWork | None, int]:
+    """(the images of the first epoch, the largest number of features in a row); (None, 0) without images."""
     images, fullest = plan.epoch_images()
     if shape is None or not len(images):
         return None, 0
@@ -365,7 +364,7 @@ def _epoch_images(shape: TowerShape | None, plan: Plan) -> tuple[TowerWork | Non
 
 
 def _attended(plan: Plan) -> float:
-    """Lengths.attended; of an answer after a shared prompt, the length that takes as long."""
+    """Lengths.attended. An answer after a shared prompt counts as a document that takes the same time."""
     found = plan.stream.spans(plan.stream.epoch(0).segments)
     length, before = found.length.astype(float), found.shared.astype(float)
     return float(((length + before) ** 2 - before**2).sum() / length.sum())

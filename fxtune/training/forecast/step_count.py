@@ -3,8 +3,8 @@
 Thinking Machines' guide, which optimizer.lr=auto follows too, aims at 100 steps at least and sees the best results
 with 1,000 or more; it finds that smaller batches give better models (docs/supervised-learning/sl-hyperparams.mdx of
 tinker-cookbook). Batches down to one document train as stably (arXiv 2507.07101). So more steps come from smaller
-batches first, then from more epochs: up to 4 of them, repeated rows are nearly worth new ones (arXiv 2305.16264).
-"""
+batches first, then from more epochs: in up to 4 epochs repeated rows are almost as good as new rows (arXiv
+2305.16264)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fxtune.config.root import TrainConfig
 
 FEW = 50
-"""A run of fewer steps is told so. The quickstart learns its task in 87."""
+"""A run of fewer steps gets a line about it. The quickstart learns its task in 87 steps."""
 ENOUGH = 100
 """Steps that the settings named here aim at."""
 EPOCHS = 4

@@ -31,7 +31,7 @@ from fxtune.data.batches.batch import IGNORE_INDEX
 PARTS, SHARES, ROWS = NAMES = ("noise/parts", "noise/shares", "noise/rows")
 """Metrics of a step: the sum of |g_m|^2, the sum of w_m^2, and the rows. Sums over micro-batches and ranks."""
 DECAY = 0.98
-"""Of the moving averages, which so cover about 50 steps."""
+"""The decay of the moving averages, which cover about 50 steps."""
 LEAST_STEPS = 20
 """Steps after which the ratio is shown."""
 NEAR = 2.0
@@ -73,8 +73,8 @@ def _call(arrived: weakref.WeakMethod[Any], gradient: torch.Tensor) -> None:
 
 
 class NoiseScale:
-    """Moving averages over the steps of a run, on the host. In the first steps both are too small by one factor, which
-    their ratio does not have."""
+    """Moving averages over the steps of a run, on the host. In the first steps both are too small by the same factor,
+    so their ratio is right."""
 
     def __init__(self) -> None:
         self.signal = 0.0
@@ -94,9 +94,8 @@ class NoiseScale:
 
     @property
     def rows(self) -> float | None:
-        """The noise scale in rows, the unit of train.global_batch_size; None: not known, because the steps are too few
-        or their gradients almost noise alone.
-        """
+        """The noise scale in rows, the unit of train.global_batch_size; None after too few steps, or if the gradients
+        are almost noise alone."""
         known = self.steps >= LEAST_STEPS and self.signal > 0 and self.noise > 0
         return self.noise / self.signal if known else None
 

@@ -1,10 +1,10 @@
-"""Figures of all ranks: how long the parts of a step take, the rank that is slower than the others, the fullest card,
-the longest wait for data.
+"""Figures of all ranks: how long the parts of a step take, the slowest rank, the fullest card, the longest wait for
+data.
 
-Each replica times its forward and backward passes, which wait for no other rank. (Ranks that share weights or rows
-wait for each other in every layer, so all take equally long.) The ranks agree on each step anyway (agreement.py). In a
-step with a log line, the message of the agreement also carries these figures. On a GPU the last steps may still be
-running then, and are counted at the next log line (step_timer.py).
+Each replica times its forward and backward passes, which wait for no other rank. Ranks that share weights or rows wait
+for each other in every layer, so all take equally long. The ranks agree on each step (agreement.py); in a step with a
+log line, the message of the agreement also carries these figures. On a GPU the last steps may still be running then,
+and are counted at the next log line (step_timer.py).
 """
 
 from __future__ import annotations

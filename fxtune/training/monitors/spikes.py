@@ -2,10 +2,10 @@
 
 A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826
 times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974), and
-at least MIN_SPREAD of the median. A spike is also at least LEAST nats above the median: a model that knows its rows by
-heart has losses near 0.004, and a loss of 0.03 is no accident there. Up to half of the window may be outliers: they do
-not move median and spread. Every loss enters the window, also the loss of a spike: if the loss has moved to a new
-level for good, skipping ends by itself after half a window.
+at least MIN_SPREAD of the median. A spike is also at least LEAST nats above the median: a model that has memorised its
+rows has losses near 0.004, where a loss of 0.03 is normal. Outliers in up to half of the window do not move median and
+spread. Every loss enters the window, also the loss of a spike. So if the loss stays at a new level, skipping ends
+after half a window.
 
 Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them.
 """
@@ -63,7 +63,7 @@ class SpikeWindow:
         return finite & (loss <= limit) if self.kind is Spikes.skip else finite
 
     def state(self) -> dict[str, Any]:
-        """The state with which a resumed run judges the next step as this one would. Waits for the device."""
+        """The state that a resumed run needs to judge the next step as this run. Waits for the device."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses.tolist()]
         return {} if self.kind is Spikes.off else {"losses": losses, "taken": self.taken}
 

@@ -1,4 +1,4 @@
-"""What is kept of each step until its log line is written."""
+"""The metrics of each step, kept until its log line is written."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class StepRecord:
 
     @property
     def scale_too_large(self) -> bool:
-        """Whether the loss scale was too large: the loss itself is finite. The scale is then halved, from 65536 at
-        most 16 times, so a run with other problems still ends.
-        """
+        """Whether the loss is finite and only the loss scale was too large. The scale is then halved, from 65536 at
+        most 16 times, so a run with other problems still ends."""
         return not self.finite and self.loss_scale > 1 and math.isfinite(self.loss)
 
     @property

@@ -1,19 +1,16 @@
 """When a run ends: after its last step, early because evaluations have not improved for long, by `fxtune finish RUN`,
 or in time for a deadline (`train.max_minutes`).
 
-With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable
-phase: it goes back to their checkpoint and takes the steps that follow it in the data plan, at a falling rate. So the
-model is the one that a shorter run would have trained. With other schedules the run ends at once.
+With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable phase.
+It goes back to the checkpoint of these weights and takes the steps that follow in the data plan, at a falling rate.
+So it trains the same model as a shorter run. With other schedules the run ends at once.
 
-A decision that depends on a clock is taken by rank 0, is part of the state, and is saved at once: a run that is killed
-afterwards repeats the decision and ends with the same bits. A run that is killed before the save decides anew.
+Rank 0 takes the decisions that depend on a clock. A decision is part of the state and is saved at once, so a run that
+is killed afterwards ends with the same bits. A run that is killed before the save decides anew.
 
-A run with a deadline looks at the clock after its first two steps, which time a step, and then whenever half of the
-steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run of
-N steps the host waits for the device about log2(N) times more than without a deadline.
-
-A run that is given more steps after its start (train.max_steps, train.epochs) has its schedule extended. If the
-learning rate has decayed already, or the last step was short, it goes on from the checkpoint before that.
+A run with a deadline looks at the clock after its first two steps, which time a step. It looks again whenever half of
+the steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run
+of N steps the host waits for the device about log2(N) times more than without a deadline.
 """
 
 from __future__ import annotations
@@ -21,15 +18,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from fxtune.checkpoint.run_folder import RunFolder
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, StopMetric
-from fxtune.data.batches.plan import Plan
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError
 from fxtune.optim.schedule import EXTENDABLE, Schedule
@@ -40,7 +35,7 @@ FINISH = "finish"
 EVALUATIONS = 20
 """Evaluations of a run with train.stop whose train.eval_every is 0."""
 FOREVER = 2**31
-"""More steps than any run has."""
+"""A number of steps that stands for: not limited."""
 SLACK = 0.1
 """A decay is cut off for the deadline only if more than this share of it would be late."""
 LATE = 0.02
@@ -50,7 +45,7 @@ EVAL_SHARE = 0.05
 
 
 class Reason(IntEnum):
-    """Why a run ends before its last planned step. The highest one counts where several hold."""
+    """Why a run ends before its last planned step. Of several reasons the highest counts."""
 
     none = 0
     deadline = 1
@@ -70,7 +65,7 @@ class Decision:
 
 
 class RunEnd:
-    """Decides where a run ends. What it must remember is in `state.ending`, which checkpoints hold."""
+    """Decides where a run ends. Its memory is `state.ending`, which is part of a checkpoint."""
 
     def __init__(
         self,
@@ -83,8 +78,7 @@ class RunEnd:
         evaluation_steps: float = 0.0,
     ) -> None:
         """`compiles`: the first step and the first evaluation include compilation. `evaluation_steps`: about how many
-        steps take as long as an evaluation, for as long as none was measured.
-        """
+        steps take as long as an evaluation; used until an evaluation was measured."""
         self.config, self.world, self.clock, self.state = config, world, clock, state
         self.compiles, self.evaluation_steps = compiles, evaluation_steps
         self.file = folder / FINISH
@@ -106,6 +100,10 @@ class RunEnd:
     def _least_interval(self, schedule: Schedule) -> int:
         every = self.config.train.eval_every
         return every or (max(1, schedule.planned // EVALUATIONS) if self.stop.patience else 0)
+
+    def log_line_due(self, step: int) -> bool:
+        """Whether a log line is due after `step` steps, before the last one."""
+        return step % self.config.train.log_every == 0 or self.looks(step)
 
     def looks(self, step: int) -> bool:
         """Whether a log line is due after `step` steps because decide() must then look at the clock."""
@@ -139,8 +137,8 @@ class RunEnd:
         return save
 
     def begins_end(self, schedule: Schedule, full_steps: int) -> bool:
-        """Whether a longer run would go on otherwise from here, because the planned decay or a short last step begins.
-        The checkpoint is then due, and kept. `full_steps`: the run's steps without a short last step."""
+        """Whether the planned decay or a short last step begins here, which a longer run would not take. A checkpoint
+        is then due, and kept. `full_steps`: the run's steps without a short last step."""
         origin = min(schedule.decay_start, full_steps)
         begins = schedule.config.name in EXTENDABLE and 0 < self.state.step == origin < schedule.steps
         if begins:
@@ -163,8 +161,8 @@ class RunEnd:
         return (figures[self.judged], loss) if self.judged else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
-        """Stretch the interval of evaluations, once, so that all evaluations of the run, the last one included, take
-        no more than their share of the time."""
+        """Stretch the interval of evaluations, once, so that all evaluations of the run take no more than their share
+        of the time, the last evaluation included."""
         ending, step_seconds = self.state.ending, self.clock.step_seconds
         if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
             return False
@@ -185,10 +183,10 @@ class RunEnd:
         return schedule.branches and self.state.step >= schedule.decay_start
 
     def decide(self, schedule: Schedule, evaluated: bool, looks: bool) -> Decision | None:
-        """Whether the run is to end otherwise than `schedule` says; all ranks get the same answer.
+        """The decision to end the run otherwise than `schedule` says, the same on all ranks; None: go on.
 
-        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file that
-        `fxtune finish` writes.
+        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file of
+        `fxtune finish`.
         """
         if self.state.step >= schedule.last:
             return None
@@ -215,15 +213,14 @@ class RunEnd:
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
-        """Whether to end for `fxtune finish` or for the deadline, and how many steps there is time for; FOREVER if
-        the number is not known."""
+        """(the reason to end now, the number of steps that there is time for, or FOREVER if it is not known)."""
         decided = bool(self.state.ending.get("reason"))
         requested = Reason.finish if not decided and self.file.exists() else Reason.none
         if self.deadline is None:
             return requested, FOREVER
         seconds, step_seconds = self.deadline - self.clock.seconds - self.reserve, self._step_seconds(schedule)
         if step_seconds is None:
-            # No step was measured by itself. The first one took longer than others will, which is still a bound.
+            # Only the first step was measured. It took longer than others will, so it is a bound.
             first = self.clock.first_step_seconds
             enough = seconds > (0.0 if first is None or self.compiles or decided else first)
             return (requested, FOREVER) if enough else (max(requested, Reason.deadline), 0)
@@ -258,15 +255,14 @@ class RunEnd:
 
     @property
     def reserve(self) -> float:
-        """Seconds of what comes after the last step: an evaluation, the questions, a checkpoint and the export."""
+        """Seconds after the last step: an evaluation, the questions, a checkpoint and the export."""
         last, step_seconds = self.clock.last_seconds, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
         evaluation = last["evaluation"] or self.evaluation_steps * step_seconds
         return evaluation + last["questions"] + 2 * last["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
-        """(the step from whose weights a decay would begin now, the steps of the decay). That is the current step,
-        unless the latest evaluation found its weights to be worse than earlier weights.
-        """
+        """(the step from whose weights a decay would begin now, the steps of the decay). It is the current step,
+        unless the latest evaluation has found earlier weights to be better."""
         best = self.state.branch_step
         origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
         assert origin is not None
@@ -324,49 +320,6 @@ class RunEnd:
         state.ending["reason"] = decision.reason.name
         state.schedule = schedule.saved()
 
-    def extended(
-        self, before: Schedule, new: Schedule, plan: Plan, go_back: Callable[[int], TrainState | None]
-    ) -> tuple[Schedule, str]:
-        """The schedule `before` of a run that ended, extended to the steps of `plan` and noted in the state, and a
-        line about it. `new`: the schedule of a new run. `go_back` restores a checkpoint: from before the decay if the
-        learning rate has decayed, or from before a short last step.
-
-        Raises ConfigError for a run that was started for more steps, or that has no weights from before its decay.
-        """
-        state, steps, path = self.state, plan.steps, self.file.parent
-        if steps <= before.planned:
-            raise ConfigError(
-                f"{path} was started for {before.planned} steps, and train.epochs and train.max_steps now ask for "
-                f"{steps}. A run can be extended, not shortened: raise these keys, or put them back."
-            )
-        origin: TrainState | None = state
-        decayed = before.branches and state.step > before.decay_start
-        # The rows of the shorter run may not have filled its last step.
-        learned = plan.epoch(state.step - before.dropped)
-        was_short = state.step == before.last and state.figures.get("train/epoch", learned) != learned
-        before_what = "the decay" if decayed else "the short last step"
-        if decayed or was_short:
-            origin = go_back(state.branch_step) if state.branch_step else None
-        if origin is None:
-            raise ConfigError(
-                f"{path} cannot be extended: the checkpoint from before {before_what} is missing. Start another run "
-                "from its weights (model.adapter, or model.path)."
-            )
-        data_steps = origin.step - origin.schedule.get("dropped", 0)
-        schedule = before.extended(steps, state.step, data_steps)
-        state.schedule, state.branch_step = schedule.saved(), None
-        for name in ("reason", "since", "reference", "branch_quality", "last_evaluation"):
-            state.ending.pop(name, None)
-        text = f"Extending {path} from {before.planned} to {steps} steps"
-        if schedule.dropped > before.dropped:
-            text += f". It goes on from its weights before {before_what}, after {data_steps} steps of the data"
-        if (warmup := schedule.warmup) != new.warmup:
-            text += (
-                f". Its warm-up is not repeated and stays {warmup} steps long, as in a new run of {steps} steps "
-                f"with schedule.warmup_steps={warmup}"
-            )
-        return schedule, f"{text}."
-
     def end_time(self, schedule: Schedule) -> float | None:
         """When the run will be done, in seconds since 1970; None without a deadline and a decision to end early."""
         step_seconds = self.clock.step_seconds
@@ -391,22 +344,3 @@ class RunEnd:
                 f"train.max_minutes={self.config.train.max_minutes:g} is over before the first step: start-up alone "
                 f"took {self.clock.seconds / 60:.2g} minutes. Raise it."
             )
-
-
-def require_extendable(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError for a run with another number of steps than at its start, if its recipe is laid out for a
-    number of steps."""
-    if not folder.extends:
-        return
-    changed = f"{folder.path} holds this run with another train.epochs or train.max_steps, and"
-    so = "laid out for a number of steps, so the run cannot be extended or shortened. Put these keys back, or start"
-    if config.schedule.name not in EXTENDABLE:
-        names = " or ".join(name.value for name in EXTENDABLE)
-        raise ConfigError(
-            f"{changed} schedule.name={config.schedule.name.value} is {so} another run: run.dir=NEW, with "
-            f"model.adapter or model.path to start from these weights. Runs with "
-            f"schedule.name={names} can be extended."
-        )
-    if config.train.batch_ramp or config.data.length_schedule:
-        staged = "train.batch_ramp" if config.train.batch_ramp else "data.length_schedule"
-        raise ConfigError(f"{changed} {staged} is {so} another run: run.dir=NEW.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import METRICS, REPORT
+from fxtune.checkpoint.run_folder import CHECKPOINTS, METRICS, REPORT
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.formats.values import RowError
 from fxtune.data.tokenized.ends import short_question
@@ -24,16 +24,16 @@ LARGE_METRICS = 200 * 2**20
 
 
 def export(
+    builder: RunBuilder,
     prepared: PreparedModel,
     tokenizer: Any,
+    data: PreparedData,
+    ends: list[int],
     output: Path,
     card: dict[str, Any],
-    builder: RunBuilder,
-    question: EndingProbe | None,
-    checkpoints: Path,
 ) -> Proof:
-    """Write the trained model or adapter to `output`, with `card` in its model card. Returns what was proven of the
-    files. `checkpoints`: where the trained weights stay if the export fails."""
+    """Write the trained model or adapter to `output`, a folder in the run's folder, with `card` in its model card.
+    `ends`: learned_ends() of `data`. Returns what was proven of the files."""
     proofs = list[Proof]()
 
     def answer() -> Answer:
@@ -45,17 +45,17 @@ def export(
         prepared,
         tokenizer,
         output,
-        card=card,
+        card={"data": data.training.fingerprint, "machine": builder.facts, **card},
         world=builder.world,
         answer=answer,
-        question=question,
+        question=_ending_probe(data, ends),
         record=proofs.append,
-        keeps=f"The trained weights are in {checkpoints}: give the same command again.",
+        keeps=f"The trained weights are in {output.parent / CHECKPOINTS}: give the same command again.",
     )
     return proofs[0]
 
 
-def ending_probe(data: PreparedData, ends: list[int]) -> EndingProbe | None:
+def _ending_probe(data: PreparedData, ends: list[int]) -> EndingProbe | None:
     """A question of the data for the plain model; None if there is none, or its images have changed."""
     question, processor = short_question(data.tables, ends), data.images
     if question is None:

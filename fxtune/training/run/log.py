@@ -16,6 +16,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import settle_loader
 from fxtune.errors import StorageError
+from fxtune.models.proof import Proof
 from fxtune.system.terminal.startup import StartupTimer
 from fxtune.system.terminal.units import format_seconds
 from fxtune.techniques.compile.technique import Compile
@@ -107,8 +108,9 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     return [f"fxtune {command} {name}" for command, possible in use.items() if possible] or [f"fxtune report {name}"]
 
 
-def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any]) -> Iterator[str]:
-    """The last lines of a run: its held-out figures, and what may be wrong with them."""
+def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any], proof: Proof) -> Iterator[str]:
+    """The last lines of a run: its held-out figures, and what may be wrong with them and with the exported model.
+    `proof`: of the export."""
     for part, whose in (("eval", "held-out rows"), ("train", "training rows, in the last log line")):
         if (accuracy := figures.get(f"{part}/reward_accuracy")) is not None:
             margin = figures.get(f"{part}/reward_margin", math.nan)
@@ -120,6 +122,11 @@ def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any]) -
         yield "Nothing is held out, so no figure shows what the model learned: data.eval_fraction=0.05 holds rows out"
     summary = data.training.summary()
     yield from few_steps(config.train, summary["steps"], summary["rows"])
+    if proof.asked is not None and proof.ended_after is None:
+        yield (
+            f"The {'adapter' if config.techniques.lora.enabled else 'model'} has not learned to end: "
+            f"{proof.ending()}. Train longer, or look at the ends of the rows with `fxtune preview`"
+        )
 
 
 def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
@@ -128,7 +135,7 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     loader, image_bytes = settle_loader(config.loader, builder.own(data.training), device)
     yield (
         f"{device}: {facts.device_name}; weights in {facts.dtype}; {loader.num_workers} loader processes, pinned "
-        f"memory {'on' if loader.pin_memory else 'off'}"
+        f"memory {'on' if device.type == 'cuda' else 'off'}"
     )
     wanted = config.loader.resolved(device, image_bytes > 0)
     if (loader.num_workers, loader.prefetch_factor) != (wanted.num_workers, wanted.prefetch_factor):

@@ -49,7 +49,7 @@ CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {tracker.package for tracker in worker.TRACKERS.values()}
 """Packages that do not affect numerics."""
 DRAWS = {"draws": "one seed a weight"}
-"""How stochastic rounding draws its random bits, as setting.json records it."""
+"""The record in setting.json of how stochastic rounding draws its random bits."""
 Options = TypeVar("Options")
 
 
@@ -108,7 +108,7 @@ class ResumeCheck:
         return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
 
     def earlier_rows(self, data: DataConfig) -> DataConfig:
-        """`data` with what is `auto` in it as decided when the run started."""
+        """`data` with each `auto` as decided when the run started."""
         rows = self._section("rows")
         if data.share_prompts == AUTO and self.before:  # a run of an earlier version had whole documents
             data = dataclasses.replace(data, share_prompts=rows.get("share_prompts") is True)
@@ -130,14 +130,14 @@ class ResumeCheck:
         return dataclasses.replace(optimizer, lr=rate)
 
     def earlier_threads(self) -> int | None:
-        """How many CPU threads the run was started with: sums depend on it. None for a new run, or on a GPU."""
+        """The number of CPU threads at the run's start, which sums depend on. None for a new run, or on a GPU."""
         threads = str(self._section("machine").get("threads", ""))
         return int(threads) if threads.isdecimal() else None
 
     def earlier_determinism(self, wanted: Any, run: Any) -> bool | None:
-        """Whether the kernels of a resumed run are deterministic; None for a new one. `wanted`: run.deterministic of
-        today; `run`: that group of the config of the run's start, where `auto` stood from its first version on.
-        Raises ConfigError if the recipe asks for what the run does not have."""
+        """Whether the kernels of a resumed run are deterministic; None for a new run. `wanted`: run.deterministic of
+        today; `run`: the group `run` of the config at the run's start. Raises ConfigError if the recipe asks for other
+        kernels."""
         if not self.before:
             return None
         asked = run.get("deterministic") if isinstance(run, dict) else None
@@ -240,7 +240,7 @@ def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:
 
 
 def _machine(facts: Facts) -> dict[str, str]:
-    """What may change rounding: the device, torch and its threads, and the packages that compute."""
+    """The causes of other rounding: the device, torch and its threads, and the packages that compute."""
     return {
         "device": facts.device_name if facts.device == "cuda" else "cpu",
         **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
@@ -290,7 +290,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         config = dataclasses.replace(config, optimizer=check.earlier_rate(config.optimizer))
     first = check.earlier_threads(), check.earlier_determinism(config.run.deterministic, folder.config.get("run"))
     builder = RunBuilder(config, False, *first)
-    # Here, because other commands use one rank.
+    # Checked for runs only: other commands use one rank.
     if reasons := list(config.parallel.degree_refusals(builder.world.degrees)):
         raise ConfigError("\n".join(reasons))
     require_equal_parts(builder.world.degrees, config.train.micro_batches)

@@ -97,7 +97,7 @@ class RunState:
     def _load_rank_states(
         self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> None:
-        """Restore `ranks`, the state that differs from rank to rank. `moments`: rank 0's state if `ranks` has none."""
+        """Restore `ranks`, the state that differs from rank to rank. `moments`: of rank 0, unless `ranks` has them."""
         if ranks and self.train_step.keeps_rank_state:
             states = {0: moments, **ranks}
             self.train_step.load_rank_states([states[rank] for rank in range(len(states))], scalars)
@@ -161,7 +161,7 @@ class RunState:
                 )
 
     def _sum_of_weights(self) -> float:
-        """The sum of all trained weights, in float64, of a few rows at a time: a copy of them would be large."""
+        """The sum of all trained weights in float64, a few rows at a time, because a copy of all would be large."""
         divided: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for weight in self.weights().values():
@@ -299,7 +299,7 @@ def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
 
 
 def weights_note(step: int, state: TrainState, metric: StopMetric) -> str:
-    """Which weights a run that ended with `state` exports: the weights of `step`. Empty without held-out data.
+    """A phrase on the weights of `step`, which a run that ended with `state` exports. Empty without held-out data.
     `metric`: the run's train.stop.metric."""
     if state.best_step is None:
         return ""

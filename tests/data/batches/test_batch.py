@@ -14,7 +14,7 @@ from support.tables import natural, training
 from fxtune.data.batches.batch import IGNORE_INDEX, MIN_TARGETS, TARGET_COUNTS, Batch, BatchSpec, build_batch
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 4), length=st.integers(2, 700), share=st.floats(0, 1))
 def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share):
     draw = np.random.default_rng(rows * 1000 + length)
@@ -46,7 +46,7 @@ def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share
     assert torch.equal(filled.targets.flatten()[filled.supervised_at], filled.labels), "what was added has no target"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     pieces=st.integers(1, 5),
     length=st.integers(5, 90),

@@ -23,8 +23,8 @@ from fxtune.data.batches.shared_prompts import shared_tokens
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, SourceConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read import row as row_limits
+from fxtune.data.read import sources
 from fxtune.data.tokenized import tokenize as tokenizing
-from fxtune.data.tokenized.process_pool import map_in_order
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.data.tokenized.tokenize import tokenize
 from fxtune.errors import DataError
@@ -34,10 +34,11 @@ COLORS = ("red", "lime", "blue", "white")
 CPU = torch.device("cpu")
 
 
-def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(folder: Path, rows: list[dict[str, Any]], grows: int = 28) -> Path:
+    """`grows`: how much wider each picture is than the one before it."""
     folder.mkdir(exist_ok=True)
     for number, color in enumerate(COLORS):
-        Image.new("RGB", (56 + 28 * number, 56), color).save(folder / f"{color}.png")
+        Image.new("RGB", (56 + grows * number, 56), color).save(folder / f"{color}.png")
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -84,13 +85,8 @@ def colors_of(table: TokenTable, start: int, length: int) -> list[str]:
 
 def by_hand(images: ImageProcessor, folder: Path, documents: list[list[str]]) -> dict[str, torch.Tensor]:
     """The tensors of documents with images of these colours, by transformers' processor."""
-    return images.merge(
-        [
-            images.tensors([Image.open(folder / f"{color}.png").convert("RGB") for color in colors])
-            for colors in documents
-            if colors
-        ]
-    )
+    pictures = [[Image.open(folder / f"{color}.png").convert("RGB") for color in colors] for colors in documents]
+    return images.merge([images.tensors(own) for own in pictures if own])
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -120,11 +116,12 @@ def test_a_batch_has_the_images_of_its_documents_in_order(tmp_path, images, pack
     assert seen >= 8
 
 
-def test_workers_deliver_the_same_batches(tmp_path, qwen):
-    plan = plan_of(qwen, write_rows(tmp_path / "data", ROWS))
-    for workers in (0, 2):
-        loader = Loader(plan, LoaderConfig(num_workers=workers), CPU)
-        try:
+def test_workers_deliver_the_same_batches_or_name_an_image_that_is_gone(tmp_path, qwen):
+    path = write_rows(tmp_path / "data", ROWS)
+    plan = plan_of(qwen, path)
+    loaders = [Loader(plan, LoaderConfig(num_workers=workers), CPU) for workers in (0, 2)]
+    try:
+        for loader in loaders:
             for step in loader.steps(start_step=1):
                 for micro, batch in enumerate(step.micro_batches):
                     own = plan.batch(step.index, micro)
@@ -132,23 +129,14 @@ def test_workers_deliver_the_same_batches(tmp_path, qwen):
                     assert (batch.images is None) == (own.images is None)
                     for name, tensor in (own.images or {}).items():
                         assert torch.equal(batch.images[name], tensor)
-        finally:
-            loader.close()
-
-
-def test_an_image_that_changes_later_ends_the_run_with_its_name(tmp_path, qwen):
-    path = write_rows(tmp_path / "data", ROWS)
-    plan = plan_of(qwen, path)
-    (path.parent / "blue.png").unlink()
-    for workers in (0, 2):
-        loader = Loader(plan, LoaderConfig(num_workers=workers), CPU)
-        try:
-            with pytest.raises(DataError) as raised:
+        (path.parent / "blue.png").unlink()
+        for loader in loaders:
+            with pytest.raises(DataError, match=r"blue\.png: there is no such file") as raised:
                 [list(step.micro_batches) for step in loader.steps()]
-        finally:
+            assert "Traceback" not in str(raised.value)
+    finally:
+        for loader in loaders:
             loader.close()
-        assert "blue.png: there is no such file" in str(raised.value)
-        assert "Traceback" not in str(raised.value)
 
 
 def test_the_table_is_cached_until_an_image_changes(tmp_path, qwen, capsys):
@@ -177,15 +165,9 @@ def test_the_table_depends_on_the_processor_and_the_folder(tmp_path, qwen):
 
 
 def test_documents_with_other_images_are_no_copies(tmp_path, qwen):
-    for color in COLORS:
-        Image.new("RGB", (56, 56), color).save(tmp_path / f"{color}.png")
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row(color)) + "\n" for color in ("red", "blue", "red")))
-    table = table_of(qwen, path)
-    assert (
-        table.ids[table.offsets[0] : table.offsets[1]].tolist()
-        == table.ids[table.offsets[1] : table.offsets[2]].tolist()
-    )
+    table = table_of(qwen, write_rows(tmp_path, [row("red"), row("blue"), row("red")], grows=0))
+    first, second, _ = np.split(table.ids, table.offsets[1:-1])
+    assert first.tolist() == second.tolist()
     assert table.digests[0] == table.digests[2] != table.digests[1]
 
 
@@ -283,11 +265,8 @@ def test_pairs_share_their_prompt_with_its_images(tmp_path, qwen):
 
 
 def test_documents_of_a_group_with_other_images_share_nothing_of_them(tmp_path, qwen):
-    for color in COLORS:
-        Image.new("RGB", (56, 56), color).save(tmp_path / f"{color}.png")
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"documents": [row("red", "blue"), row("red", "lime")], "labels": [1, 0]}) + "\n")
-    table = table_of(qwen, path)
+    group = {"documents": [row("red", "blue"), row("red", "lime")], "labels": [1, 0]}
+    table = table_of(qwen, write_rows(tmp_path, [group], grows=0))
     second = table.placed_images(int(table.offsets[1]), int(table.offsets[2] - table.offsets[1]))[1]
     assert 0 < shared_tokens(table)[1] <= second.start
 
@@ -302,7 +281,7 @@ def test_the_size_of_the_images_of_a_batch_is_known_before_any_is_decoded(tmp_pa
 
 
 def test_batches_that_are_ready_take_a_share_of_the_memory():
-    config = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=False)
+    config = LoaderConfig(num_workers=8, prefetch_factor=4)
     plenty = 1 << 40
     assert config.bounded(0, 0, 0) == config
     assert config.bounded(100, plenty, plenty) == config
@@ -321,27 +300,29 @@ def test_batches_that_are_ready_take_a_share_of_the_memory():
 
 
 def test_workers_take_the_rest_of_a_small_file_with_images(tmp_path, qwen, monkeypatch):
-    path = write_rows(tmp_path / "data", ROWS * 60)
+    """The workers are one here, in this process."""
+    path = write_rows(tmp_path / "data", ROWS * 4)
     expected = table_of(qwen, path)
     assert path.stat().st_size < tokenizing.IN_PROCESS_BYTES
     shards = []
 
-    def counted(setup, argument, tasks, processes):
-        for result in map_in_order(setup, argument, tasks, processes):
-            shards.append(len(result.lengths))
-            yield result
+    def one_worker(setup, argument, tasks, processes):
+        work = setup(argument)
+        for task in tasks:
+            shards.append(task)
+            yield work(task)
 
-    monkeypatch.setattr(tokenizing, "map_in_order", counted)
-    monkeypatch.setattr(tokenizing, "IN_PROCESS_SECONDS", 0.0)
-    data = replace(data_config(path), cache_dir=str(tmp_path / "other"), workers=2)
-    found = tokenize(data.sources[0], data, qwen.processor.tokenizer, progress=False, images=qwen)
-    assert 0 < sum(shards) < len(found), "the first rows were tokenized in this process"
-    assert found.fingerprint == expected.fingerprint
-    shards.clear()
-    monkeypatch.setattr(tokenizing, "IN_PROCESS_SECONDS", 600.0)
-    data = replace(data, cache_dir=str(tmp_path / "third"))
-    tokenize(data.sources[0], data, qwen.processor.tokenizer, progress=False, images=qwen)
-    assert not shards
+    monkeypatch.setattr(sources, "SHARD_BYTES_WITH_IMAGES", 1000)
+    monkeypatch.setattr(tokenizing, "map_in_order", one_worker)
+    for seconds, handed_over in ((0.0, True), (600.0, False)):
+        monkeypatch.setattr(tokenizing, "IN_PROCESS_SECONDS", seconds)
+        data = replace(data_config(path), cache_dir=str(tmp_path / f"after {seconds}"), workers=2)
+        shards.clear()
+        found = tokenize(data.sources[0], data, qwen.processor.tokenizer, progress=False, images=qwen)
+        assert found.fingerprint == expected.fingerprint
+        assert bool(shards) == handed_over
+        rows = sum(1 for shard in shards for _ in shard.rows())
+        assert rows < len(found), "the first rows are tokenized in this process"
 
 
 def test_images_in_a_row_may_be_larger_than_its_text(tmp_path, qwen, monkeypatch):

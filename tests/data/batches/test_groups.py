@@ -45,7 +45,7 @@ def table_of(sizes):
 TAUGHT = [([7, 8, 9], [False, True, True])] * 5
 any_table = table_of(st.integers(1, 5))
 threes = table_of(st.just(3))
-law = settings(max_examples=25, deadline=None)
+law = settings(max_examples=12, deadline=None)
 
 
 def teaches(t, group: int) -> bool:

@@ -39,7 +39,7 @@ runs = st.fixed_dictionaries(
         micro=st.sampled_from([1, 2, 4]),
     )
 )
-law = settings(max_examples=25)
+law = settings(max_examples=12)
 
 
 def grown(tables, **options) -> Plan:

@@ -19,7 +19,7 @@ from fxtune.data.config import DataConfig, MixConfig, SourceConfig
 from fxtune.errors import DataError
 
 LENGTH = 64
-law = settings(max_examples=30)
+law = settings(max_examples=15)
 
 
 def documents(*lengths: int) -> Table:

@@ -27,7 +27,6 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.chat.split import SplitCounts
 from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.data.formats.registry import FORMATS
-from fxtune.errors import ConfigError
 from fxtune.system.machine.host import cores
 
 CPU = torch.device("cpu")
@@ -174,15 +173,10 @@ def test_second_pass_uses_the_same_workers(folder):
     loaded.close()
     assert gone()
 
-    loaded = Loader(made, LoaderConfig(num_workers=1, persistent_workers=False), CPU)
-    check_equal(taken(loaded.steps(5)), made, 5)
-    assert gone()
 
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_workers_end_with_the_loader_even_if_a_pass_is_referenced(folder, persistent):
+def test_workers_end_with_the_loader_even_if_a_pass_is_referenced(folder):
     """The traceback of a signal that arrives while the loop waits for a batch refers to the pass until the interpreter ends."""
-    steps = load(plan(Table(folder)), LoaderConfig(num_workers=2, persistent_workers=persistent), CPU)
+    steps = load(plan(Table(folder)), LoaderConfig(num_workers=2), CPU)
     next(next(steps).micro_batches)
     held = [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)]
     assert len(held) == 1
@@ -202,9 +196,7 @@ def test_only_gpu_batches_have_rounded_targets(folder):
     made = plan(Table(folder))
     pieces = made.batch_spec(0, 0)
     at_once = {
-        device: Loader(made, LoaderConfig(num_workers=0, pin_memory=False), torch.device(device))._loader.dataset[
-            pieces
-        ]
+        device: Loader(made, LoaderConfig(num_workers=0), torch.device(device))._loader.dataset[pieces]
         for device in ("cpu", "cuda")
     }
     assert len(at_once["cpu"].labels) == made.batch(0, 0).supervised
@@ -325,13 +317,10 @@ def test_plan_and_tables_pickle_as_paths(folder):
 
 
 def test_defaults_depend_on_the_device():
-    assert LoaderConfig().resolved(CPU) == LoaderConfig(num_workers=0, pin_memory=False)
+    assert LoaderConfig().resolved(CPU) == LoaderConfig(num_workers=0)
     images = LoaderConfig().resolved(torch.device("cuda", 0), with_images=True)
     assert images.num_workers == min(8, cores() - 1)
     cuda = LoaderConfig().resolved(torch.device("cuda", 0))
-    assert cuda.pin_memory
     assert cuda.num_workers in (0, 1, 2)
-    kept = LoaderConfig(num_workers=3, pin_memory=False)
+    kept = LoaderConfig(num_workers=3)
     assert kept.resolved(torch.device("cuda", 0)) == kept
-    with pytest.raises(ConfigError, match=r"loader\.pin_memory=true"):
-        LoaderConfig(pin_memory=True).resolved(CPU)

@@ -66,7 +66,7 @@ shapes = st.fixed_dictionaries(
         seed=st.integers(0, 2**40),
     )
 )
-law = settings(max_examples=30)
+law = settings(max_examples=15)
 
 
 @law

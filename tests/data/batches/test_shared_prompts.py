@@ -50,7 +50,7 @@ def plan_of(table, **options):
     return training([table], micro=2, step=2, sequence_length=LENGTH, epochs=1, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(table=pairs())
 def test_the_second_document_shares_all_but_the_last_token_of_the_common_prompt(table):
     found = shared_tokens(table)
@@ -60,7 +60,7 @@ def test_the_second_document_shares_all_but_the_last_token_of_the_common_prompt(
         assert found[second] == max(alike - 1, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(table=pairs())
 def test_keys_of_each_document_are_the_whole_document(table):
     plan = plan_of(table, share_prompts=True)
@@ -91,7 +91,7 @@ def test_keys_of_each_document_are_the_whole_document(table):
     assert seen == len(table), "each document once"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(table=pairs())
 def test_each_key_finds_the_way_back_to_its_token(table):
     plan = plan_of(table, share_prompts=True)
@@ -107,7 +107,7 @@ def test_each_key_finds_the_way_back_to_its_token(table):
         assert found == back
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(table=pairs())
 def test_a_step_has_the_same_documents_in_fewer_tokens(table):
     whole, once = plan_of(table), plan_of(table, share_prompts=True)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.encoded import encoded
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -34,12 +35,6 @@ def tokenizer_of(merged: list[str], normalizer=None) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", extra_special_tokens=special[:1])
     made.chat_template = families.template("chatml", marks=False)
     return made
-
-
-def encoded(encoder: Encoder, row: dict) -> Document:
-    (document,) = encoder.encode([row])
-    assert isinstance(document, Document), document
-    return document
 
 
 def first(document: Document) -> int:
@@ -112,7 +107,7 @@ def test_a_document_begins_with_the_tokens_of_its_prompt(style: str) -> None:
     encoder = Encoder(tokenizer, FORMATS["prompt_completion"])
     words = st.text("what is\n? 12four:é😀", max_size=12)
 
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(words, words.filter(str.strip))
     def check(prompt: str, completion: str) -> None:
         document = encoded(encoder, {"prompt": prompt, "completion": completion})

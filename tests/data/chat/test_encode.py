@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 from support.cases import slow_but
+from support.encoded import encoded, learned, reason
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS
@@ -22,23 +23,6 @@ from fxtune.errors import DataError
 # (kind, bos, eos, others). Few, because test_template.py covers the alphabets of byte-level tokenizers.
 STYLES = ["bytelevel", "bytelevel_trimmed", "metaspace", "metaspace_prefixed"]
 CHAT = {"messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]}
-
-
-def encoded(encoder: Encoder, row: Any) -> Document:
-    (document,) = encoder.encode([row])
-    assert isinstance(document, Document), document
-    assert len(document.ids) == len(document.supervised)
-    return document
-
-
-def reason(encoder: Encoder, row: Any) -> str:
-    (found,) = encoder.encode([row])
-    assert isinstance(found, str), found
-    return found
-
-
-def learned(document: Document, tokenizer: Any) -> str:
-    return tokenizer.decode([token for token, learn in zip(document.ids, document.supervised, strict=True) if learn])
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -202,7 +186,7 @@ def test_text_of_other_roles_is_never_learned(style: str) -> None:
         min_size=1,
     )
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(turns)
     def check(turns: list[tuple[str, str]]) -> None:
         answers = [content for role, content in turns if role == "assistant"]
@@ -249,7 +233,7 @@ ROW = (
 def test_no_row_crashes_the_encoder(family: str) -> None:
     encoders = [Encoder(families.tokenizer(family), format) for format in FORMATS.values()]
 
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(ROW)
     def check(row: Any) -> None:
         for encoder in encoders:

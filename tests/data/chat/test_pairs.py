@@ -86,13 +86,13 @@ def require_pair(family: str, row: dict[str, Any]) -> None:
     assert prompts[0] == prompts[1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FAMILIES), pairs())
 def test_pairs_have_one_prompt_and_whole_answers(family: str, row: dict[str, Any]) -> None:
     require_pair(family, row)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["qwen3", "gptoss", "chatml"]), pairs(reasons=True))
 def test_answers_with_and_without_reasoning_have_one_prompt(family: str, row: dict[str, Any]) -> None:
     """trl#6433: a prompt that shrinks for one answer takes `<think>` from the other one."""
@@ -112,7 +112,7 @@ def test_answers_with_and_without_reasoning_have_one_prompt(family: str, row: di
     require_pair(family, row)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(["bytelevel", "metaspace_prefixed"]), words, words, words)
 def test_texts_have_one_prompt_and_one_end(style: str, prompt: str, chosen: str, rejected: str) -> None:
     """trl#4908: an end-of-text token, and not two."""
@@ -134,7 +134,7 @@ def test_texts_have_one_prompt_and_one_end(style: str, prompt: str, chosen: str,
         assert all(document.supervised[border:])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 40),
     st.lists(st.integers(1, 40), min_size=1, max_size=2),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.cases import pairs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -52,8 +53,7 @@ def test_answer_that_quotes_a_special_token_is_learned_as_text():
     assert [token for token in learned if token in special(tokenizer)] == [tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("marks", [True, False])
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(("family", "marks"), pairs(list(families.FAMILIES), [True, False]))
 def test_quotes_do_not_change_the_chat_structure(family, marks):
     tokenizer = families.tokenizer(family, marks)
     quotes = list(special(tokenizer).values())
@@ -83,7 +83,7 @@ def test_quotes_do_not_change_the_chat_structure(family, marks):
     check()
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "two and two", " ", "\n\n", "é", "😀", "<|", "|>"]), max_size=8

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.encoded import runs
 
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.chat.split import SplitChat, SplitCounts
@@ -17,14 +18,6 @@ from fxtune.data.formats.registry import FORMATS
 FAMILIES = ["chatml", "llama31", "gemma3", "phi3"]
 """The families whose templates write a turn in the same way at each place of a chat."""
 ENCODERS = {family: Encoder(families.tokenizer(family), FORMATS["messages"]) for family in [*FAMILIES, "qwen3"]}
-
-
-def runs(document: Document) -> list[tuple[int, ...]]:
-    """The supervised turns: their tokens, one run each."""
-    pairs = zip(document.ids, document.supervised, strict=True)
-    return [
-        tuple(token for token, _ in run) for learned, run in itertools.groupby(pairs, lambda pair: pair[1]) if learned
-    ]
 
 
 def encode(family: str, messages: list[dict]) -> Document:
@@ -79,7 +72,7 @@ def test_no_supervised_token_is_lost_but_those_counted_and_no_turn_is_cut_but_th
         assert counts.lost_tokens == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(messages=chats(), longest=st.integers(60, 250), family=st.sampled_from([*FAMILIES, "qwen3"]))
 def test_each_piece_is_a_chat_of_whole_exchanges_with_the_system_prompt(messages, longest, family):
     head, body = ([messages[0]], messages[1:]) if messages[0]["role"] == "system" else ([], messages)

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import families
+from support.encoded import encoded, learned
 
-from fxtune.data.chat.encode import Document, Encoder
+from fxtune.data.chat.encode import Encoder
 from fxtune.data.formats.registry import FORMATS
 from fxtune.errors import DataError
 
 CHAT = {"messages": [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]}
-
-
-def encoded(encoder: Encoder, row: Any) -> Document:
-    (document,) = encoder.encode([row])
-    assert isinstance(document, Document), document
-    assert len(document.ids) == len(document.supervised)
-    return document
-
-
-def learned(document: Document, tokenizer: Any) -> str:
-    return tokenizer.decode([token for token, learn in zip(document.ids, document.supervised, strict=True) if learn])
 
 
 def test_template_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.encoded import encoded, reason, runs
 
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.formats.registry import FORMATS
@@ -19,6 +20,7 @@ CALL = {
     "type": "function",
     "function": {"name": "add", "arguments": '{"a": "two", "b": [2, {"c": null}]}'},
 }
+OTHER = {"id": "call_2", "type": "function", "function": {"name": "sub", "arguments": {}}}
 WRITTEN = '{"a": "two", "b": [2, {"c": null}]}'
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "it is 4"}
@@ -60,15 +62,7 @@ def with_tools(family: str, row: dict[str, Any]) -> dict[str, Any]:
 def learned(family: str, row: dict[str, Any], format: str = "messages", learn: LearnConfig | None = None) -> list[str]:
     """The supervised stretches of a row under a published template, decoded from their tokens."""
     tokenizer = families.tokenizer(family)
-    (document,) = Encoder(tokenizer, FORMATS[format], learn=learn).encode([row])
-    assert isinstance(document, Document), document
-    stretches: list[list[int]] = []
-    for index, (token, is_learned) in enumerate(zip(document.ids, document.supervised, strict=True)):
-        if is_learned and (index == 0 or not document.supervised[index - 1]):
-            stretches.append([])
-        if is_learned:
-            stretches[-1].append(token)
-    texts = map(tokenizer.decode, stretches)
+    texts = map(tokenizer.decode, runs(encoded(Encoder(tokenizer, FORMATS[format], learn=learn), row)))
     # Mistral's tokenizer puts a space before the text behind a special token.
     return [one.lstrip().replace("]  [", "] [") for one in texts] if family == "mistral_v3" else list(texts)
 
@@ -81,31 +75,17 @@ def without_id(stretch: str) -> str:
 
 @pytest.mark.parametrize("family", families.TOOL_FAMILIES)
 def test_calls_and_answers_are_learned_and_results_are_not(family: str) -> None:
-    for row in (
-        with_tools(family, {"messages": [USER, CALLING, RESULT, ANSWER]}),
-        {"messages": [USER, CALLING, RESULT, ANSWER]},
-    ):
-        call, answer = learned(family, row)
-        assert without_id(call) == CALL_TEXT[family]
-        assert answer == ANSWER_TEXT[family]
-
-
-@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
-def test_a_dataset_of_calls_alone(family: str) -> None:
-    (call,) = learned(family, with_tools(family, {"messages": [USER, CALLING]}))
+    """With and without tools, in several rounds, and in a chat that ends with a call."""
+    call, answer, once = CALL_TEXT[family], ANSWER_TEXT[family], [USER, CALLING, RESULT]
+    row = {"messages": [*once, ANSWER]}
+    assert [without_id(one) for one in learned(family, row)] == [call, answer]
+    assert [without_id(one) for one in learned(family, with_tools(family, row))] == [call, answer]
+    found = learned(family, with_tools(family, {"messages": [*once, ANSWER, *once, CALLING, RESULT, ANSWER]}))
+    assert [without_id(one) for one in found if "add" in one] == [call] * 3
+    assert (len(found), found[-1]) == (5, answer)
+    (alone,) = learned(family, with_tools(family, {"messages": [USER, CALLING]}))
     # Qwen3 writes an empty block of reasoning in the last turn, and the model must learn that.
-    assert without_id(call) == ("<think>\n\n</think>\n\n" if family == "qwen3" else "") + CALL_TEXT[family]
-
-
-@pytest.mark.parametrize("family", families.TOOL_FAMILIES)
-def test_calls_in_several_rounds(family: str) -> None:
-    again = [USER, CALLING, RESULT]
-    found = learned(
-        family, with_tools(family, {"messages": [USER, CALLING, RESULT, ANSWER, *again, CALLING, RESULT, ANSWER]})
-    )
-    assert [without_id(one) for one in found if "add" in one] == [CALL_TEXT[family]] * 3
-    assert len(found) == 5
-    assert found[-1] == ANSWER_TEXT[family]
+    assert without_id(alone) == ("<think>\n\n</think>\n\n" if family == "qwen3" else "") + call
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_v3"])
@@ -123,17 +103,8 @@ def test_sharegpt_calls_and_observations(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_v3", "hermes", "deepseek"])
 def test_parallel_calls_are_one_turn(family: str) -> None:
-    other = {"id": "call_2", "type": "function", "function": {"name": "sub", "arguments": {}}}
-    row = {
-        "messages": [
-            USER,
-            {**CALLING, "tool_calls": [CALL, other]},
-            RESULT,
-            {**RESULT, "tool_call_id": "call_2"},
-            ANSWER,
-        ]
-    }
-    call, answer = learned(family, row)
+    both = [{**CALLING, "tool_calls": [CALL, OTHER]}, RESULT, {**RESULT, "tool_call_id": "call_2"}]
+    call, answer = learned(family, {"messages": [USER, *both, ANSWER]})
     assert call.index("add") < call.index("sub")
     assert call.endswith(CALL_TEXT[family][-6:])
     assert answer == ANSWER_TEXT[family]
@@ -141,21 +112,9 @@ def test_parallel_calls_are_one_turn(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama31", "harmony"])
 def test_a_template_that_takes_one_call_a_turn_refuses_two(family: str) -> None:
-    (reason,) = Encoder(families.tokenizer(family), FORMATS["messages"]).encode(
-        [
-            {
-                "messages": [
-                    USER,
-                    {
-                        **CALLING,
-                        "tool_calls": [CALL, CALL | {"id": "call_2", "function": {"name": "sub", "arguments": {}}}],
-                    },
-                ]
-            }
-        ]
-    )
-    assert isinstance(reason, str)
-    assert "single tool-calls" in reason or "does not write tool_calls[1] of messages[1]" in reason
+    row = {"messages": [USER, {**CALLING, "tool_calls": [CALL, OTHER]}]}
+    found = reason(Encoder(families.tokenizer(family), FORMATS["messages"]), row)
+    assert "single tool-calls" in found or "does not write tool_calls[1] of messages[1]" in found
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek"])
@@ -242,7 +201,7 @@ def test_spans_with_calls_equal_those_of_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), FORMATS["messages"])
     stock = Encoder(families.tokenizer(family), FORMATS["messages"])
 
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(agents(family))
     def check(row: dict[str, Any]) -> None:
         expected, found = marked.encode([row])[0], stock.encode([row])[0]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
+from support.encoded import runs
 
 from fxtune.data.chat.encode import Document, Encoder
 from fxtune.data.chat.template import ChatTemplate
@@ -60,7 +61,7 @@ def test_masks_without_marks_equal_masks_with_marks(family: str) -> None:
     marked = Encoder(families.tokenizer(family, marks=True), FORMATS["messages"])
     stock = Encoder(families.tokenizer(family), FORMATS["messages"])
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(conversations(family))
     def check(row: dict) -> None:
         expected, found = marked.encode([row])[0], stock.encode([row])[0]
@@ -79,13 +80,7 @@ def supervised_text(family: str, messages: list[dict], tools: list[dict] | None 
     chat = FORMATS["messages"].read(row, LearnConfig())
     template, *_ = encoder.templates.get(chat.tools is not None)
     text, spans = supervised_spans(template, chat.messages, chat.supervised, chat.tools)
-    stretches: list[list[int]] = []
-    for index, (token, learned) in enumerate(zip(document.ids, document.supervised, strict=True)):
-        if learned and (index == 0 or not document.supervised[index - 1]):
-            stretches.append([])
-        if learned:
-            stretches[-1].append(token)
-    decoded = [tokenizer.decode(stretch) for stretch in stretches]
+    decoded = [tokenizer.decode(run) for run in runs(document)]
     assert [text[start:end].strip() for start, end in spans] == [one.strip() for one in decoded]
     return decoded
 

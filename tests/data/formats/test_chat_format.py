@@ -19,50 +19,19 @@ CALLING = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name":
 
 def test_the_formats_agree() -> None:
     rows: list[tuple[RowFormat, dict[str, Any]]] = [
-        (
-            FORMATS["messages"],
-            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}, ANSWER]},
-        ),
-        (
-            FORMATS["messages"],
-            {
-                "messages": [
-                    {"role": "system", "content": [{"type": "text", "text": "s"}]},
-                    {"role": "user", "content": [{"type": "text", "text": "u\n"}, {"type": "text", "text": "\nv"}]},
-                    {
-                        "role": "assistant",
-                        "content": "a",
-                        "tool_calls": None,
-                        "weight": 1,
-                        "train": True,
-                        "name": None,
-                    },
-                ]
-            },
-        ),
-        (
-            FORMATS["sharegpt"],
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "human", "value": "u\n\nv"},
-                    {"from": "gpt", "value": "a", "weight": None},
-                ]
-            },
-        ),
-        (
-            FORMATS["sharegpt"],
-            {"conversations": [{"from": "user", "value": "u\n\nv"}, {"from": "model", "value": "a"}], "system": "s"},
-        ),
+        (FORMATS["messages"], {"messages": [{"role": "system", "content": "s"},
+         {"role": "user", "content": "u\n\nv"}, ANSWER]}),
+        (FORMATS["messages"], {"messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]},
+         {"role": "user", "content": [{"type": "text", "text": "u\n"}, {"type": "text", "text": "\nv"}]},
+         {"role": "assistant", "content": "a", "tool_calls": None, "weight": 1, "train": True, "name": None}]}),
+        (FORMATS["sharegpt"], {"conversations": [{"from": "system", "value": "s"},
+         {"from": "human", "value": "u\n\nv"}, {"from": "gpt", "value": "a", "weight": None}]}),
+        (FORMATS["sharegpt"], {"conversations": [{"from": "user", "value": "u\n\nv"},
+         {"from": "model", "value": "a"}], "system": "s"}),
         (FORMATS["alpaca"], {"instruction": "u", "input": "v", "output": "a", "system": "s"}),
-        (
-            FORMATS["prompt_completion"],
-            {
-                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u\n\nv"}],
-                "completion": [ANSWER],
-            },
-        ),
-    ]
+        (FORMATS["prompt_completion"], {"prompt": [{"role": "system", "content": "s"},
+         {"role": "user", "content": "u\n\nv"}], "completion": [ANSWER]}),
+    ]  # fmt: skip
     for format, row in rows:
         chat = format.read(row, LearnConfig())
         assert chat.messages == [

@@ -67,19 +67,13 @@ def test_parts_without_an_image_take_the_column_in_order():
     "row",
     [
         {"messages": [{"role": "user", "content": "<image>\nWhat?<image>"}, ANSWER], "images": ["a.png", BYTES]},
-        {
-            "conversations": [{"from": "human", "value": "<image>\nWhat?<image>"}, {"from": "gpt", "value": "A."}],
-            "id": "7",
-            "images": ["a.png", BYTES],
-        },
+        {"conversations": [{"from": "human", "value": "<image>\nWhat?<image>"}, {"from": "gpt", "value": "A."}],
+         "id": "7", "images": ["a.png", BYTES]},
         {"instruction": "<image>\nWhat?<image>", "output": "A.", "images": ["a.png", BYTES]},
-        {
-            "prompt": [{"role": "user", "content": "<image>\nWhat?<image>"}],
-            "completion": [ANSWER],
-            "images": ["a.png", BYTES],
-        },
+        {"prompt": [{"role": "user", "content": "<image>\nWhat?<image>"}], "completion": [ANSWER],
+         "images": ["a.png", BYTES]},
     ],
-)
+)  # fmt: skip
 def test_marks_take_the_column(row):
     assert read(row) == [(f"{IMAGE}\nWhat?{IMAGE}", ["a.png", BYTES]), ("A.", [])]
 

@@ -66,35 +66,28 @@ def test_answers_with_the_same_first_words_are_learned_from_their_first_word() -
         ({"prompt": "two? ", "chosen": "four", "rejected": "four"}, "chosen and rejected are identical"),
         ({"chosen": [ASK, FOUR], "rejected": [ASK]}, "no answer is left of rejected"),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FOUR, ASK, FIVE]}, "no answer is left of chosen"),
-        (
-            {"chosen": [ASK, FOUR], "rejected": [{**ASK, "content": "two?"}, FIVE]},
-            r"the prompts differ: chosen\[0\].content is not rejected\[0\].content",
-        ),
-        (
-            {"chosen": [ASK, CALL, RESULT, FOUR], "rejected": [ASK, CALL, {**RESULT, "content": "5"}, FIVE]},
-            r"the prompts differ: chosen\[2\].content is not rejected\[2\].content",
-        ),
+        ({"chosen": [ASK, FOUR], "rejected": [{**ASK, "content": "two?"}, FIVE]},
+         r"the prompts differ: chosen\[0\].content is not rejected\[0\].content"),
+        ({"chosen": [ASK, CALL, RESULT, FOUR], "rejected": [ASK, CALL, {**RESULT, "content": "5"}, FIVE]},
+         r"the prompts differ: chosen\[2\].content is not rejected\[2\].content"),
         ({"prompt": [ASK], "chosen": [FOUR], "rejected": [ASK, FIVE]}, "the prompts differ"),
-        (
-            {"chosen": [{"role": "system", "content": "Be kind."}, ASK, FOUR], "rejected": [ASK, FIVE]},
-            "write the system turn in both, or in neither",
-        ),
-        (
-            {"prompt": [ASK], "chosen": [FOUR], "rejected": [{**FIVE, "content": " "}]},
-            r"rejected\[0\].content is empty, so the model would learn",
-        ),
+        ({"chosen": [{"role": "system", "content": "Be kind."}, ASK, FOUR], "rejected": [ASK, FIVE]},
+         "write the system turn in both, or in neither"),
+        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [{**FIVE, "content": " "}]},
+         r"rejected\[0\].content is empty, so the model would learn"),
         ({"prompt": "two? ", "chosen": "", "rejected": "four"}, "chosen is empty, so the model would learn"),
         ({"prompt": "", "chosen": "two", "rejected": "four"}, "prompt is empty"),
         ({"prompt": [ASK], "chosen": 4, "rejected": "five"}, "chosen is a number, not a text, a turn or a list"),
-        (
-            {"prompt": [ASK], "chosen": [FOUR], "rejected": [{**FIVE, "train": False}]},
-            "no turn of rejected is learned: its `train`",
-        ),
-        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE], "margin": "2"}, "margin is a string, not a number"),
-        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE], "margin": math.nan}, "margin is nan, not a number"),
-        ({"prompt": "two?", "chosen": "four", "rejected": "five", "tools": [{"name": "add"}]}, "tools is for chats"),
+        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [{**FIVE, "train": False}]},
+         "no turn of rejected is learned: its `train`"),
+        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE], "margin": "2"},
+         "margin is a string, not a number"),
+        ({"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE], "margin": math.nan},
+         "margin is nan, not a number"),
+        ({"prompt": "two?", "chosen": "four", "rejected": "five", "tools": [{"name": "add"}]},
+         "tools is for chats"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_cannot_be_used_have_a_reason(row, reason) -> None:
     found = row_format({**row, "chosen": [ASK, FOUR]} if "prompt" not in row else {**row, "chosen": "four"})
     assert found is not None

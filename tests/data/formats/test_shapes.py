@@ -47,259 +47,83 @@ SEEN = "<|image|>What is it?", "red<|im_end|>"
 # {name: (a row, or several, part of the prompt, what is learned)}. An image is written as <|image|>.
 IMAGES: dict[str, Any] = {
     "vqa": ({"image": "a.png", "question": "What is it?", "answer": "red"}, *SEEN),
-    "vqa with answers": (
-        {"image": "a.png", "question": "What is it?", "answers": ["rose", "red", "red"], "question_id": 4},
-        *SEEN,
-    ),
-    "vqa with answers of annotators": (
-        {
-            "image": "a.png",
-            "question": "What is it?",
-            "multiple_choice_answer": "red",
-            "answers": [{"answer": answer, "answer_confidence": "yes", "answer_id": 1} for answer in ("red", "rose")],
-        },
-        *SEEN,
-    ),
+    "vqa with answers": ({"image": "a.png", "question": "What is it?", "answers": ["rose", "red", "red"],
+     "question_id": 4}, *SEEN),
+    "vqa with answers of annotators": ({"image": "a.png", "question": "What is it?", "multiple_choice_answer": "red",
+     "answers": [{"answer": answer, "answer_confidence": "yes", "answer_id": 1} for answer in ("red", "rose")]},
+     *SEEN),
     "prompt and response": ({"image": "a.png", "prompt": "What is it?", "response": "red"}, *SEEN),
-    "a mark in the question": (
-        {"image": "a.png", "question": "What <image> is it?", "answer": "red"},
-        "What <|image|> is it?",
-        SEEN[1],
-    ),
+    "a mark in the question": ({"image": "a.png", "question": "What <image> is it?", "answer": "red"},
+     "What <|image|> is it?", SEEN[1]),
     "captions": ({"image": "a.png", "text": "A red field."}, "user\n<|image|>", "A red field.<|im_end|>"),
-    "imagefolder captions": (
-        {"file_name": "a.png", "text": "A red field."},
-        "user\n<|image|>",
-        "A red field.<|im_end|>",
-    ),
+    "imagefolder captions": ({"file_name": "a.png", "text": "A red field."}, "user\n<|image|>",
+     "A red field.<|im_end|>"),
     "imagefolder questions": ({"file_name": "a.png", "question": "What is it?", "answer": "red"}, *SEEN),
-    "rlaif-v": (
-        {
-            "question": "What is it?",
-            "chosen": "red",
-            "rejected": "blue",
-            "image": "a.png",
-            "image_path": "x/a.png",
-            "ds_name": "own",
-            "origin_dataset": "own",
-            "origin_split": "{}",
-            "idx": 1,
-        },
-        SEEN[0],
-        "red<|im_end|>",
-        "blue<|im_end|>",
-    ),
+    "rlaif-v": ({"question": "What is it?", "chosen": "red", "rejected": "blue", "image": "a.png",
+     "image_path": "x/a.png", "ds_name": "own", "origin_dataset": "own", "origin_split": "{}", "idx": 1}, SEEN[0],
+     "red<|im_end|>", "blue<|im_end|>"),
     "judged": ({"image": "a.png", "prompt": "What is it?", "completion": "red", "label": "true"}, *SEEN),
-    "llava": (
-        {
-            "id": "1",
-            "image": "a.png",
-            "conversations": [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "red"}],
-        },
-        *SEEN,
-    ),
-    "gemini": (
-        {
-            "contents": [
-                {
-                    "role": "user",
-                    "parts": [{"inlineData": {"mimeType": "image/png", "data": BASE64}}, {"text": "What is it?"}],
-                },
-                {"role": "model", "parts": [{"text": "red"}]},
-            ]
-        },
-        *SEEN,
-    ),
-    "anthropic": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": WRAPPED}},
-                        {"type": "text", "text": "What is it?"},
-                    ],
-                },
-                {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
-            ]
-        },
-        *SEEN,
-    ),
-    "responses": (
-        {
-            "input": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"},
-                        {"type": "input_text", "text": "What is it?"},
-                    ],
-                },
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "status": "completed",
-                    "content": [{"type": "output_text", "text": "red", "annotations": []}],
-                },
-            ]
-        },
-        *SEEN,
-    ),
+    "llava": ({"id": "1", "image": "a.png", "conversations": [{"from": "human", "value": "<image>What is it?"},
+     {"from": "gpt", "value": "red"}]}, *SEEN),
+    "gemini": ({"contents": [{"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": BASE64}},
+     {"text": "What is it?"}]}, {"role": "model", "parts": [{"text": "red"}]}]}, *SEEN),
+    "anthropic": ({"messages": [{"role": "user", "content": [{"type": "image",
+     "source": {"type": "base64", "media_type": "image/png", "data": WRAPPED}},
+     {"type": "text", "text": "What is it?"}]}, {"role": "assistant",
+     "content": [{"type": "text", "text": "red"}]}]}, *SEEN),
+    "responses": ({"input": [{"role": "user", "content": [{"type": "input_image",
+     "image_url": f"data:image/png;base64,{BASE64}"}, {"type": "input_text", "text": "What is it?"}]},
+     {"type": "message", "role": "assistant", "status": "completed",
+     "content": [{"type": "output_text", "text": "red", "annotations": []}]}]}, *SEEN),
     "wrapped base64 alone": ({"image": WRAPPED, "question": "What is it?", "answer": "red"}, *SEEN),
-}
+}  # fmt: skip
 TEXTS: dict[str, Any] = {
-    "gemini": (
-        {
-            "systemInstruction": {"parts": [{"text": "Be short."}]},
-            "tools": [{"functionDeclarations": [{"name": "add", "description": "adds", "parameters": SCHEMA}]}],
-            "contents": [
-                {"role": "user", "parts": [{"text": "Add 2 and 2."}]},
-                {"role": "model", "parts": [{"functionCall": {"name": "add", "args": {"a": 2}}}]},
-                {"role": "user", "parts": [{"functionResponse": {"name": "add", "response": {"sum": 4}}}]},
-                {"role": "model", "parts": [{"text": "It is 4."}]},
-            ],
-        },
-        '<tool_response>\n{"sum": 4}',
-        *SUM,
-    ),
-    "gemini's thoughts": (
-        {
-            "contents": [
-                {"role": "user", "parts": [{"text": "Add."}]},
-                {"role": "model", "parts": [{"text": "Two twice.", "thought": True}, {"text": "It is 4."}]},
-            ]
-        },
-        "Add.",
-        THOUGHT,
-    ),
-    "anthropic": (
-        {
-            "system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
-            "tools": [{"name": "add", "description": "adds", "input_schema": SCHEMA}],
-            "messages": [
-                {"role": "user", "content": "Add 2 and 2."},
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 2}}]},
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "t1",
-                            "content": [{"type": "text", "text": '{"sum": 4}'}],
-                        }
-                    ],
-                },
-                {"role": "assistant", "content": [{"type": "text", "text": "It is 4."}]},
-            ],
-        },
-        '<tool_response>\n{"sum": 4}',
-        *SUM,
-    ),
-    "anthropic's system": (
-        {"system": [{"type": "text", "text": "Be short."}], "messages": [USER, MODEL]},
-        "system\nBe short.",
-        SUM[1],
-    ),
-    "anthropic's empty turn": (
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {"a": 2}}]},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
-                MODEL,
-                {"role": "user", "content": ""},
-                MODEL,
-            ]
-        },
-        "<tool_response>",
-        SUM[0],
-        MODEL["content"] + "<|im_end|>",
-        SUM[1],
-    ),
-    "anthropic's thinking": (
-        {
-            "messages": [
-                USER,
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "Two twice.", "signature": "c2ln"},
-                        {"type": "text", "text": "It is 4."},
-                    ],
-                },
-            ]
-        },
-        "Add",
-        THOUGHT,
-    ),
-    "responses": (
-        {
-            "instructions": "Be short.",
-            "tools": [{"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA}],
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "Add 2 and 2."}]},
-                {
-                    "type": "function_call",
-                    "id": "f",
-                    "call_id": "c1",
-                    "name": "add",
-                    "arguments": '{"a": 2}',
-                    "status": "completed",
-                },
-                {"type": "function_call_output", "call_id": "c1", "output": '{"sum": 4}'},
-                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is 4."}]},
-            ],
-        },
-        '<tool_response>\n{"sum": 4}',
-        *SUM,
-    ),
-    "responses' reasoning": (
-        {
-            "input": "Add 2 and 2.",
-            "output": [
-                {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Two twice."}]},
-                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is 4."}]},
-            ],
-        },
-        "Add",
-        THOUGHT,
-    ),
+    "gemini": ({"systemInstruction": {"parts": [{"text": "Be short."}]},
+     "tools": [{"functionDeclarations": [{"name": "add", "description": "adds", "parameters": SCHEMA}]}],
+     "contents": [{"role": "user", "parts": [{"text": "Add 2 and 2."}]},
+     {"role": "model", "parts": [{"functionCall": {"name": "add", "args": {"a": 2}}}]},
+     {"role": "user", "parts": [{"functionResponse": {"name": "add", "response": {"sum": 4}}}]},
+     {"role": "model", "parts": [{"text": "It is 4."}]}]}, '<tool_response>\n{"sum": 4}', *SUM),
+    "gemini's thoughts": ({"contents": [{"role": "user", "parts": [{"text": "Add."}]},
+     {"role": "model", "parts": [{"text": "Two twice.", "thought": True}, {"text": "It is 4."}]}]}, "Add.",
+     THOUGHT),
+    "anthropic": ({"system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+     "tools": [{"name": "add", "description": "adds", "input_schema": SCHEMA}],
+     "messages": [{"role": "user", "content": "Add 2 and 2."},
+     {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 2}}]},
+     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1",
+     "content": [{"type": "text", "text": '{"sum": 4}'}]}]}, {"role": "assistant",
+     "content": [{"type": "text", "text": "It is 4."}]}]}, '<tool_response>\n{"sum": 4}', *SUM),
+    "anthropic's system": ({"system": [{"type": "text", "text": "Be short."}], "messages": [USER, MODEL]},
+     "system\nBe short.", SUM[1]),
+    "anthropic's empty turn": ({"messages": [USER, {"role": "assistant",
+     "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {"a": 2}}]},
+     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}, MODEL,
+     {"role": "user", "content": ""}, MODEL]}, "<tool_response>", SUM[0], MODEL["content"] + "<|im_end|>", SUM[1]),
+    "anthropic's thinking": ({"messages": [USER, {"role": "assistant",
+     "content": [{"type": "thinking", "thinking": "Two twice.", "signature": "c2ln"},
+     {"type": "text", "text": "It is 4."}]}]}, "Add", THOUGHT),
+    "responses": ({"instructions": "Be short.", "tools": [{"type": "function", "name": "add", "description": "adds",
+     "parameters": SCHEMA}], "input": [{"role": "user", "content": [{"type": "input_text", "text": "Add 2 and 2."}]},
+     {"type": "function_call", "id": "f", "call_id": "c1", "name": "add", "arguments": '{"a": 2}',
+     "status": "completed"}, {"type": "function_call_output", "call_id": "c1", "output": '{"sum": 4}'},
+     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is 4."}]}]},
+     '<tool_response>\n{"sum": 4}', *SUM),
+    "responses' reasoning": ({"input": "Add 2 and 2.", "output": [{"type": "reasoning", "id": "r",
+     "summary": [{"type": "summary_text", "text": "Two twice."}]},
+     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is 4."}]}]}, "Add",
+     THOUGHT),
     "one object that holds the chat": ({"conv": {"messages": [USER, MODEL]}, "id": 3}, "Add 2 and 2.", SUM[1]),
-    "one object that holds question and answer": (
-        {"qa": {"question": "Add 2 and 2.", "answer": " 4"}},
-        "Add 2 and 2.",
-        " 4<|im_end|>",
-    ),
-    "responses with scores": (
-        {"prompt": "Add 2 and 2.", "responses": ["5", "4", "It is 4."], "scores": [0.1, 0.5, 0.9]},
-        "Add 2 and 2.",
-        "It is 4.<|im_end|>",
-        "5<|im_end|>",
-    ),
-    "ultrafeedback": (
-        {
-            "source": "own",
-            "instruction": "Add 2 and 2.",
-            "models": ["a", "b", "c"],
-            "completions": [
-                {
-                    "model": model,
-                    "response": response,
-                    "overall_score": score,
-                    "critique": "Fine.",
-                    "annotations": {"honesty": {"Rating": "5"}},
-                    "custom_system_prompt": "",
-                    "fine-grained_score": 4.0,
-                    "principle": "honesty",
-                }
-                for model, response, score in (("a", "4", 6.0), ("b", "5", 2.0), ("c", "It is 4.", 8.5))
-            ],
-        },
-        "Add 2 and 2.",
-        SUM[1],
-        "<think>\n\n</think>\n\n5<|im_end|>",
-    ),
-}
+    "one object that holds question and answer": ({"qa": {"question": "Add 2 and 2.", "answer": " 4"}},
+     "Add 2 and 2.", " 4<|im_end|>"),
+    "responses with scores": ({"prompt": "Add 2 and 2.", "responses": ["5", "4", "It is 4."],
+     "scores": [0.1, 0.5, 0.9]}, "Add 2 and 2.", "It is 4.<|im_end|>", "5<|im_end|>"),
+    "ultrafeedback": ({"source": "own", "instruction": "Add 2 and 2.", "models": ["a", "b", "c"],
+     "completions": [{"model": model, "response": response, "overall_score": score, "critique": "Fine.",
+     "annotations": {"honesty": {"Rating": "5"}}, "custom_system_prompt": "", "fine-grained_score": 4.0,
+     "principle": "honesty"} for model, response, score in (("a", "4", 6.0), ("b", "5", 2.0),
+     ("c", "It is 4.", 8.5))]}, "Add 2 and 2.", SUM[1], "<think>\n\n</think>\n\n5<|im_end|>"),
+}  # fmt: skip
 
 
 def read(file: Path, images: ImageProcessor | None, **config: Any) -> list[tuple[str, list[str]]]:

@@ -34,7 +34,7 @@ def test_unreadable_row_has_line_and_reason(tmp_path):
     assert "cannot be read as JSON" in found["9"].error
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.one_of(st.just(""), st.just("   "), st.text(alphabet='ab"\\é\u2028 ', max_size=40)), min_size=1),
     st.integers(1, 60),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import tiny_model
+from support.decoder_sizes import decoder_sizes
 from transformers import AutoModelForCausalLM, Gemma3Config
 
 from fxtune.models.kinds.known import kind_of
@@ -12,20 +13,11 @@ from fxtune.models.load import load_config
 
 GEMMA3 = {
     "text_config": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 96,
+        **decoder_sizes(32, 48, layers=2, heads=4, key_heads=2, head_dim=8, vocabulary=96),
         "pad_token_id": 0,
     },
     "vision_config": {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
+        **decoder_sizes(16, 16, layers=1, heads=2),
         "image_size": 28,
         "patch_size": 14,
     },

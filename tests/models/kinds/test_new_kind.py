@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import slow_but
 from support.rows import write_jsonl
 from support.runs import losses
 from transformers import AutoModel, AutoTokenizer
@@ -55,7 +56,7 @@ def pairs(cwd, monkeypatch):
     write_jsonl(Path("pairs.jsonl"), rows)
 
 
-@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize("adapters", slow_but([True, False], False))
 def test_a_new_kind_trains_resumes_plans_and_is_exported_and_verified(pairs, adapters):
     words = [*WORDS, f"techniques.lora.enabled={str(adapters).lower()}"]
     assert main(["plan", *words, "train.max_steps=6", "--gpu", "H200", "--json", "plan.json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import struct
@@ -126,12 +127,9 @@ def test_without_a_writable_cache_the_folder_is_below_the_default(home, tmp_path
 
 
 HOLD = """
-import sys
-from pathlib import Path
-from fxtune.system.files import compiler_cache
-for folder in sys.argv[1:]:
-    compiler_cache.lock_shared(Path(folder))
-    Path(folder).mkdir(exist_ok=True)
+import fcntl, sys
+file = open(sys.argv[1])
+fcntl.flock(file, fcntl.LOCK_SH)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -147,7 +145,7 @@ def test_old_folders_are_removed_except_the_last_used_and_locked_ones(home):
         os.utime(folder.with_suffix(".lock"), (1e9 - age, 1e9 - age))
     (home / "other").mkdir()
     last = folders[-1]
-    command = [sys.executable, "-c", HOLD, str(last)]
+    command = [sys.executable, "-c", HOLD, str(last.with_suffix(".lock"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout.readline() == "held\n"
         os.utime(last.with_suffix(".lock"), (1, 1))
@@ -156,6 +154,8 @@ def test_old_folders_are_removed_except_the_last_used_and_locked_ones(home):
         assert there == {mine.name, folders[0].name, folders[1].name, last.name, "other"}
         assert (last / "graph").exists()
         one.stdin.close()
+    with open(mine.with_suffix(".lock")) as own, pytest.raises(BlockingIOError):
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     compiler_cache.remove_unused(home)
     assert not last.exists()
     assert not last.with_suffix(".lock").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import slow_but
 
 from fxtune.system.process import threads
 from fxtune.system.process.threads import PROCESSES, set_threads
@@ -94,7 +95,7 @@ def test_variable_of_the_user_decides(machine, variable):
     assert set_threads(recorded=2) == 6
 
 
-@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "2"}])
+@pytest.mark.parametrize("given", slow_but([{}, {"OMP_NUM_THREADS": "2"}], {}))
 def test_mkl_sums_in_the_same_order_in_new_and_resumed_runs(given):
     """torch.set_num_threads() changes MKL_DYNAMIC, which changes the order of MKL's sums on some machines. So it is
     called for every run, with and without a variable."""

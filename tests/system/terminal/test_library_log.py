@@ -13,49 +13,78 @@ from fxtune.system.terminal.library_log import FILE
 
 NOISE = """
 import logging, warnings
+
+def make_noise():
+    warnings.warn("an old keyword", FutureWarning)
+    logging.getLogger("some_library").warning("a slow path")
+    logging.getLogger("some_library").error("a lost file")
+"""
+PLUGIN = """
 import fxtune
 
 @fxtune.metric("always_right")
 def always_right(answer, right):
     return 1.0
 
-warnings.warn("an old keyword", FutureWarning)
-logging.getLogger("some_library").warning("a slow path")
-logging.getLogger("some_library").error("a lost file")
+make_noise()
+"""
+SCRIPT = """
+import multiprocessing
+from pathlib import Path
+from fxtune.system.terminal.library_log import LIBRARY_LOG
+
+def worker(log):
+    LIBRARY_LOG.collect_in_worker(log)
+    logging.getLogger("some_library").warning("of a worker")
+
+if __name__ == "__main__":
+    with LIBRARY_LOG.collecting():
+        make_noise()  # before the run has a folder
+        with LIBRARY_LOG.written_to(Path()):
+            process = multiprocessing.get_context("spawn").Process(target=worker, args=(LIBRARY_LOG.file,))
+            process.start()
+            process.join()
 """
 
 
-@pytest.fixture
-def noisy(tmp_path):
-    """Runs a command of which each process, the workers included, meets a noisy library."""
-
-    def run(*words: str, **variables: str) -> subprocess.CompletedProcess:
-        plugin = tmp_path / "noisy.py"
-        plugin.write_text(NOISE)
-        command = [sys.executable, "-m", "fxtune", *words[:1], "--plugin", str(plugin), *words[1:]]
-        variables = {**os.environ, **variables}
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=variables)
-
-    return run
+def started(folder, *words: str, **variables: str) -> subprocess.CompletedProcess:
+    variables = {**os.environ, **variables}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=variables)
 
 
-def test_a_run_has_a_clean_terminal_and_the_text_in_its_folder(noisy, tmp_path):
-    short = ("train.max_steps=1", "data.questions.path=null", "run.report=false")
-    done = noisy("train", QUICK, *short, "loader.num_workers=1", "run.dir=run")
+def require_clean(done: subprocess.CompletedProcess, log: str) -> None:
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
-    assert "an old keyword" not in shown
-    assert "Warning" not in shown
-    assert "a slow path" not in shown
+    assert not [words for words in ("an old keyword", "Warning", "a slow path") if words in shown]
     assert "a lost file" in done.stderr
-    log = (tmp_path / "run" / FILE).read_text()
     assert "FutureWarning: an old keyword" in log
     assert "WARNING some_library: a slow path" in log
 
 
+def test_the_terminal_is_clean_and_the_folder_has_the_text_of_each_process(tmp_path):
+    (tmp_path / "script.py").write_text(NOISE + SCRIPT)
+    done = started(tmp_path, "script.py")
+    log = (tmp_path / FILE).read_text()
+    require_clean(done, log)
+    assert "WARNING some_library: of a worker" in log
+
+
 @pytest.mark.slow
-def test_a_developer_sees_pythons_warnings_or_has_them_raised(noisy):
-    assert "an old keyword" in noisy("preview", QUICK, PYTHONWARNINGS="default").stderr
-    raised = noisy("preview", QUICK, PYTHONWARNINGS="error:an old keyword")
+def test_a_run_has_a_clean_terminal_and_a_developer_sees_warnings_or_has_them_raised(tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISE + PLUGIN)
+    plugin = ("--plugin", str(tmp_path / "noisy.py"), QUICK)
+    short = (
+        "train.max_steps=1",
+        "data.questions.path=null",
+        "run.report=false",
+        "loader.num_workers=1",
+        "run.dir=run",
+    )
+    done = started(tmp_path, "-m", "fxtune", "train", *plugin, *short)
+    require_clean(done, (tmp_path / "run" / FILE).read_text())
+    preview = ("-m", "fxtune", "preview", *plugin)
+    assert "an old keyword" in started(tmp_path, *preview, PYTHONWARNINGS="default").stderr
+    raised = started(tmp_path, *preview, PYTHONWARNINGS="error:an old keyword")
     assert raised.returncode != 0
     assert "an old keyword" in raised.stderr

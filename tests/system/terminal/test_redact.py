@@ -101,21 +101,11 @@ def test_key_of_the_environment_is_hidden_in_place_of_a_commit(monkeypatch):
         ("+tracking.wandb_api_key='a b'", f"+tracking.wandb_api_key='{HIDDEN} b'"),
         ("https://me:pa/ss@host/x", f"https://{HIDDEN}@host/x"),
         ("in /work/https:/me:pw@host/x", f"in /work/https:/{HIDDEN}@host/x"),
-        *(
-            (same, same)
-            for same in (
-                "optimizer.lr=1e-4 and data.path=a@b",
-                "pad_token=<pad>",
-                "the next token: is learned",
-                "http://localhost:8080/x/y@main",
-                "pip install git+https://github.com/a/b@v1",
-                "train.max_steps=10",
-                "two tokens=2",
-                "keys: a, b",
-            )
-        ),
+        *((same, same) for same in ("optimizer.lr=1e-4 and data.path=a@b", "pad_token=<pad>",
+         "the next token: is learned", "http://localhost:8080/x/y@main", "pip install git+https://github.com/a/b@v1",
+         "train.max_steps=10", "two tokens=2", "keys: a, b")),
     ],
-)
+)  # fmt: skip
 def test_message_loses_values_after_a_secret_name(text, kept):
     assert redact_text(text) == kept
 

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, CPU, facts_of, tiny_model
-from support.cases import slow_but
+from support.cases import pairs, slow_but
+from support.decoder_sizes import decoder_sizes
 from support.forecasts import LLAMA, card
 from support.rank_threads import on_ranks
 from support.tables import natural, training
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import ConfigError
+from fxtune.models.dims import key_copies
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import decoder_layers, without_dropout
@@ -32,13 +34,13 @@ STARTS = torch.tensor([0, 5, 30, 48, 60, 96, 96, 96], dtype=torch.int32)
 """Two rows; two documents reach over the middle of the first one, and over both thirds of the second."""
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "ranks", "copies"), [(4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3)])
-@pytest.mark.parametrize("backend", [SDPA, EAGER, FLASH4])
+@pytest.mark.parametrize(("cut", "backend"), pairs([(4, 2, 2, 1), (4, 1, 2, 2), (6, 2, 3, 3)], [SDPA, EAGER, FLASH4]))
 @pytest.mark.parametrize("window", [0, 7])
-def test_attention_on_pieces_is_attention_on_the_row(heads, key_heads, ranks, copies, backend, window):
+def test_attention_on_pieces_is_attention_on_the_row(cut, backend, window):
+    heads, key_heads, ranks, copies = cut
     backend.prepare()
     context.register(backend)
-    assert context.key_copies(heads, key_heads, ranks) == copies
+    assert key_copies(heads, key_heads, ranks) == copies
     module = _llama_attention(heads, key_heads)
     shapes = [(2, heads, LENGTH, 8), (2, key_heads, LENGTH, 8), (2, key_heads, LENGTH, 8)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
@@ -200,10 +202,7 @@ def _llama(key_heads):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **decoder_sizes(32, 48, layers=2, heads=4),
             num_key_value_heads=key_heads,
             vocab_size=30_000,
             attn_implementation="sdpa",

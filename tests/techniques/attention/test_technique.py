@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.architectures import CPU, FAMILIES, facts_of, prepared_model, random_model, tiny_model, word_tokenizer
 from support.attention import unchecked, using
+from support.cases import pairs
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import BatchSpec, build_batch
@@ -35,8 +36,9 @@ from fxtune.training.answers import Question, answer
 TOKENIZER = word_tokenizer(eos_token="t1", unk_token="t0", pad_token="t0")
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "backend"), pairs([family for family in FAMILIES if family != "gemma2"], ["sdpa", "eager"])
+)
 def test_each_backend_isolates_documents_in_every_family(family, backend):
     pipeline = using(backend)
     prepared = prepared_model(pipeline, random_model(family))
@@ -48,8 +50,7 @@ def test_each_backend_isolates_documents_in_every_family(family, backend):
     assert isolation.acted, isolation
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "backend"), pairs([*FAMILIES], ["auto", "flash4"]))
 def test_a_packed_document_has_the_same_logits_as_alone(family, backend):
     model = unchecked(backend, family).eval()
     probe = make_probe(model)

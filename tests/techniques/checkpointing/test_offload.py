@@ -19,18 +19,10 @@ from fxtune.techniques.checkpointing.offload import Offload
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 
-@pytest.fixture
-def _anew():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "compiled"), [({}, False), (NARROW, False), ({}, True)], ids=["full", "selective", "compiled"]
 )
-@pytest.mark.usefixtures("_anew")
 def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
     pipeline = checkpointed(lora(), **options)
     model = prepared_model(pipeline, random_model("llama", num_hidden_layers=3))
@@ -48,7 +40,6 @@ def test_offloaded_inputs_return_and_buffers_are_reused(compiled, options):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("fused", ["on", "off"])
 def test_offload_of_all_kept_tensors_leaves_gate_and_up_on_the_device(fused):
     """Floats a token of a Llama of hidden 64, MLP 96; rank 4. The same gradients, and the same host memory each time."""

@@ -32,12 +32,8 @@ def test_products_are_recognised_by_the_shape_of_their_weight(name, second, shap
 @pytest.mark.parametrize(
     "name",
     [
-        "fxtune.flash4_backward",
-        "aten._scaled_dot_product_flash_attention_backward",
-        "aten.add",
-        "aten._fused_sdp_choice",
-        "aten.linalg_vector_norm",
-        "bitsandbytes.dequantize_4bit",
+        *("fxtune.flash4_backward", "aten._scaled_dot_product_flash_attention_backward", "aten.add"),
+        *("aten._fused_sdp_choice", "aten.linalg_vector_norm", "bitsandbytes.dequantize_4bit"),
     ],
 )
 def test_other_operators_belong_to_no_group(name):

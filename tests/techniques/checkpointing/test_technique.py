@@ -17,20 +17,21 @@ from support.cases import slow_but
 from support.checkpointing import NARROW, checkpointed, close, gradients, seen, traced, with_random_lora_b
 from support.forecasts import TECHNIQUES, card
 
+from fxtune.estimate import step_time
+from fxtune.estimate.memory import LayerBytes, forecast
 from fxtune.facts.options import Offloaded, Policy, Switch
 from fxtune.facts.recomputation import LEVELS
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.parts import encoder_layers
 from fxtune.models.load import load_config
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers, tower_layers
+from fxtune.models.structure import decoder_layers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing import verify
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate import step_time
-from fxtune.techniques.estimate.memory import LayerBytes, forecast
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 EXACT = {
@@ -111,15 +112,7 @@ def test_every_recomputes_one_layer_in_so_many(every, recomputed):
 # --- compiled. `aot_eager_decomp_partition` chooses what to save as Inductor does, and generates no code.
 
 
-@pytest.fixture
-def _anew():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
 def test_compiled_layers_keep_the_bytes_of_their_policy():
     """Floats per token and layer of a Llama: hidden 64, q 64, k and v 32 each, MLP 96; rank 4 on seven linears."""
     plain, kept = {}, {}
@@ -148,7 +141,6 @@ def test_compiled_layers_keep_the_bytes_of_their_policy():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
 def test_layers_share_compiled_code_also_with_tiles():
     """One graph for the first layer, whose input needs no gradient, and one for all others."""
     model = traced(built(checkpointed(lora(), mlp_tiles=2), random_model("llama", num_hidden_layers=4)))
@@ -158,7 +150,6 @@ def test_layers_share_compiled_code_also_with_tiles():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(level):
     """The bytes of the second layer: the first one's input needs no gradient. flash4 reads keys without a copy."""
@@ -175,7 +166,6 @@ def test_compiled_layer_with_fused_adapters_keeps_exactly_the_forecast_bytes(lev
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
 def test_each_level_of_a_mix_is_one_graph():
     """And one more for the first layer, whose input needs no gradient."""
     pipeline = checkpointed(lora(fused=Switch.on), policy=Policy.mix, mix={"narrow": 3, "wide": 4})
@@ -186,7 +176,6 @@ def test_each_level_of_a_mix_is_one_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_anew")
 def test_compiler_budget_applies_to_this_model_only():
     pipeline = checkpointed(lora(), policy=Policy.budget, budget=0.0)
     pipeline.compile = Compile(enabled=True)
@@ -410,6 +399,6 @@ def test_a_trained_tower_is_checkpointed_too(family, options):
 def test_a_frozen_tower_is_not_checkpointed():
     pipeline = checkpointed(lora())
     adapted = built(pipeline, image_models.recipe("qwen2_5_vl"))
-    assert not any("forward" in vars(layer) for layer in tower_layers(adapted))
+    assert not any("forward" in vars(layer) for layer in encoder_layers(adapted))
     evidence = pipeline.checkpointing.verify(PreparedModel(adapted), make_probe(adapted))
     assert not any("vision encoder" in observation.asked for observation in evidence)

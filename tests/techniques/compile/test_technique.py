@@ -16,16 +16,18 @@ from support import image_models
 from support.architectures import CPU, built, enable, facts_of, lora, prepared_model, random_model
 from support.cases import slow_but
 from support.compiled import compiled, learn, row
+from support.decoder_sizes import decoder_sizes
 from support.runs import history
 
 from fxtune.errors import ConfigError
 from fxtune.facts.options import CompileMode, Dynamic, Policy, RopeType, Scope, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.host_arguments import takes_bounds
+from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import tower_layers, towers
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.attention import tower
+from fxtune.techniques.attention import vision_encoder
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import TOWER
 from fxtune.techniques.compile.technique import Compile
@@ -227,11 +229,7 @@ CARD = Facts(
     techniques=enable(attention={"backend": "flash4"}, lora={}),
     model=dict(
         model_type="qwen3",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        **decoder_sizes(1024, 3072, heads=16, key_heads=8, head_dim=128),
     ),
 )
 
@@ -325,11 +323,11 @@ def test_recorded_passes_keep_gradients_in_place():
 def test_one_graph_of_a_tower_serves_images_of_all_sizes(family, quick):
     model, plain = image_models.model(family), image_models.model(family)
     replace_patch_embeddings(model)
-    tower.prepare(model)
-    for part in towers(model):
+    vision_encoder.prepare(model)
+    for part in vision_encoders(model):
         part.requires_grad_(False)
-        if tower.takes_bounds(part):
-            tower.call(part, "fxtune_tower_flash4")
+        if takes_bounds(part):
+            vision_encoder.call(part, "fxtune_tower_flash4")
     technique, prepared = Compile(enabled=True), PreparedModel(model, reads_sizes_on_host=True)
     technique.apply(prepared, CPU)
     evidence = technique.verify(prepared, make_probe(model))
@@ -355,7 +353,7 @@ def test_a_tower_that_splits_by_images_is_left_as_it_is(quick):
     model = image_models.model("qwen2_5_vl")
     technique = Compile(enabled=True)
     technique.apply(PreparedModel(model), CPU)
-    assert not any("forward" in vars(layer) for layer in tower_layers(model))
+    assert not any("forward" in vars(layer) for layer in encoder_layers(model))
     assert not any(
         "vision encoder" in seen.asked for seen in technique.verify(PreparedModel(model), make_probe(model))
     )

@@ -208,12 +208,6 @@ def test_arguments_equal_liger_s_own_patches():
             {**GPU, "packages": {}},
             "kernels: the package liger-kernel is not installed: pip install",
         ),
-        (
-            {**FAMILIES["llama"]},
-            {"chunk_rows": 64, "kernels": ["rope"]},
-            GPU,
-            "chunk_rows: .* leave chunk_rows",
-        ),
     ],
 )
 def test_check_refuses_with_what_to_change(model, options, known, reason):
@@ -271,11 +265,8 @@ def test_auto_is_on_for_the_model_s_operations_on_a_gpu_and_off_on_a_cpu():
 
 
 def test_auto_fuses_the_loss_if_logits_are_large():
-    chosen, note = resolved({"sequence_length": 65536, "micro_batch_size": 2}, chunk_rows=64)
+    chosen, note = resolved({"sequence_length": 65536, "micro_batch_size": 2})
     assert not chosen.runs("fused_linear_cross_entropy")
-    assert not list(chosen.check(facts_of(random_model("llama")))), (
-        "auto removes chunk_rows with the fused loss, so it is no error"
-    )
     assert "logits are up to 0.062 GiB" in note
     chosen, _ = resolved({"rows": (512, 131072), "micro_batch_size": 2})
     assert chosen.runs("fused_linear_cross_entropy")

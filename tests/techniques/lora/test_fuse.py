@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from support.architectures import built, facts_of, logits, lora, on_disk, prepared_model, random_model, trained
 from support.cases import slow_but
+from support.decoder_sizes import decoder_sizes
 from support.lora_models import (
     EVERY,
     OPERATORS,
@@ -100,12 +101,7 @@ def test_first_update_over_a_bfloat16_base_acts_as_in_float32(tmp_path):
         on_disk(
             tmp_path,
             dtype=torch.bfloat16,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=512,
+            **decoder_sizes(256, 768, layers=8, heads=8, key_heads=4, vocabulary=512),
         )
     )
     rows, fell = torch.randint(3, 512, (2, 128), generator=torch.Generator().manual_seed(1)), {}

@@ -30,9 +30,10 @@ from torch import nn
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Switch
+from fxtune.models.kinds.image_decoder.parts import image_modules
 from fxtune.models.kinds.known import images_of
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer
-from fxtune.models.structure import backbone, projectors, skeleton, towers
+from fxtune.models.structure import backbone, skeleton
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.merge import merge
 from fxtune.techniques.assemble import assemble
@@ -296,7 +297,7 @@ def test_adapters_of_the_parts_for_images_learn(family):
     config = load_config(image_models.recipe(family))
     prepared = assemble(pipeline, image_models.recipe(family), config, CPU, 0)
     model, base = prepared.module, prepared.module.get_base_model()
-    beside = {part for place in (*towers(model), *projectors(model)) for part in place.modules()}
+    beside = {*image_modules(model)}
     of_images = [name for name in adapted(model) if base.get_submodule(name) in beside]
     assert of_images
     pipeline.prove(prepared, make_probe(model))

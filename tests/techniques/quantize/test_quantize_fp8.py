@@ -13,6 +13,7 @@ import torch
 from support.architectures import CPU, built, facts_of, logits, lora, on_disk, random_model, trained
 from support.cases import slow_but
 
+from fxtune.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.export.save import save_model
 from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, WeightFormat
 from fxtune.kernels.fp8 import dequantize_weight
@@ -22,7 +23,6 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.merge import merge
 from fxtune.techniques.assemble import assemble
-from fxtune.techniques.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.techniques.liger.technique import Liger
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize.technique import Quantize

@@ -8,7 +8,7 @@ from support import image_models
 from support.architectures import built, prepared_model, random_model
 from support.quantized import qlora
 
-from fxtune.models.structure import projectors, towers
+from fxtune.models.kinds.image_decoder.parts import image_modules
 from fxtune.techniques.quantized_modules import is_quantized
 
 
@@ -30,7 +30,7 @@ def test_skipped_linears_and_the_head_are_not_quantized():
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_towers_and_projectors_are_not_quantized(family):
     mine = built(qlora(), image_models.recipe(family))
-    of_images = {module for part in (*towers(mine), *projectors(mine)) for module in part.modules()}
+    of_images = {*image_modules(mine)}
     linears = [module for module in mine.modules() if isinstance(module, torch.nn.Linear)]
     assert of_images & {*linears}
     assert not any(is_quantized(module) for module in of_images)

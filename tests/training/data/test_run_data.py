@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.cases import slow_but
 from support.rows import write_jsonl
 
 from fxtune.cli import preview
 from fxtune.config import compose
 from fxtune.errors import UserError
-from fxtune.techniques.estimate.machines import machine
+from fxtune.estimate.machines import machine
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 
@@ -68,18 +69,21 @@ def in_run(words: list[str]) -> int | str:
         return str(error)
 
 
+STEPS = [
+    ("chat", ["data.packing=false", "train.epochs=1.3"]),
+    ("chat", ["data.packing=false", "train.batch_ramp=[[0.5, 8]]", "train.epochs=2"]),
+    ("chat", ["data.packing=true", "data.length_schedule=[[0.0, 48], [0.5, 96]]", "train.epochs=3"]),
+    ("chat", ["train.max_steps=3"]),
+    ("pairs", ["objective=dpo", "data.packing=false"]),
+    ("pairs", ["objective=dpo", "data.packing=true", "data.eval_fraction=0.3"]),
+    ("judged", ["objective=kto", "data.packing=true"]),
+    ("judged", ["objective=kto", "data.packing=false", "data.on_long=truncate"]),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [
-        ("chat", ["data.packing=false", "train.epochs=1.3"]),
-        ("chat", ["data.packing=false", "train.batch_ramp=[[0.5, 8]]", "train.epochs=2"]),
-        ("chat", ["data.packing=true", "data.length_schedule=[[0.0, 48], [0.5, 96]]", "train.epochs=3"]),
-        ("chat", ["train.max_steps=3"]),
-        ("pairs", ["objective=dpo", "data.packing=false"]),
-        ("pairs", ["objective=dpo", "data.packing=true", "data.eval_fraction=0.3"]),
-        ("judged", ["objective=kto", "data.packing=true"]),
-        ("judged", ["objective=kto", "data.packing=false", "data.on_long=truncate"]),
-    ],
+    slow_but(STEPS, *STEPS[1::3]),
 )
 def test_steps_are_the_same(cwd, kind, words):
     write_jsonl(Path("rows.jsonl"), ROWS[kind])
@@ -88,21 +92,21 @@ def test_steps_are_the_same(cwd, kind, words):
     assert found == found[:1] * 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "reason"),
-    [
-        ("good", ["objective=kto"], "all answers are good"),
-        ("pairs", ["objective=kto"], "its rows are preferences"),
-        ("pairs", ["objective=reward", "objective.margin=true"], "objective.margin: no pair has a `margin`"),
-        ("pairs", ["objective=dpo", "data.packing=false", "data.share_prompts=true"], "data.share_prompts: true, but"),
-        (
-            "pairs",
-            ["objective=dpo", "techniques.lora.enabled=false", "objective.reference=start"],
-            "no adapters to switch off",
-        ),
-        ("pairs", ["objective=dpo", "techniques.lora.init=pissa", "objective.reference=base"], "a part of the base"),
-    ],
-)
+REFUSED = [
+    ("good", ["objective=kto"], "all answers are good"),
+    ("pairs", ["objective=kto"], "its rows are preferences"),
+    ("pairs", ["objective=reward", "objective.margin=true"], "objective.margin: no pair has a `margin`"),
+    ("pairs", ["objective=dpo", "data.packing=false", "data.share_prompts=true"], "data.share_prompts: true, but"),
+    (
+        "pairs",
+        ["objective=dpo", "techniques.lora.enabled=false", "objective.reference=start"],
+        "no adapters to switch off",
+    ),
+    ("pairs", ["objective=dpo", "techniques.lora.init=pissa", "objective.reference=base"], "a part of the base"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "reason"), slow_but(REFUSED, REFUSED[0], REFUSED[-1]))
 def test_refusals_are_the_same(cwd, kind, words, reason):
     write_jsonl(Path("rows.jsonl"), ROWS[kind])
     found = [refused([*WORDS, *words]) for refused in (in_preview, in_plan, in_run)]

@@ -9,19 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.cases import slow_but
+from support.harness import SMALLER
 from support.rows import write_jsonl
-from support.runs import history
+from support.runs import figures, same_export
 
 from fxtune.cli.evaluate import of_output
 from fxtune.cli.main import main
 from fxtune.errors import ConfigError
 
-ARCHITECTURE = (
-    "{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
-    "head_dim: 16}"
-)
 WORDS = [
     "objective=dpo",
     "data.sources=[{path: pairs.jsonl}]",
@@ -29,7 +25,7 @@ WORDS = [
     "data.cache_dir=cache",
     "data.eval_fraction=0.2",
     "model.init=random",
-    f"model.architecture={ARCHITECTURE}",
+    f"model.architecture={SMALLER}",
     "techniques.lora.enabled=true",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
@@ -77,8 +73,7 @@ def train(run: str, *words: str) -> list[tuple[float, ...]]:
 
 
 def steps(run: str) -> list[tuple[float, ...]]:
-    lines = [line for line in history(Path(run)) if "train/loss" in line]
-    return [(line["train/loss"], line["train/reward_margin"], line["train/grad_norm"]) for line in lines]
+    return figures(run, "loss", "reward_margin", "grad_norm")
 
 
 def stored() -> list[Path]:
@@ -161,8 +156,7 @@ def test_run_resumes_bit_for_bit(reference):
     for file in stored():
         file.unlink()  # computed again from the start's weights, not from the checkpoint's
     assert train("paused", word) == steps(reference)
-    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in (reference, "paused"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_export(reference, "paused")
 
 
 @pytest.mark.slow
@@ -178,7 +172,7 @@ def reward_margin(output: str) -> float:
     return of_output(output)["eval/reward_margin"]
 
 
-@pytest.mark.parametrize("word", ["", "techniques.lora.init=pissa", "model.adapter=base/adapter"])
+@pytest.mark.parametrize("word", slow_but(["", "techniques.lora.init=pissa", "model.adapter=base/adapter"], ""))
 def test_evaluation_of_an_export_compares_with_the_start_of_its_run(word):
     run = "run" if word else "base"
     if word:

@@ -16,9 +16,9 @@ from fxtune.config import compose
 from fxtune.data.batches.build import prepare_data
 from fxtune.distributed.world import Device, World
 from fxtune.errors import ConfigError
+from fxtune.estimate.machines import machine
 from fxtune.models.load import ModelConfig, build, load_config, load_tokenizer
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.machines import machine
 from fxtune.tracking.throughput import training_cost
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast import run_forecast
@@ -98,15 +98,9 @@ def test_steps_of_dpo_have_the_tokens_and_the_work_that_a_run_counts(rows):
     """A run takes as many tokens a step, and what MFU counts for a reference is what the forecast adds."""
     write_pairs()
     words = (
-        "data.sources=[{path: pairs.jsonl}]",
-        "data.eval_fraction=0",
-        "data.packing=true",
-        "data.share_prompts=true",
-        "objective=dpo",
-        "techniques=lora",
-        "train.micro_batch_size=2",
-        "train.global_batch_size=4",
-        "train.epochs=1",
+        *("data.sources=[{path: pairs.jsonl}]", "data.eval_fraction=0", "data.packing=true"),
+        *("data.share_prompts=true", "objective=dpo", "techniques=lora", "train.micro_batch_size=2"),
+        *("train.global_batch_size=4", "train.epochs=1"),
     )
     config = rows(1, *words, "run.dir=run", "tracking.display=plain")
     here = replace(World.create(Device.cpu).facts(), cores=2)  # with many cores, what no core speeds up counts more
@@ -208,7 +202,7 @@ def test_images_are_those_of_the_data(tmp_path):
     assert found.image_bytes == 0, "they are files"
     run = forecast_run(config, machine("H200", 128), 1, found)
     without = forecast_run(config, machine("H200", 128), 1, replace(found, images=None, fullest=0))
-    assert run.step_seconds == pytest.approx(without.step_seconds + run.tower_seconds)
+    assert run.step_seconds == pytest.approx(without.step_seconds + run.image_seconds)
     assert run.facts.image_features == found.fullest
     assert run.need.images > without.need.images == 0
     assert run.assumed == ""
@@ -230,7 +224,7 @@ def test_without_the_data_images_are_assumed_and_this_is_said(tmp_path):
     unknown = forecast_run(config, machine("H200", 128), 1, None)
     assert unknown.assumed == "as if 50% of the tokens were of images, 16 for each"
     assert unknown.need.images > 0
-    assert unknown.tower_seconds > 0
+    assert unknown.image_seconds > 0
     known = Lengths.full_rows(1_000_000, config)
     assert known.images.images == pytest.approx(0.5 * 1_000_000 / 16)
     assert forecast().assumed == ""

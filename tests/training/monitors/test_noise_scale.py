@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
-from support.runs import history
+from support.runs import history, same_export
 from support.tuning import TINY
 
 from fxtune.config.compose import load
@@ -157,8 +156,7 @@ def test_a_run_logs_it_and_learns_the_same_as_without(measured, said):
     assert len([note for note in said if f"noise scale is {lines[-1]:.3g} rows" in note]) == 1
     measured.train.noise_scale, measured.run.dir = False, "plain"
     assert "train/noise_scale" not in trainer.run(measured)
-    one, other = (load_file(f"{run}/adapter/adapter_model.safetensors") for run in ("run", "plain"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_export("run", "plain")
 
 
 @pytest.mark.slow

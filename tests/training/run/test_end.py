@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.bad_steps import disturb
 from support.cases import slow_but
 from support.endings import timeless
-from support.runs import history
+from support.runs import history, same_export
 
 from fxtune.checkpoint.train_state import TrainState
 from fxtune.config.root import Config, Export, StopMetric
@@ -54,14 +53,6 @@ def scripted(monkeypatch):
     monkeypatch.setattr(RunEnd, "evaluated", replace)
 
 
-def exported(folder: str) -> dict[str, torch.Tensor]:
-    return load_file(f"{folder}/adapter/adapter_model.safetensors")
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def rates(folder: str) -> dict[int, float]:
     return {line["train/step"]: line["train/lr"] for line in history(Path(folder)) if "train/lr" in line}
 
@@ -78,7 +69,7 @@ def test_early_stop_decays_from_the_best_weights_like_a_shorter_run(stopping, sc
     stopping.run.export = Export.last
     train.run(stopping)
     assert list(rates("run").values())[10:] == list(rates("plain").values())[6:] == [1e-3, 5e-4]
-    assert same(exported("run"), exported("plain"))
+    assert same_export("run", "plain")
 
 
 def test_early_stop_without_a_decay_exports_the_best_weights(stopping, scripted, cwd, said):
@@ -111,12 +102,12 @@ def test_run_killed_at_its_early_stop_ends_with_the_same_bits(stopping, scripted
     monkeypatch.setattr(owner, place, killing)
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
-    taken = train.Trainer.step
-    monkeypatch.setattr(train.Trainer, "step", lambda self, step, lr: _kill_once(taken, calls, self, step, lr))
+    taken = train.Steps.take
+    monkeypatch.setattr(train.Steps, "take", lambda self, step, lr: _kill_once(taken, calls, self, step, lr))
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
     result = train.run(stopping)
-    assert same(exported("killed"), exported("undisturbed"))
+    assert same_export("killed", "undisturbed")
     assert timeless(result) == timeless(undisturbed)
     steps = [
         [line["train/step"] for line in history(Path(run)) if "train/loss" in line]
@@ -159,14 +150,14 @@ def test_early_stopping_without_its_needs_is_refused(stopping, key, value, messa
 def test_run_with_a_finish_file_decays_from_where_it_is(stopping, cwd, monkeypatch, said):
     """The latest evaluation, of step 4, is the best one, so nothing is dropped."""
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, None, 1
-    step_of = train.Trainer.step
+    step_of = train.Steps.take
 
     def tell(self, step, lr):
         if step.index == 5:
             Path("run/finish").touch()
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", tell)
+    monkeypatch.setattr(train.Steps, "take", tell)
     monkeypatch.setitem(SCRIPT, 6, 1.0)
     result = train.run(stopping)
     assert [result[name] for name in ("train/step", "train/dropped_steps", "train/ended_early")] == [8, 0, "finish"]
@@ -190,14 +181,14 @@ class Time:
 @pytest.fixture
 def time(monkeypatch) -> Time:
     """The clock of runs, by which each step takes ten seconds and nothing else takes any."""
-    time, step_of = Time(), train.Trainer.step
+    time, step_of = Time(), train.Steps.take
     monkeypatch.setattr(train, "RunClock", lambda before: RunClock(time.startup, time))
 
     def count(self, step, lr):
         time.now += time.step
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", count)
+    monkeypatch.setattr(train.Steps, "take", count)
     return time
 
 
@@ -228,7 +219,7 @@ def test_deadline_leaves_time_for_the_decay(timed, cwd, time, said):
 def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkeypatch, time):
     """Evaluations may take half of the time, and take 45 s each; a step takes 10 s until the run is killed, then 40 s."""
     stopping.train.stop.patience, stopping.train.eval_share, stopping.train.log_every = 0, 0.5, 1
-    measure, step_of = HeldOutEvaluation.measure, train.Trainer.step
+    measure, step_of = HeldOutEvaluation.measure, train.Steps.take
 
     def slow(self, *arguments):
         time.now += 45.0
@@ -238,11 +229,11 @@ def test_interval_of_evaluations_is_decided_once_and_saved(stopping, cwd, monkey
 
     def once(self, step, lr):
         if step.index == 3:
-            monkeypatch.setattr(train.Trainer, "step", step_of)
+            monkeypatch.setattr(train.Steps, "take", step_of)
             raise KeyboardInterrupt
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", once)
+    monkeypatch.setattr(train.Steps, "take", once)
     with pytest.raises(KeyboardInterrupt):
         train.run(stopping)
     time.step = 40.0
@@ -328,19 +319,19 @@ def test_extended_run_equals_one_that_was_longer_from_the_start(stopping, cwd, m
     stopping.schedule.warmup_steps = 0.2
     short = train.run(stopping)
     stopping.train.max_steps = 12
-    step_of = train.Trainer.step
+    step_of = train.Steps.take
 
     def kill(self, step, lr):
         if step.index == 9:
-            monkeypatch.setattr(train.Trainer, "step", step_of)
+            monkeypatch.setattr(train.Steps, "take", step_of)
             raise KeyboardInterrupt
         return step_of(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", kill)
+    monkeypatch.setattr(train.Steps, "take", kill)
     with pytest.raises(KeyboardInterrupt):  # before the extended run has saved anything
         train.run(stopping)
     result = train.run(stopping)
-    assert same(exported("run"), exported("long"))
+    assert same_export("run", "long")
     dropped = 2 if name is ScheduleName.wsd else 0  # the decay of the short run
     assert result["train/step"] == 12 + dropped
     assert any("from 8 to 12 steps" in line and "schedule.warmup_steps=2" in line for line in said)
@@ -365,7 +356,7 @@ def test_extended_run_takes_a_short_last_step_again_with_all_of_its_rows(stoppin
     stopping.train.epochs = 2.0
     result = train.run(stopping)
     assert result["train/step"] == long["train/step"] + 1
-    assert same(exported("run"), exported("long"))
+    assert same_export("run", "long")
     # A run of one short step has no checkpoint from before it.
     stopping.run.dir, stopping.train.epochs = "one", 1.0
     stopping.train.micro_batch_size = stopping.train.global_batch_size = 128

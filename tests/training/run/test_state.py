@@ -8,10 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from support.cases import slow_but
-from support.runs import history, losses
+from support.runs import figures, losses, same_export
 
 from fxtune.data.config import SourceConfig
 from fxtune.errors import ConfigError
@@ -27,7 +25,7 @@ def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lo
     narrow.train.max_steps = 7
     train.run(narrow)
     narrow.run.dir = "interrupted"
-    take_step, taken = train.Trainer.step, []
+    take_step, taken = train.Steps.take, []
 
     def interrupt(self, step, lr):
         taken.append(step.index)
@@ -35,26 +33,15 @@ def test_interrupted_run_ends_with_the_same_weights(narrow, cwd, monkeypatch, lo
             raise KeyboardInterrupt
         return take_step(self, step, lr)
 
-    monkeypatch.setattr(train.Trainer, "step", interrupt)
+    monkeypatch.setattr(train.Steps, "take", interrupt)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             train.run(narrow)
     train.run(narrow)
     assert taken == [0, 1, 2, 3, 2, 3, 4, 4, 5, 6]
-    file = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
-    undisturbed, interrupted = load_file(f"undisturbed/{file}"), load_file(f"interrupted/{file}")
-    assert undisturbed.keys() == interrupted.keys()
-    assert all(torch.equal(undisturbed[name], interrupted[name]) for name in undisturbed)
+    assert same_export("undisturbed", "interrupted")
     assert losses(Path("interrupted")) == losses(Path("undisturbed"))
-    assert [line["train/step"] for line in history(Path("interrupted")) if "train/loss" in line] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]
+    assert figures("interrupted", "step") == [(step,) for step in range(1, 8)]
 
 
 @pytest.mark.slow

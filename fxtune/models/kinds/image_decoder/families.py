@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fxtune.models.kinds.image_decoder.tower_shape import TowerShape
+from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape
 from fxtune.upstream.transformers import tiles_of_image
 
 Tensors = dict[str, torch.Tensor]
@@ -30,7 +30,7 @@ def padded_to_largest(documents: Sequence[Tensors]) -> Tensors:
 
 
 def in_one_row(documents: Sequence[Tensors]) -> Tensors:
-    """The tensors of Idefics, [1, images, ...] for each document, as of one document that has all images."""
+    """The tensors of Idefics, [1, images, ...] for each document, as if one document had all images."""
     return {name: torch.cat(_alike([tensors[name] for tensors in documents], 2), 1) for name in documents[0]}
 
 
@@ -73,12 +73,12 @@ def divided_row(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
 class Family:
     """Where the parts of a family's models are, below `model.model`, and what its images look like."""
 
-    tower: str
+    encoder: str
     projector: tuple[str, ...]
     """Modules. They may be inside the vision encoder."""
     example: Callable[[Any], Tensors]
     """From a config: arguments of forward() for one small image."""
-    shape: Callable[[Any], TowerShape]
+    shape: Callable[[Any], EncoderShape]
     """From a config."""
     merge: Callable[[Sequence[Tensors]], Tensors] = concatenated
     divide: Callable[[Tensors, Sequence[int]], list[Tensors]] = divided
@@ -137,21 +137,21 @@ def _listed_patches(config: Any) -> Tensors:
     return {"pixel_values": _numbers(1, side * side, 3 * vision.patch_size**2), "image_position_ids": places}
 
 
-def _merged_squares(config: Any) -> TowerShape:
+def _merged_squares(config: Any) -> EncoderShape:
     """Of Qwen's vision encoders: squares of patches become a feature. In Qwen2.5-VL most layers attend in windows."""
     vision = config.vision_config
     side = vision.spatial_merge_size
     window = getattr(vision, "window_size", 0) // (side * vision.patch_size) * side
     full = len(getattr(vision, "fullatt_block_indexes", ()))
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    return _tower_shape(config, merged=float(side**2), window=window**2, full_layers=full, levels=levels)
+    return _encoder_shape(config, merged=float(side**2), window=window**2, full_layers=full, levels=levels)
 
 
-def _squares(config: Any) -> TowerShape:
+def _squares(config: Any) -> EncoderShape:
     """Of vision encoders with images or tiles of one size, in which a square of patches becomes a feature."""
     vision = config.vision_config
     if vision.model_type == "pixtral":
-        return _tower_shape(config, merged=float(getattr(config, "spatial_merge_size", 1) ** 2))
+        return _encoder_shape(config, merged=float(getattr(config, "spatial_merge_size", 1) ** 2))
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     patches = (_side(config) // patch) ** 2
     extra = vision.model_type in ("clip_vision_model", "internvl_vision")
@@ -161,10 +161,10 @@ def _squares(config: Any) -> TowerShape:
         features = round(patches / joined**2)
     if getattr(config, "vision_feature_select_strategy", "default") == "full" and extra:
         features += 1  # the class token's, too
-    return _tower_shape(config, merged=patches / features, tile=features, extra=int(extra))
+    return _encoder_shape(config, merged=patches / features, tile=features, extra=int(extra))
 
 
-def _tiled(config: Any) -> TowerShape:
+def _tiled(config: Any) -> EncoderShape:
     """Of LLaVA-OneVision: the image as one tile, and tiles of it that its size decides."""
 
     def tiles(heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
@@ -176,18 +176,18 @@ def _tiled(config: Any) -> TowerShape:
     return replace(_squares(config), tiles=tiles)
 
 
-def _pooled(config: Any) -> TowerShape:
-    return _tower_shape(config, merged=float(config.vision_config.pooling_kernel_size**2))
+def _pooled(config: Any) -> EncoderShape:
+    return _encoder_shape(config, merged=float(config.vision_config.pooling_kernel_size**2))
 
 
-def _tower_shape(config: Any, **more: Any) -> TowerShape:
+def _encoder_shape(config: Any, **more: Any) -> EncoderShape:
     vision = config.vision_config
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size is the decoder's
     heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
     heads_width = heads * (getattr(vision, "head_dim", None) or width // heads)
     inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
-    return TowerShape(layers, width, heads_width, inner, **more)
+    return EncoderShape(layers, width, heads_width, inner, **more)
 
 
 _QWEN = partial(

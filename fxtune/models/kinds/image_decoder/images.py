@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape
 from fxtune.models.kinds.image_decoder.families import FAMILIES, Tensors, in_one_row
 from fxtune.models.kinds.image_decoder.positions import rope_positions
-from fxtune.models.kinds.image_decoder.tower_shape import TowerShape
 from fxtune.system.process.oom import out_of_memory_reason
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -25,25 +25,32 @@ class Images:
         """The modules of a model without adapters between its vision encoders, or inside them, and its decoder."""
         return [model.model.get_submodule(name) for name in FAMILIES[model.config.model_type].projector]
 
-    def towers(self, model: Any) -> list[nn.Module]:
+    def vision_encoders(self, model: Any) -> list[nn.Module]:
         """The modules of a model without adapters that make features of images."""
-        return [model.model.get_submodule(FAMILIES[model.config.model_type].tower)]
+        return [model.model.get_submodule(FAMILIES[model.config.model_type].encoder)]
+
+    def parameters(self, model: Any) -> list[nn.Parameter]:
+        """The parameters of a model without adapters that images alone reach: of vision encoders, projectors and what
+        lies beside them."""
+        parts = (*self.vision_encoders(model), *self.projectors(model))
+        inside = (weight for part in parts for weight in part.parameters())
+        return list(dict.fromkeys([*inside, *model.model.parameters(recurse=False)]))
 
     def layers(self, model: Any) -> list[nn.Module]:
-        """The layers of towers() of a model without adapters, first to last."""
+        """The layers of vision_encoders() of a model without adapters, first to last."""
         beside = {part for projector in self.projectors(model) for part in projector.modules()}
         found: list[nn.Module] = []
-        for tower in self.towers(model):
-            lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList) and part not in beside]
+        for encoder in self.vision_encoders(model):
+            lists = [part for part in encoder.modules() if isinstance(part, nn.ModuleList) and part not in beside]
             sizes = [sum(weight.numel() for weight in layers.parameters()) for layers in lists]
             found += lists[sizes.index(max(sizes))]
         return found
 
     def configs(self, config: Any) -> list[Any]:
-        """The configs of towers() in a model's config."""
+        """The configs of vision_encoders() in a model's config."""
         return [config.vision_config]
 
-    def shape(self, config: Any) -> TowerShape:
+    def shape(self, config: Any) -> EncoderShape:
         """What the vision encoder of a model of this config computes for an image."""
         return FAMILIES[config.model_type].shape(config)
 
@@ -155,6 +162,6 @@ def _example(base: Any) -> Tensors:
     """The tensors of a small image on the vision encoder's device."""
     given = FAMILIES[base.config.model_type].example(base.config)
     dtypes = {name: base.dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in given.items()}
-    tower = base.model.get_submodule(FAMILIES[base.config.model_type].tower)
-    device = next(tower.parameters()).device
+    encoder = base.model.get_submodule(FAMILIES[base.config.model_type].encoder)
+    device = next(encoder.parameters()).device
     return {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}

@@ -22,7 +22,9 @@ from typing import Any
 
 from torch import nn
 
+from fxtune.models.kinds.beside import Beside
 from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.image_decoder.cost import BesideOfImages
 from fxtune.models.kinds.image_decoder.families import FAMILIES
 from fxtune.models.kinds.image_decoder.images import Images
 
@@ -39,6 +41,9 @@ class ImageDecoder(Decoder):
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
         return config.model_type in self.families and getattr(config, "vision_config", None) is not None
+
+    def beside(self, model: Any) -> Beside:
+        return BesideOfImages.of(self.images, model, super().beside(model).parameters)
 
     def body(self, model: Any) -> nn.Module:
         body: nn.Module = model.model

@@ -43,8 +43,8 @@ class PatchEmbedding(InPlaceOf):
 def replace_patch_embeddings(model: Any) -> None:
     """Replace the patch embeddings in the vision encoders of a model by products. Names and weights stay."""
     where, images = places(model), kind_of(model.config).images
-    for tower in images.towers(model) if images else ():
-        for module in [*tower.modules()]:
+    for encoder in images.vision_encoders(model) if images else ():
+        for module in [*encoder.modules()]:
             if _is_patch_embedding(module):
                 put(where, module, PatchEmbedding(module))
 

@@ -28,7 +28,7 @@ Reason = tuple[str, str]
 
 @dataclass(frozen=True)
 class Backend:
-    """The requirements and features of one backend. The defaults are those of a fused kernel on a GPU."""
+    """The requirements and features of one backend. The defaults describe a fused kernel on a GPU."""
 
     name: str
     """As a recipe names it."""
@@ -100,7 +100,7 @@ class Backend:
             )
         for has, name, value in (
             (self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
-            (self.dropout, "dropout in attention", _dropout(model)),
+            (self.dropout, "dropout in attention", model.get("attention_dropout") or model.get("attn_pdrop")),
             (self.window, "sliding window", _window(facts)),
             (self.sinks, "attention sinks", kind in SINKS),
         ):
@@ -124,7 +124,7 @@ class Backend:
             yield heads, "Use eager, or auto"
 
     def more_refusals(self, facts: Facts) -> Iterator[Reason]:
-        """Reasons beside those that the fields give."""
+        """Further reasons, which no field expresses."""
         yield from ()
 
     def why_passed_over(self, facts: Facts) -> str | None:
@@ -204,10 +204,6 @@ def kind_of(facts: Facts) -> str:
 def head_widths(facts: Facts) -> set[int]:
     """The widths of all heads: of queries and of values, in each layer."""
     return Shape.of(facts.model).head_widths
-
-
-def _dropout(text: dict[str, Any]) -> float:
-    return next((text[name] for name in ("attention_dropout", "attn_pdrop") if text.get(name)), 0.0)
 
 
 def _window(facts: Facts) -> int:

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 from support import image_models
-from support.image_models import CONFIGS, assert_alike, documents, gradients
+from support.image_models import CONFIGS, FAMILIES, assert_alike, documents, gradients
 
 from fxtune.diagnostics.plain_model import PlainModel
 from fxtune.errors import ConfigError
+from fxtune.models.kinds.image_decoder.parts import image_modules
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import probe_logits
-from fxtune.models.structure import projectors, towers
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("packed", "backend"), [(True, "sdpa"), (True, "eager"), (False, "sdpa")])
 def test_loss_and_gradients_are_those_of_plain_transformers(family, packed, backend):
     model = image_models.model(family)
@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family, packed, back
     assert_alike(gradients(model, loss), wanted)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_are_delivered_in_the_dtype_of_the_weights_for_the_same_bits(family):
     model = image_models.model(family).bfloat16()
     kind = kind_of(model.config)
@@ -93,11 +93,11 @@ def test_positions_of_a_batch_without_images_tell_documents_apart():
     assert batch.rope_positions is None
     loss = LanguageModel(PreparedModel(model)).summed_loss(batch)
     assert abs(loss.item() - image_models.plain_loss(model, shown).item()) < 1e-5 * loss.item()
-    model.model.visual = None  # a batch without images passes by the tower
+    model.model.visual = None  # a batch without images passes by the vision encoder
     assert LanguageModel(PreparedModel(model)).summed_loss(batch).item() == loss.item()
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_image_row_runs(family):
     model = image_models.model(family)
     ids, images = images_of(model.config).row(model)
@@ -106,13 +106,13 @@ def test_image_row_runs(family):
         assert model(input_ids=ids, **images, **image_models.type_ids(model, ids)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parts(family):
     model = image_models.model(family)
     kind = kind_of(model.config)
     assert len(kind.layers(model)) == 2
     of_decoder = {id(weight) for weight in kind.backbone(model).parameters()}
-    beside = {id(weight) for part in (*towers(model), *projectors(model)) for weight in part.parameters()}
+    beside = {id(weight) for part in image_modules(model) for weight in part.parameters()}
     named = dict(model.model.named_parameters())
     assert not of_decoder & beside
     assert {name for name, weight in named.items() if id(weight) not in of_decoder | beside} <= {"image_newline"}
@@ -128,7 +128,7 @@ def test_an_attention_without_masks_refuses_images_that_see_each_other():
         language_model.summed_loss(batch)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_images_of_a_batch_are_divided_among_its_documents(family):
     """As the model that `verify --loss` compares with takes them."""
     model = image_models.model(family)
@@ -139,13 +139,13 @@ def test_images_of_a_batch_are_divided_among_its_documents(family):
         assert abs(found - image_models.plain_loss(model, shown).item()) < 1e-5 * found
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_probe_depends_on_the_tower(family):
-    """So an export whose tower differs is refused."""
+    """So an export whose vision encoder differs is refused."""
     model = image_models.model(family)
     before = probe_logits(model)
     with torch.no_grad():
-        for tower in images_of(model.config).towers(model):
+        for tower in images_of(model.config).vision_encoders(model):
             for weight in tower.parameters():
                 weight.mul_(1.1)
     shift = (probe_logits(model) - before).abs().amax(-1)[0]

@@ -7,8 +7,8 @@ import torch
 from support import image_models
 from torch import nn
 
+from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import PatchEmbedding, replace_patch_embeddings
-from fxtune.models.structure import towers
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ def test_results_and_gradients_are_those_of_the_convolution(convolution, shape):
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("family", image_models.CONFIGS)
+@pytest.mark.parametrize("family", image_models.FAMILIES)
 def test_no_family_keeps_a_convolution(family):
     """So channels-last memory and cuDNN's autotuner have nothing to act on."""
     model = image_models.model(family)
     tensors = {name: tensor.shape for name, tensor in model.state_dict().items()}
     replace_patch_embeddings(model)
-    left = [module for tower in towers(model) for module in tower.modules()]
+    left = [module for tower in vision_encoders(model) for module in tower.modules()]
     assert not any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in left)
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == tensors
 

@@ -1,4 +1,4 @@
-"""Towers for images against the towers of plain transformers."""
+"""Vision encoders against the vision encoders of plain transformers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import torch
 from support import image_models
 from support.image_models import assert_alike, documents, gradients
 
+from fxtune.models.kinds.image_decoder import host_arguments
+from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import tower_layers, towers
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.attention import tower
+from fxtune.techniques.attention import vision_encoder
 
 AT_ONCE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "pixtral", "mistral3"]
 """Families whose towers take the patches of all images in one list."""
@@ -20,21 +21,21 @@ AT_ONCE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "pixtral", "mis
 def prepared(family):
     model = image_models.model(family)
     replace_patch_embeddings(model)
-    tower.prepare(model)
-    for part in towers(model):
-        if tower.takes_bounds(part):
-            tower.call(part, "fxtune_tower_flash4")
+    vision_encoder.prepare(model)
+    for part in vision_encoders(model):
+        if host_arguments.takes_bounds(part):
+            vision_encoder.call(part, "fxtune_tower_flash4")
     return model
 
 
-@pytest.mark.parametrize("family", image_models.CONFIGS)
+@pytest.mark.parametrize("family", image_models.FAMILIES)
 def test_loss_and_gradients_are_those_of_plain_transformers(family):
     plain = image_models.model(family)
     shown = documents(family, plain)
     expected = image_models.plain_loss(plain, shown)
     wanted = gradients(plain, expected)
     model = prepared(family)
-    assert all(tower.attends_at_once(part) == (family in AT_ONCE) for part in towers(model))
+    assert all(vision_encoder.attends_at_once(part) == (family in AT_ONCE) for part in vision_encoders(model))
     language_model = LanguageModel(PreparedModel(model, reads_sizes_on_host=True))
     loss = language_model.summed_loss(image_models.batch(model, [shown[:3], shown[3:]]))
     assert abs(loss.item() - expected.item()) < 1e-5 * expected.item()
@@ -44,9 +45,9 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family):
 @pytest.mark.parametrize("family", AT_ONCE)
 def test_attention_is_called_once_in_a_layer(family):
     model = prepared(family)
-    asked, seen, acted = tower.observe(model)
+    asked, seen, acted = vision_encoder.observe(model)
     assert acted
-    assert seen == f"{len(tower_layers(model))} calls in 2 layers of the vision encoder"
+    assert seen == f"{len(encoder_layers(model))} calls in 2 layers of the vision encoder"
     assert asked == "the vision encoder's: FlashAttention-4, once for all images"
 
 
@@ -55,18 +56,19 @@ def test_a_tower_computes_nothing_from_the_sizes_of_images(family, monkeypatch):
     """Each computation there would wait for the device."""
     model = prepared(family)
     images = image_models.document(family, model, [2, (2, 3), 2, (1, 2), 2], 0).images
-    part = towers(model)[0]
-    given = tower.places_of(part, images["image_grid_thw"])
+    part = vision_encoders(model)[0]
+    given = host_arguments.qwen_arguments(part, images["image_grid_thw"])
     expected = part(images["pixel_values"], grid_thw=images["image_grid_thw"]).pooler_output
     without_sizes = torch.full_like(images["image_grid_thw"], 10**6)
-    monkeypatch.setattr(tower, "places_of", lambda *_: given)
+    monkeypatch.setattr(vision_encoder, "qwen_arguments", lambda *_: given)
     assert torch.equal(part(images["pixel_values"], grid_thw=without_sizes).pooler_output, expected)
 
 
 def test_bounds_of_lengths_are_few():
     model = prepared("qwen2_5_vl")
     longest = {
-        tower.places_of(towers(model)[0], torch.tensor([[1, rows, 16]]))["max_seqlen"] for rows in range(2, 65, 2)
+        host_arguments.qwen_arguments(vision_encoders(model)[0], torch.tensor([[1, rows, 16]]))["max_seqlen"]
+        for rows in range(2, 65, 2)
     }
     assert longest == {64, 128, 256, 512, 1024}
 
@@ -85,7 +87,7 @@ def test_a_frozen_tower_keeps_nothing_for_the_backward_pass():
     for weight in model.model.language_model.layers[0].self_attn.q_proj.parameters():
         weight.requires_grad_(True)
     features = []
-    towers(model)[0].register_forward_hook(lambda *given: features.append(given[-1].pooler_output))
+    vision_encoders(model)[0].register_forward_hook(lambda *given: features.append(given[-1].pooler_output))
     loss = LanguageModel(PreparedModel(model)).summed_loss(image_models.batch(model, [documents("qwen2_5_vl", model)]))
     assert loss.requires_grad
     assert features

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class TowerWork(NamedTuple):
+class ImageWork(NamedTuple):
     """The work of a vision encoder and its projector, summed over images."""
 
     images: float
@@ -25,13 +25,13 @@ class TowerWork(NamedTuple):
     pairs: float
     """Pairs of a query and a key, summed over layers. Windows at the edges of an image count as whole windows."""
 
-    def scaled(self, factor: float) -> TowerWork:
+    def scaled(self, factor: float) -> ImageWork:
         """The work of `factor` times as many images."""
-        return TowerWork(*(count * factor for count in self))
+        return ImageWork(*(count * factor for count in self))
 
 
 @dataclass(frozen=True)
-class TowerShape:
+class EncoderShape:
     layers: int
     width: int
     """Width of the hidden states."""
@@ -54,7 +54,7 @@ class TowerShape:
     tiles: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     """(heights, widths) of images in pixels -> tiles, if the number of features does not determine the tiles."""
 
-    def work(self, features: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> TowerWork:
+    def work(self, features: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> ImageWork:
         """The work for images; int64 arrays with one entry an image. `features`: tokens that the vision encoder's
         features replace; `heights`, `widths`: in pixels."""
         count, length, projected = np.ones_like(features), np.rint(features * self.merged).astype(np.int64), features
@@ -66,7 +66,7 @@ class TowerShape:
         pairs = (self.layers - in_windows) * (positions * length).sum()
         pairs += in_windows * (positions * np.minimum(length, self.window)).sum()
         patches = positions.sum() - count.sum() * self.extra
-        return TowerWork(len(features), int(positions.sum()), int(patches), int(projected.sum()), float(pairs))
+        return ImageWork(len(features), int(positions.sum()), int(patches), int(projected.sum()), float(pairs))
 
     def positions(self, features: float) -> float:
         """Positions of the vision encoder for this number of features."""

@@ -2,13 +2,13 @@
 
 transformers keeps the experts of a layer as two tensors, `gate_up_proj` [experts, 2 width, d] and `down_proj`
 [experts, d, width], or their transposes (gpt-oss). Here the parameters of these names hold the codes, as integers,
-because peft would give adapters the dtype of a floating-point weight; scales and what else belongs to them are beside
-them. A module with the same parts takes their place (models/replacement.py), so names in peft, saving and routing do
-not change. It runs as one operator, with or without adapters:
+because peft would give adapters the dtype of a floating-point weight. Scales and other parts of a format are stored
+beside the codes. A module with the same names takes the place of the experts (models/replacement.py), so names in
+peft, saving and routing do not change. It runs as one operator, with or without adapters:
 
 - fp8: kernels/fp8_experts.py multiplies the codes.
 - nf4, int8 and MXFP4: kernels/gated_experts.py dequantizes one tensor of a layer at a time, forward and backward.
-  nf4 and int8 are those of the linears (quantized_modules.py), over the rows of all experts.
+  nf4 and int8 are stored as for linears (quantized_modules.py), over the rows of all experts.
 
 Experts of a model that fits nowhere in 16 bits are quantized as models/shards.py reads them: in fp8 a few experts at a
 time, otherwise a tensor of a layer at a time. A checkpoint that ships its experts in MXFP4 (gpt-oss) is read as it is
@@ -17,7 +17,7 @@ where that is possible (hold_mxfp4()): codes and exponents go from the files to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,19 +31,17 @@ from fxtune.kernels import fp8_experts
 from fxtune.kernels.gated_experts import gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.kernels.quantized import MX_BLOCK, MXFP4, pack_mxfp4, unpack
+from fxtune.models.experts import FIRST, LAST
 from fxtune.models.replacement import PackedExperts
 from fxtune.models.shards import StoresRows, mark_joined, mark_mxfp4
-from fxtune.techniques.lora.experts import (
-    FIRST,
-    LAST,
+from fxtune.techniques.experts.adapted import run_grouped
+from fxtune.techniques.experts.run import (
     OwnExperts,
     biases_of,
-    follows_interface,
     halves_of,
     no_adapter,
     one_operator,
     run_experts,
-    run_grouped,
 )
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
@@ -57,11 +55,6 @@ SMALL = 2**24
 """Where experts are in fp8 and all other linears have fewer weights, these stay in 16 bits: beside experts they take
 hardly any memory, and to quantize their input and to add their adapter takes about as long as the faster product saves
 (by calculation)."""
-
-
-def experts_of(model: nn.Module) -> Iterator[Any]:
-    """The modules that hold all experts of a layer."""
-    return (module for module in model.modules() if follows_interface(module))
 
 
 def leaves_linears(quantize: QuantizeOptions, experts: bool, largest: int) -> bool:
@@ -208,8 +201,7 @@ def stored_bytes(experts: Any) -> int:
 
 
 class QuantizedExperts(PackedExperts, OwnExperts):
-    """The experts of a layer whose parameters hold codes. Their names, biases and options are those of the module that
-    they replace."""
+    """The experts of a layer as codes. They keep the names, biases and options of the module that they replace."""
 
     def __init__(self, experts: Any, compute: torch.dtype) -> None:
         """`compute`: see quantize_experts(). The codes are not there yet: see _hold()."""
@@ -295,7 +287,7 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 
 class ExpertsInFewBits(QuantizedExperts):
-    """Their codes have another shape than the weights, and peft reads the shapes of the weights."""
+    """Experts whose codes differ in shape from the weights: peft reads the shapes of the weights."""
 
     @property
     def gate_up_proj(self) -> Tensor:
@@ -306,7 +298,7 @@ class ExpertsInFewBits(QuantizedExperts):
         return self._in_shape(TENSORS[1])
 
     def _in_shape(self, name: str) -> Tensor:
-        """An integer tensor of the weight's shape and device that has no memory of its own."""
+        """An integer tensor of the weight's shape and device; its memory is one number."""
         codes = self._parameters[name]
         assert codes is not None
         return torch.empty((), dtype=torch.uint8, device=codes.device).expand(self.stored_shapes[name])

@@ -14,12 +14,12 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from fxtune.distributed.world import World
 from fxtune.facts.options import Policy
+from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.load import DType, load_config
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import towers
 from fxtune.techniques.assemble import assemble
-from fxtune.techniques.attention import tower
+from fxtune.techniques.attention import vision_encoder
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import TOWER
 from fxtune.techniques.compile.technique import Compile
@@ -36,9 +36,9 @@ HOPPER = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("core", "width"),
     [
-        *((tower.flash2, width) for width in (64, 72, 80, 88)),
-        # Towers use flash2 alone. flash4 has wrong gradients for heads of 72 and 80 (backends/flash4.py).
-        *(pytest.param(tower.flash4, width, marks=HOPPER) for width in (64, 88)),
+        *((vision_encoder.flash2, width) for width in (64, 72, 80, 88)),
+        # Vision encoders use flash2 alone. flash4 has wrong gradients for heads of 72 and 80 (backends/flash4.py).
+        *(pytest.param(vision_encoder.flash4, width, marks=HOPPER) for width in (64, 88)),
     ],
 )
 def test_attention_both_ways_inside_images(core, width):
@@ -47,7 +47,7 @@ def test_attention_both_ways_inside_images(core, width):
     bounds = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=CUDA)
     weights = torch.linspace(0, 1, sum(LENGTHS))[:, None, None].to(torch.bfloat16)  # one gradient for both dtypes
     results = []
-    for function, dtype in ((core, torch.bfloat16), (tower.flash4, torch.float32)):
+    for function, dtype in ((core, torch.bfloat16), (vision_encoder.flash4, torch.float32)):
         of_cpu = dtype is torch.float32
         given = qkv.detach().to("cpu" if of_cpu else CUDA, dtype).requires_grad_()
         out = function(*given.unbind(1), bounds.to(given.device), 4096, width**-0.5)
@@ -78,16 +78,16 @@ def images(sizes):
 
 def changed(model):
     replace_patch_embeddings(model)
-    tower.prepare(model)
-    tower.attend_at_once(model, CUDA)
+    vision_encoder.prepare(model)
+    vision_encoder.attend_at_once(model, CUDA)
     model.requires_grad_(False)
     return model
 
 
 def test_features_are_those_of_plain_transformers_and_the_host_never_waits():
-    plain = towers(qwen(torch.float32))[0]
-    part = towers(changed(qwen()))[0]
-    assert tower.attends_at_once(part)
+    plain = vision_encoders(qwen(torch.float32))[0]
+    part = vision_encoders(changed(qwen()))[0]
+    assert vision_encoder.attends_at_once(part)
     for sizes in ([(8, 8), (9, 7), (32, 32)], [(4, 4)], [(64, 64), (5, 30)]):
         pixels, grid = images(sizes)
         expected = plain(pixels.float(), grid_thw=grid.to(CUDA)).pooler_output
@@ -103,7 +103,7 @@ def test_features_are_those_of_plain_transformers_and_the_host_never_waits():
 
 def test_one_compiled_graph_serves_images_of_all_sizes():
     model = changed(qwen())
-    part, technique = towers(model)[0], Compile(enabled=True)
+    part, technique = vision_encoders(model)[0], Compile(enabled=True)
     sizes = [[(8, 8), (9, 7), (32, 32)], [(4, 4)], [(64, 64), (5, 30)], [(16, 16)] * 5]
     expected = [part(*images(some)[:1], grid_thw=images(some)[1]).pooler_output for some in sizes]
     technique.apply(PreparedModel(model), World(CUDA))
@@ -117,7 +117,7 @@ def test_one_compiled_graph_serves_images_of_all_sizes():
     assert technique.report().breaks == []
 
 
-def test_each_technique_acts_on_a_trained_tower():
+def test_each_technique_acts_on_a_trained_vision_encoder():
     pipeline, recipe = lora(vision=True), replace(image_models.recipe("qwen2_5_vl"), dtype=DType.bfloat16)
     pipeline.attention.backend = "sdpa"
     pipeline.checkpointing = Checkpointing(enabled=True, policy=Policy.selective)
@@ -125,5 +125,5 @@ def test_each_technique_acts_on_a_trained_tower():
     prepared = assemble(pipeline, recipe, load_config(recipe), World(CUDA), 0)
     evidence = pipeline.verify(prepared, make_probe(prepared.module))
     assert all(seen.acted for seen in evidence), evidence
-    of_tower = {seen.technique for seen in evidence if "vision encoder" in seen.asked}
-    assert of_tower == {"attention", "checkpointing", "compile"}
+    of_encoder = {seen.technique for seen in evidence if "vision encoder" in seen.asked}
+    assert of_encoder == {"attention", "checkpointing", "compile"}

@@ -19,20 +19,21 @@ from support.mxfp4 import in_mxfp4
 
 from fxtune.distributed.parallel import Degrees
 from fxtune.errors import StorageError
+from fxtune.estimate.memory import RecomputePlan, forecast
+from fxtune.estimate.step_time import layer_time
 from fxtune.export.save import save_model
 from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
+from fxtune.models.experts import experts_of
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
 from fxtune.models.prepared import PreparedModel
 from fxtune.outputs.merge import merge
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate.memory import RecomputePlan, forecast
-from fxtune.techniques.estimate.step_time import layer_time
-from fxtune.techniques.lora.experts import grouped, observe_experts
+from fxtune.techniques.experts import quantized as quantized_experts
+from fxtune.techniques.experts.adapted import grouped, observe_experts
+from fxtune.techniques.experts.quantized import dequantize, stored_bytes
 from fxtune.techniques.pipeline import Pipeline, make_probe
-from fxtune.techniques.quantize import quantized_experts
-from fxtune.techniques.quantize.quantized_experts import dequantize, experts_of, stored_bytes
 from fxtune.techniques.quantize.technique import Quantize
 from fxtune.techniques.quantized_modules import is_quantized
 

@@ -1,7 +1,7 @@
-"""How fast this machine's cores multiply matrices now, as a multiple of what cards.py says of a core.
+"""How fast this machine's cores multiply matrices now, as a multiple of the rate of a core in cards.py.
 
-The rates of cards.CPU are those of two quiet cores of an AMD EPYC. Other cores are faster or slower, and other
-processes take their part, so a forecast for this machine times a product first. On the same quiet cores it forecast
+The rates of cards.CPU hold for two quiet cores of an AMD EPYC. Other cores are faster or slower, and other processes
+take their share, so a forecast for this machine times a product first. On the same quiet cores it forecast
 34 to 46 s for a quickstart of 35 s, and 120 s for four steps of SmolLM2 135M's shape that took 112 s. Beside other
 processes a run takes longer than its forecast, because threads that wait for each other lose more than a product does.
 """

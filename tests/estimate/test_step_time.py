@@ -9,10 +9,10 @@ from support.architectures import built, facts_of, random_model
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate import cards, step_time
+from fxtune.estimate.memory import forecast
 from fxtune.facts.recomputation import LEVELS, RecomputePlan
 from fxtune.techniques.checkpointing.technique import Checkpointing
-from fxtune.techniques.estimate import cards, step_time
-from fxtune.techniques.estimate.memory import forecast
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 

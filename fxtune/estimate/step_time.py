@@ -15,21 +15,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 
-from fxtune.facts.recomputation import LEVELS, RecomputePlan
-from fxtune.facts.run import Facts
-from fxtune.models.dims import Layer, Shape
-from fxtune.models.kinds.image_decoder.tower_shape import TowerWork
-from fxtune.techniques.estimate.cards import rates
-from fxtune.techniques.estimate.memory import (
+from fxtune.estimate.cards import rates
+from fxtune.estimate.memory import (
     LayerBytes,
     Need,
+    beside_of,
     divides_experts,
     forecast,
     number_bytes,
     trained_parameters,
     unpacked_bytes,
 )
-from fxtune.techniques.estimate.tower import has_gradients, planned_cost, tower_level
+from fxtune.facts.recomputation import LEVELS, RecomputePlan
+from fxtune.facts.run import Facts
+from fxtune.models.dims import Layer, Shape
+from fxtune.models.kinds.image_decoder.encoder_shape import ImageWork
 
 ROWS = 4096
 """An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
@@ -149,12 +149,12 @@ def micro_batch_seconds(
     supervised: float = 1.0,
     attended: float | None = None,
     forward_passes: int = 0,
-    images: TowerWork | None = None,
+    images: ImageWork | None = None,
 ) -> float:
     """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
     as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
-    of the row. `forward_passes`: passes without gradient beside, as of a reference. `images`: of the micro-batch. The
-    optimizer is left out, see update_seconds().
+    of the row. `forward_passes`: further passes without gradient, such as a reference's. `images`: of the
+    micro-batch. The optimizer is left out, see update_seconds().
 
     scripts/study/plan_accuracy.py compares it with what was measured on an H200.
     """
@@ -163,20 +163,20 @@ def micro_batch_seconds(
     layers = Shape.of(facts.model).layers
     both = layers * (layer.forward + layer.backward(trained)) + _elementwise(facts) + (2 + trained) * head
     unexplained = layers * UNEXPLAINED if facts.device == "cuda" and divides_experts(facts) else 0.0
-    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + unexplained + tower_seconds(facts, images)
-    if has_gradients(facts) and tower_level(plan) in ("input", "attention"):
-        training += tower_seconds(facts, images, trains=False)
+    training = max(both + overhead(facts, plan, layer), layers * LAUNCH) + unexplained + image_seconds(facts, images)
+    if beside_of(facts).recomputes(facts, plan):
+        training += image_seconds(facts, images, trains=False)
     reference = forward_seconds(facts, supervised, attended, images) if forward_passes else 0.0
     return training + forward_passes * reference
 
 
 def forward_seconds(
-    facts: Facts, supervised: float = 1.0, attended: float | None = None, images: TowerWork | None = None
+    facts: Facts, supervised: float = 1.0, attended: float | None = None, images: ImageWork | None = None
 ) -> float:
     """Seconds of a pass without gradient over one micro-batch of full rows; arguments as in micro_batch_seconds()."""
     layer, layers = _seen(facts, attended), Shape.of(facts.model).layers
     pass_ = layers * layer.forward + FORWARD_MOVED * _elementwise(facts) + _head_seconds(facts, supervised)
-    return max(pass_, layers * LAUNCH * FORWARD_MOVED) + tower_seconds(facts, images, trains=False)
+    return max(pass_, layers * LAUNCH * FORWARD_MOVED) + image_seconds(facts, images, trains=False)
 
 
 def attention_backward_share(facts: Facts) -> float:
@@ -185,19 +185,16 @@ def attention_backward_share(facts: Facts) -> float:
     return Shape.of(facts.model).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
 
 
-def tower_seconds(facts: Facts, images: TowerWork | None, trains: bool = True) -> float:
-    """Seconds of the vision encoder and its projector for some images at the decoder's rates: forward, and backward
-    where they are trained and `trains` is set. 0 for None."""
-    if images is None or (cost := planned_cost(facts, trains)) is None:
+def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -> float:
+    """Seconds of the parts beside the decoder for some images at the decoder's rates: forward, and backward where they
+    are trained and `trains` is set. 0 for None."""
+    if images is None or (work := beside_of(facts).work(facts, images, trains)) is None:
         return 0.0
-    shape, card = cost.shape, rates(facts)
-    attention, backward = cost.per_pair * images.pairs, trains and has_gradients(facts)
-    h, q, i = shape.width, shape.heads_width, shape.inner
-    forward_moved = 4 * h + 4 * q + 3 * i + FORWARD_MOVED * GATED_PASSES * i
-    passes = forward_moved + backward * (4 * h + 4 * q + 3 * i + (1 - FORWARD_MOVED) * GATED_PASSES * i)
-    moved = number_bytes(facts) * images.positions * shape.layers * passes
-    products = (cost.flops(images) - attention) / card.matmul + attention / card.attention
-    return max(products + moved / card.memory, shape.layers * LAUNCH * (1 if backward else FORWARD_MOVED))
+    card, backward = rates(facts), work.backward
+    activations = (FORWARD_MOVED + backward * (1 - FORWARD_MOVED)) * GATED_PASSES * work.inner
+    moved = number_bytes(facts) * ((1 + backward) * work.numbers + activations)
+    products = work.products / card.matmul + work.attention / card.attention
+    return max(products + moved / card.memory, work.layers * LAUNCH * (1 if backward else FORWARD_MOVED))
 
 
 def _head_seconds(facts: Facts, supervised: float) -> float:

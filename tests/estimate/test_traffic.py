@@ -9,10 +9,10 @@ from support.architectures import enable
 from support.forecasts import LLAMA, TECHNIQUES, card
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import forecast
+from fxtune.estimate.traffic import step_traffic
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.settle.degrees import memory_need
-from fxtune.techniques.estimate.memory import forecast
-from fxtune.techniques.estimate.traffic import step_traffic
 
 TRIED = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"]}, "checkpointing": {"policy": "auto"}}
 FULL = enable(compile={}, liger={"kernels": ["fused_linear_cross_entropy"]}, checkpointing={"policy": "full"})

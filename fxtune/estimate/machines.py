@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 
 from fxtune.errors import ConfigError, did_you_mean
+from fxtune.estimate.cpu_speed import cpu_speed
 from fxtune.system.machine.facts import MachineFacts, installed_packages
 from fxtune.system.machine.host import cores, memory
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.cpu_speed import cpu_speed
 
 CONTEXT_MIB = 600
 """MiB of a card's memory that the driver and a process's context take."""

@@ -3,9 +3,9 @@
 import pytest
 
 from fxtune.errors import ConfigError
+from fxtune.estimate.cards import CARDS, GENERATIONS, peak_flops, rates
+from fxtune.estimate.machines import CARD_MODELS, machine
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.cards import CARDS, GENERATIONS, peak_flops, rates
-from fxtune.techniques.estimate.machines import CARD_MODELS, machine
 
 
 @pytest.mark.parametrize("name", CARD_MODELS)

@@ -8,17 +8,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.architectures import built, enable, facts_of, lora, tiny_model
+from support.decoder_sizes import decoder_sizes
 from support.forecasts import LLAMA, PEFT, TECHNIQUES, allocated, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import forecast, trained_parameters
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels import frozen_base, fused_lora
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, state_of
 from fxtune.system.terminal.units import GIB
-from fxtune.techniques.estimate.memory import forecast, trained_parameters
 
 
 def test_the_forecast_equals_its_formula():
@@ -79,10 +80,7 @@ def test_the_forecast_counts_the_buffers_of_a_fused_mlp(monkeypatch, keep, tiles
         LLAMA,
         hidden_size=h,
         intermediate_size=i,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=4,
+        **decoder_sizes(layers=1, heads=1, key_heads=1, head_dim=4),
     )
     facts = card(
         139,
@@ -114,12 +112,7 @@ def test_the_forecast_counts_the_moments_of_muon_and_adamw(kind, adapted):
     """AdamW updates embeddings, the head, norms and experts."""
     config = AutoConfig.for_model(
         kind,
-        vocab_size=3000,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **decoder_sizes(vocabulary=3000, hidden=64, intermediate=96, layers=2, heads=4, key_heads=2),
     )
     model = AutoModelForCausalLM.from_config(config)
     if adapted:

@@ -21,7 +21,7 @@ first ones recompute. So the forecast looks for the peak layer by layer. Offload
 the tensors of two layers. Outside the layers there are weights, for each trained parameter its gradient and the
 optimizer's moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the
 layers' backward pass begins. The images of a micro-batch add their pixels and features, and their vision encoder runs
-before the decoder (tower.py).
+before the decoder (models/kinds/beside.py).
 
 Gradients do not exist together with all kept tensors: the backward pass frees a layer's tensors and leaves
 its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
@@ -48,6 +48,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -56,9 +57,10 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
 from fxtune.models.dims import Layer, Shape
+from fxtune.models.experts import divisible_experts
+from fxtune.models.kinds.beside import Beside
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import skeleton
-from fxtune.techniques.estimate.tower import has_gradients, image_memory, image_numbers
-from fxtune.techniques.lora.experts import divisible_experts
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPARE = 0.04
@@ -104,15 +106,15 @@ class Need:
     update: int = 0
     """Bytes that the end of the backward pass or the optimizer's step adds to the gradients."""
     images: int = 0
-    """Pixels and features of images, and what a vision encoder with gradients keeps."""
-    tower: int = 0
-    """Bytes that a vision encoder adds to `images` while it runs, with the gradients that exist then."""
+    """Held for images during a step (BesideMemory.held)."""
+    images_peak: int = 0
+    """Bytes that the parts for images add to `images` while they run, with the gradients that exist then."""
 
     @property
     def passing(self) -> int:
         """The peak of activations and of the gradients that each step makes and frees."""
         decoder = self.kept + max(self.backward, self.loss)
-        return self.images + max(decoder, self.gradients + self.update, self.tower)
+        return self.images + max(decoder, self.gradients + self.update, self.images_peak)
 
     @property
     def allocated(self) -> int:
@@ -195,9 +197,10 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
     # A tied weight has two gradients, which are added up.
     update = max(undone, trained.end if shape.tied and not freed else 0)
-    images = image_memory(facts, plan, number, shape.hidden)
-    # A vision encoder without gradients runs before the decoder; the backward pass of another one comes last.
-    before = gradients if has_gradients(facts) and not held_on else 0
+    beside = beside_of(facts)
+    images = beside.memory(facts, plan, number, shape.hidden)
+    # Parts without gradients run before the decoder; the backward pass of others comes last.
+    before = gradients if beside.has_gradients(facts) and not held_on else 0
     return Need(
         weights,
         trained.moments + gradients,
@@ -355,13 +358,12 @@ def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     parts = facts.degrees.shard
     if parts == 1:
         return weights, trained
-    parameters = image_numbers(facts)
-    whole = BYTES.get(facts.dtype, 4) * (parameters.beside if parameters else 0)
+    beside = beside_of(facts)
+    whole = BYTES.get(facts.dtype, 4) * beside.parameters
     if adapters := facts.execution.adapters:
         whole += 4 * adapters.all
         return -(-(weights - whole) // parts) + whole, trained
-    images = parameters.images if parameters and facts.trains_images else 0
-    share = 1 / parts + (1 - 1 / parts) * images / trained_parameters(facts)
+    share = 1 / parts + (1 - 1 / parts) * beside.trained(facts) / trained_parameters(facts)
     moments, gradients = (math.ceil(size * share) for size in (trained.moments, trained.gradients))
     layers = tuple(-(-size // parts) for size in trained.layers)
     return -(-(weights - whole) // parts) + whole, Trained(moments, gradients, layers, -(-trained.end // parts))
@@ -372,12 +374,11 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     number, run, kept = BYTES.get(facts.dtype, 4), facts.execution, facts.optimizer
     moment = kept.size or number
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
-    beside = parameters.beside if (parameters := image_numbers(facts)) else 0
+    beside = beside_of(facts)
     adapters, quantized = run.adapters, run.quantized
     if adapters is None:
-        frozen = beside
-        if parameters and facts.trains_images:
-            total, frozen = total + parameters.images, beside - parameters.images
+        total += beside.trained(facts)
+        frozen = beside.parameters - beside.trained(facts)
         # Divided weights are gathered in autocast's dtype, so nothing is copied.
         cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
         copies = 2 * total if cast else 0
@@ -399,7 +400,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
             around -= end * (number - 1) * (quantized.head + quantized.embeddings)
         else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
             around += end * ((1 - number) if quantized.embeddings else int(quantized.head))
-    around += beside * number
+    around += beside.parameters * number
     # Beside the frozen weights; quantized experts keep theirs.
     copied = adapters.experts if quantized else adapters.all - adapters.images
     packed = number * copied if run.fused else 0
@@ -412,6 +413,19 @@ def shape_of(facts: Facts) -> Shape:
     """The decoder's sizes. A head that scores documents is one row, so the embedding is the only table."""
     shape = Shape.of(facts.model)
     return shape if facts.head == "lm" else replace(shape, tied=True)
+
+
+def beside_of(facts: Facts) -> Beside:
+    """What the parts beside the decoder and its head cost."""
+    if not any(name.endswith("_config") and name != "text_config" for name in facts.model):
+        return Beside()
+    model = skeleton(facts.model)
+    return Beside() if model is None else _beside(model)
+
+
+@functools.lru_cache(maxsize=4)
+def _beside(model: Any) -> Beside:
+    return kind_of(model.config).beside(model)
 
 
 def exchange_bytes(facts: Facts) -> int:
@@ -459,8 +473,8 @@ def trained_parameters(facts: Facts) -> int:
     """How many numbers the optimizer updates."""
     if adapters := facts.execution.adapters:
         return adapters.all
-    shape, whole = shape_of(facts), image_numbers(facts) if facts.trains_images else None
-    return shape.linear_parameters + shape.other_parameters + (whole.images if whole else 0)
+    shape = shape_of(facts)
+    return shape.linear_parameters + shape.other_parameters + beside_of(facts).trained(facts)
 
 
 def linear_bytes(facts: Facts) -> float:
@@ -480,8 +494,7 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
         return max(states, 5 * copies)
     if not run.fused_loss:
         return max(states + logits * (2 * number + 8), 5 * copies)
-    chunk = run.loss_rows * shape.vocabulary * number if run.loss_rows else BUFFER
     # The gradient is summed in float32 and then copied to the weight's dtype.
     size = BYTES.get(facts.dtype, 4)
     head = 0 if run.adapters else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
-    return max(states + min(logits * number, chunk) + 4 * min(logits, BLOCK) + head, 5 * copies)
+    return max(states + min(logits * number, BUFFER) + 4 * min(logits, BLOCK) + head, 5 * copies)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from support import image_models
-from support.image_models import CONFIGS
+from support.image_models import FAMILIES
 
 from fxtune.models.kinds.known import images_of
 
@@ -12,14 +12,14 @@ def shape_of(family):
 
 
 def test_windows_bound_the_keys_of_qwen2_5():
-    """A tower with windows of 4 x 4 patches in one of two layers."""
+    """A vision encoder with windows of 4 x 4 patches in one of two layers."""
     sizes = np.array([16, 2])  # 64 patches, and 8: fewer than a window
     work = shape_of("qwen2_5_vl").work(sizes, sizes, sizes)
     assert work == (2, 64 + 8, 64 + 8, 18, 64 * 16 + 64 * 64 + 2 * 8 * 8)
     assert work.scaled(2.5) == (5, 180, 180, 45, 2.5 * work.pairs)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_positions_follow_from_features(family):
     shape = shape_of(family)
     features = np.array([shape.tile * 3 or 12])

@@ -39,8 +39,9 @@ from fxtune.models.structure import decoder_layers
 from fxtune.outputs.merge import merge
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.technique import Checkpointing
+from fxtune.techniques.experts.adapted import grouped, make_space, observe_experts
+from fxtune.techniques.experts.full import compute_experts, observe_computed
 from fxtune.techniques.lora import technique
-from fxtune.techniques.lora.experts import compute_experts, grouped, make_space, observe_computed, observe_experts
 from fxtune.techniques.pipeline import Pipeline, make_probe
 
 LAYERS = {
@@ -239,7 +240,7 @@ def test_the_evidence_counts_experts_that_learn():
 
 def test_experts_without_a_gradient_are_an_error(monkeypatch):
     """As in a library that trained none of 1,536 experts, silently."""
-    from fxtune.techniques.lora import experts
+    from fxtune.techniques.experts import adapted as experts
 
     own = experts.run_experts
     monkeypatch.setattr(experts, "run_experts", lambda one, adapters, *rest: own(one, {}, *rest))

@@ -1,4 +1,4 @@
-"""The FLOPs of towers and projectors against torch's count, and the parts of their memory."""
+"""The FLOPs of vision encoders and projectors against torch's count, and the parts of their memory."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import image_models
 from support.forecasts import allocated
-from support.image_models import CONFIGS, IMAGE_TOKEN
+from support.image_models import FAMILIES, IMAGE_TOKEN
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from fxtune.distributed.parallel import Degrees
+from fxtune.estimate.memory import beside_of, forecast, trained_parameters
 from fxtune.facts.options import LoraOptions
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.facts.run import Facts
+from fxtune.models.kinds.image_decoder.cost import BATCHES, ImageParts
+from fxtune.models.kinds.image_decoder.parts import for_images, image_modules, projectors
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.kinds.known import images_of, kind_of
-from fxtune.models.structure import beside_text, for_images, is_adapter, projectors, towers
+from fxtune.models.structure import beside_text, is_adapter
 from fxtune.techniques.compile.technique import Compile
-from fxtune.techniques.estimate.memory import forecast, trained_parameters
-from fxtune.techniques.estimate.tower import (
-    BATCHES,
-    ImageParts,
-    image_memory,
-    image_numbers,
-    tower_cost,
-)
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.lora.technique import Lora
 from fxtune.techniques.pipeline import Pipeline
@@ -35,6 +30,19 @@ from fxtune.tracking.throughput import training_cost
 
 SIZES = {"gemma4": (3, 3), "llava_onevision": (1, 2)}
 """Rows and columns of an image in features: gemma4's has no padding, and Qwen2.5's has whole windows."""
+
+
+def parts_of(model):
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return ImageParts.of(images_of(base.config), base)
+
+
+def image_cost(model, forward_passes=0):
+    return parts_of(model).training_cost(forward_passes)
+
+
+def image_memory(facts, plan, number, hidden):
+    return beside_of(facts).memory(facts, plan, number, hidden)
 
 
 def model_of(family):
@@ -46,7 +54,7 @@ def model_of(family):
 
 
 def two_images(family, model):
-    """(arguments of get_image_features, arguments of TowerShape.work) for two images; one for Pixtral, whose eager
+    """(arguments of get_image_features, arguments of EncoderShape.work) for two images; one for Pixtral, whose eager
     attention also computes pairs of two images, and masks them."""
     seeds = (0,) if family in ("pixtral", "mistral3") else (0, 1)
     shown = [image_models.document(family, model, [2, SIZES.get(family, (2, 4)), 3], seed) for seed in seeds]
@@ -61,7 +69,7 @@ ANGLES = 1e-3
 
 
 def counted(model, images, backward):
-    """FLOPs of the tower and the projector, by torch, without Gemma 4's averages of patches."""
+    """FLOPs of the vision encoder and the projector, by torch, without Gemma 4's averages of patches."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     counter = FlopCounterMode(display=False)
     with counter:
@@ -83,61 +91,61 @@ def _flat(parts):
 
 
 def require_gradients_behind_the_embedding(model):
-    for module in ImageParts.of(model).embedding:
+    for module in parts_of(model).embedding:
         module.register_forward_hook(lambda _, inputs, output: output.requires_grad_())
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_flops_of_a_frozen_tower_are_those_of_a_forward_pass(family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_of_a_frozen_vision_encoder_are_those_of_a_forward_pass(family):
     model = model_of(family)
     images, sizes = two_images(family, model)
-    cost = tower_cost(model)
+    cost = image_cost(model)
     work = cost.shape.work(*sizes)
     assert cost.flops(work) == pytest.approx(counted(model, images, backward=False), rel=ANGLES)
-    assert tower_cost(model, forward_passes=1).flops(work) == 2 * cost.flops(work)
+    assert image_cost(model, forward_passes=1).flops(work) == 2 * cost.flops(work)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_flops_of_a_trained_tower(family, lora):
+def test_flops_of_a_trained_vision_encoder(family, lora):
     model = model_of(family)
     images, sizes = two_images(family, model)
-    parts = [*towers(model), *projectors(model)]
+    parts = image_modules(model)
     if lora:
         names = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and any(module in part.modules() for part in parts)
-            if not any(module is own for own in ImageParts.of(model).embedding)
+            if isinstance(module, torch.nn.Linear) and module in parts
+            if not any(module is own for own in parts_of(model).embedding)
         ]
         model = get_peft_model(model, LoraConfig(r=3, target_modules=names))
         require_gradients_behind_the_embedding(model)
     else:
         for part in parts:
             part.requires_grad_(True)
-    cost = tower_cost(model)
+    cost = image_cost(model)
     # Eager attention has a backward pass of 2, not of 2.5: it does not compute the scores again.
     work = cost.shape.work(*sizes)
     work_done = cost.flops(work) - 0.5 / 3.5 * cost.per_pair * work.pairs
     assert work_done == pytest.approx(counted(model, images, backward=True), rel=ANGLES)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_patch_embeddings_as_products_cost_the_same(family):
     model = model_of(family)
-    before = tower_cost(model)
+    before = image_cost(model)
     replace_patch_embeddings(model)
-    after = tower_cost(model)
+    after = image_cost(model)
     assert after.per_patch == before.per_patch > 0
     assert after.per_position == before.per_position
 
 
-def test_a_projector_that_is_trained_alone_sends_no_gradient_into_the_tower():
+def test_a_projector_that_is_trained_alone_sends_no_gradient_into_the_vision_encoder():
     model = model_of("qwen3_vl")
-    frozen = tower_cost(model)
+    frozen = image_cost(model)
     for part in projectors(model):
         part.requires_grad_(True)
-    cost = tower_cost(model)
+    cost = image_cost(model)
     assert cost.per_feature == 3 * frozen.per_feature
     assert (cost.per_position, cost.per_patch, cost.per_pair) == (
         frozen.per_position,
@@ -146,12 +154,12 @@ def test_a_projector_that_is_trained_alone_sends_no_gradient_into_the_tower():
     )
 
 
-def test_a_decoder_does_not_count_the_linears_of_its_tower_for_tokens():
+def test_a_decoder_does_not_count_the_linears_of_its_vision_encoder_for_tokens():
     model = model_of("qwen2_5_vl")
     alone = training_cost(model)
     model.model.visual = torch.nn.ModuleDict({"merger": torch.nn.Identity()})
     assert training_cost(model).per_token == alone.per_token
-    assert alone.tower.per_position > 0
+    assert alone.image_cost.per_position > 0
 
 
 def facts_of(family, *, lora=None, compile=None, **more):
@@ -161,26 +169,26 @@ def facts_of(family, *, lora=None, compile=None, **more):
     return Facts(device="cuda", **{"model": image_models.config(family).to_dict(), **known, **more})
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_model(family):
-    model, numbers = image_models.model(family), image_numbers(facts_of(family))
-    assert numbers.beside == sum(weight.numel() for weight in beside_text(model))
-    assert numbers.images == sum(weight.numel() for weight in for_images(model))
+    model, numbers = image_models.model(family), beside_of(facts_of(family))
+    assert numbers.parameters == sum(weight.numel() for weight in beside_text(model))
+    assert numbers.trainable == sum(weight.numel() for weight in for_images(model))
     images, sizes = two_images(family, model)
-    work = numbers.parts.shape.work(*sizes)
+    work = numbers.shape.work(*sizes)
     assert numbers.pixels * work.patches == images["pixel_values"].numel()
     frozen, trained = (facts_of(family, trains_images=trains) for trains in (False, True))
-    assert trained_parameters(trained) - trained_parameters(frozen) == numbers.images
+    assert trained_parameters(trained) - trained_parameters(frozen) == numbers.trainable
     weights = [forecast(facts, RecomputePlan()).weights for facts in (frozen, trained)]
     assert weights == [2 * sum(weight.numel() for weight in model.parameters())] * 2
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("parts", [("vision",), ("projector",), ("vision", "projector")])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("parts", [("vision",), ("projector",)])
 def test_adapters_are_those_of_the_model(family, parts):
     options = dict(enabled=True, r=3, **dict.fromkeys(parts, True))
     model = image_models.model(family)
-    alone = {id(module) for part in (*towers(model), *projectors(model)) for module in part.modules()}
+    alone = {id(module) for module in image_modules(model)}
     paths = [path for path in select(model, LoraOptions(**options)).modules if id(model.get_submodule(path)) in alone]
     if not paths:
         assert facts_of(family, lora=options).execution.adapters.images == 0
@@ -194,7 +202,7 @@ def test_adapters_are_those_of_the_model(family, parts):
     assert forecast(facts, RecomputePlan()).weights - forecast(plain, RecomputePlan()).weights == 4 * made
 
 
-def test_memory_of_a_frozen_tower_is_its_pixels_features_and_one_layer():
+def test_memory_of_a_frozen_vision_encoder_is_its_pixels_features_and_one_layer():
     """Qwen2.5-VL with 16 features, 64 patches of 96 numbers; h = q = 16, i = 24."""
     facts = facts_of("qwen2_5_vl", image_features=16)
     found = image_memory(facts, RecomputePlan(), 2, hidden=32)
@@ -214,7 +222,7 @@ def test_memory_of_a_frozen_tower_is_its_pixels_features_and_one_layer():
     assert deep.held == found.held + 16 * 32 * 2
 
 
-def test_a_tower_with_gradients_keeps_its_layers():
+def test_a_vision_encoder_with_gradients_keeps_its_layers():
     frozen = image_memory(facts_of("qwen2_5_vl", image_features=16), RecomputePlan(), 2, 32)
     for facts in (
         facts_of("qwen2_5_vl", image_features=16, trains_images=True),
@@ -235,7 +243,7 @@ def test_images_add_to_the_peak_of_a_step():
     without, with_images = (forecast(facts_of("gemma3", image_features=count), plan) for count in (0, 64))
     assert with_images.weights == without.weights
     assert with_images.images > 0 == without.images
-    assert with_images.passing == max(without.passing, with_images.tower) + with_images.images
+    assert with_images.passing == max(without.passing, with_images.images_peak) + with_images.images
     assert with_images.parts["images"] == with_images.images
     assert sum(with_images.parts.values()) == with_images.device
 
@@ -247,15 +255,15 @@ def test_parts_for_images_are_whole_on_each_rank():
             forecast(facts_of("gemma3", **{**more, **other}), RecomputePlan())
             for other in ({}, {"degrees": divided}, {"degrees": divided, "trains_images": False})
         )
-        beside = 2 * image_numbers(facts_of("gemma3")).beside
+        beside = 2 * beside_of(facts_of("gemma3")).parameters
         assert shared.weights - beside == pytest.approx((alone.weights - beside) / 2, abs=2)
         if more:
-            trained = image_numbers(facts_of("gemma3")).images
+            trained = beside_of(facts_of("gemma3")).trainable
             assert shared.trained - text.trained == pytest.approx(6 * trained, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
-def test_memory_is_what_a_tower_allocates(family):
+def test_memory_is_what_a_vision_encoder_allocates(family):
     """On a CPU, where a layer of Qwen's also joins the results of its images."""
 
     def built(layers):

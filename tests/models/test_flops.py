@@ -2,8 +2,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fxtune.models.dims import matmul_sizes
-from fxtune.techniques.estimate.tower import weight_flops
+from fxtune.models.flops import matmul_sizes, weight_flops
 
 
 def test_of_a_wrapper_only_the_linears_inside_count():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxtune.estimate import cards
+from fxtune.estimate.cards import peak_flops, rates
 from fxtune.system.machine.facts import MachineFacts
-from fxtune.techniques.estimate import cards
-from fxtune.techniques.estimate.cards import peak_flops, rates
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxtune.facts.run import Facts
-from fxtune.models.dims import Attention, Shape
-from fxtune.techniques.attention.context import key_copies
-from fxtune.techniques.estimate.memory import (
+from fxtune.estimate.memory import (
     divides_experts,
     gathered_parameters,
     linear_bytes,
@@ -22,11 +19,13 @@ from fxtune.techniques.estimate.memory import (
     scattered_parameters,
     trained_parameters,
 )
+from fxtune.facts.run import Facts
+from fxtune.models.dims import Attention, Shape, key_copies
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in an optimizer step, by what they hold."""
+    """Bytes that one rank sends in an optimizer step, by kind of data."""
 
     gradients: int
     weights: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxtune.techniques.estimate import cpu_speed
+from fxtune.estimate import cpu_speed
 
 
 def test_speed_is_that_of_the_product_by_the_clock(monkeypatch):

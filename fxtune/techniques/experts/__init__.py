@@ -1,0 +1,1 @@
+"""The experts of a mixture: adapted, trained in full, quantized."""

@@ -1,0 +1,180 @@
+"""Takes the optimizer steps of a run: batches from the loader, one TrainStep each.
+
+A step that runs out of memory is repeated with half the rows in its micro-batches. A step with an operator that has no
+deterministic kernel is repeated with the fastest kernels. Neither has changed a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from fxtune.data.batches.loader import Loader, StepBatches
+from fxtune.data.batches.plan import Plan
+from fxtune.distributed.heartbeat import FORWARD_BACKWARD
+from fxtune.errors import UserError
+from fxtune.optim.schedule import Schedule
+from fxtune.settle.freed_gradients import refuse_halved
+from fxtune.system.process.oom import MemoryExhausted, RowsExhausted, RowsPerPass, catch_out_of_memory
+from fxtune.system.process.signals import SIGNALS
+from fxtune.system.terminal.progress import MICRO_BATCHES, phase
+from fxtune.tracking.tracker import Tracker
+from fxtune.training.agreement import interruptible, together
+from fxtune.training.builder import RunBuilder
+from fxtune.training.monitors.rank_report import UPDATE
+from fxtune.training.run.end import RunEnd
+from fxtune.training.run.state import RunState
+from fxtune.training.step import Metrics
+
+
+class Steps:
+    """The remaining steps of a run. Iteration yields (step, its learning rate, its metrics on the device)."""
+
+    def __init__(
+        self,
+        builder: RunBuilder,
+        run_state: RunState,
+        rows_per_pass: RowsPerPass,
+        end: RunEnd,
+        tracker: Tracker,
+        plan: Plan,
+        schedule: Schedule,
+    ) -> None:
+        self.builder, self.world, self.config = builder, builder.world, builder.config
+        self.run_state, self.train_step, self.note = run_state, run_state.train_step, run_state.note
+        self.rows_per_pass, self.end, self.tracker = rows_per_pass, end, tracker
+        self.first = run_state.state.step
+        """The first step of this process."""
+        self.loader: Loader | None = None
+        rows = rows_per_pass.rows("training", self.config.train.micro_batch_size)
+        self.plan = plan.with_micro_batch_size(rows)
+        """The plan of the data from here on: with the rows per micro-batch that fit, up to the end of `schedule`."""
+        self.follow(schedule)
+        if self.train_step.in_backward and rows < self.config.train.micro_batch_size:
+            # A step of several micro-batches needs all gradients before the update.
+            self.note(refuse_halved(self.config.optimizer.in_backward, rows))
+            builder.stage = builder.stage.with_whole_gradients()
+            self.train_step.in_backward = None
+
+    def follow(self, schedule: Schedule) -> None:
+        """Take the learning rates of `schedule`, up to its last step."""
+        self.schedule = schedule
+        self._replace_plan(self.plan.until(schedule.last, schedule.dropped))
+
+    def _replace_plan(self, plan: Plan) -> None:
+        self.plan = self.run_state.monitor.bad_batches.plan = plan
+
+    def __iter__(self) -> Iterator[tuple[StepBatches, float, Metrics]]:
+        self.train_step.model.model.train()
+        index = self.first
+        while index < self.plan.steps:
+            failed, plan = None, self.plan
+            self.loader = Loader(self.builder.own(plan), self.config.loader, self.world.device)
+            for step in self.loader.steps(index):
+                index = step.index
+                self._announce_stage(index)
+                lr = self.schedule.rate(index)
+                metrics = catch_out_of_memory(partial(self._try, step, lr))
+                if isinstance(metrics, (MemoryExhausted, str)):
+                    failed = metrics
+                    break
+                yield step, lr, metrics
+                index += 1
+                if self.plan is not plan:  # the run ends early
+                    break
+            del step  # and the batches on the device
+            self.loader.close()
+            if isinstance(failed, str):
+                self._use_fastest_kernels(failed)
+            elif failed is not None:
+                self._halve(index, failed)
+
+    def _try(self, step: StepBatches, lr: float) -> Metrics | str:
+        """take(), or the operator that has no deterministic kernel, if the run goes on without one."""
+        try:
+            return self.take(step, lr)
+        except (RuntimeError, UserError) as error:
+            if (operator := self.builder.nondeterministic(error)) is None:
+                raise
+        return operator
+
+    def take(self, step: StepBatches, lr: float) -> Metrics:
+        """Take one TrainStep. Handles signals and the checkpoint in progress."""
+        metrics = self._backward(step, lr)
+        # Ranks that have agreed on a step take it: a rank that runs out of memory from here on ends the run.
+        self.run_state.checkpoints.wait_for_copy()  # PowerSGD's sums change its state, and the update the weights
+        clipping: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.world.size > 1:
+            clipping = partial(self.builder.oom_context, f"Clipping in step {step.index + 1}")
+        with clipping():
+            metrics = self.train_step.sum_over_ranks(metrics)
+        with self.train_step.rank_report.timer.part(UPDATE):
+            with clipping():
+                self.train_step.clip(metrics)
+            # An update that runs out of memory is not repeated: some weights may be updated already.
+            with self.builder.oom_context(f"The update of step {step.index + 1}"):
+                self.train_step.update(metrics, lr, step.data_step)
+        return metrics
+
+    def _backward(self, step: StepBatches, lr: float) -> Metrics:
+        """Run the forward and backward passes of `step`, and agree with the other ranks to take it."""
+        train_step, index, report = self.train_step, step.index, self.train_step.rank_report
+        first = index == self.first or self._has_new_rows(index)
+        normalizer = train_step.objective.normalizer(self.plan, index)
+        self.world.heartbeat.doing(FORWARD_BACKWARD, index + 1)
+        report.waited += step.wait_seconds
+        name = f"Step {index + 1:,} of {self.plan.steps:,}"
+        name += ", compiling" if first and self.builder.techniques.compile.enabled else ""
+        counted = phase(name, self.plan.micro_batches(index) // self.world.data_ranks, MICRO_BATCHES, announce=first)
+        # Interruptible, because nothing has changed yet and compiling can take minutes.
+        signals = interruptible(self.world)
+        if train_step.in_backward:  # the pass changes the weights
+            self.run_state.checkpoints.wait_for_copy()
+            signals = SIGNALS.held()
+        with signals, counted as work:
+            batches = work.over(step.micro_batches)
+            passes = partial(train_step.backward, batches, normalizer, step.data_step, step.counted, lr)
+            logs = index + 1 == self.plan.steps or self.end.log_line_due(index + 1)
+            agree = report.agree if logs else None  # with the figures of all ranks
+            # A signal between two averages of the ranks' weights waits for the next average. A run that is saved there
+            # resumes with the same bits.
+            return together(
+                self.world, partial(report.timed, passes), train_step.start_sums, train_step.ranks_agree, agree
+            )
+
+    def _has_new_rows(self, index: int) -> bool:
+        """Whether rows have another length from step `index` on."""
+        if index <= self.plan.sizes.dropped:
+            return False
+        before, now = (self.plan.step_rows.starts[self.plan.stage(step)] for step in (index - 1, index))
+        return now.length != before.length
+
+    def _announce_stage(self, index: int) -> None:
+        """If rows have another length from step `index` on, say so and free the recordings of the earlier length."""
+        if self._has_new_rows(index) and index > self.first:
+            self.note(f"From step {index + 1} on: {self.plan.step_rows.text(self.plan.stage(index))}.")
+            self.rows_per_pass.drop()
+
+    def _use_fastest_kernels(self, operator: str) -> None:
+        """Repeat the step in which `operator` turned out to have no deterministic kernel."""
+        self.rows_per_pass.free_memory()
+        self.train_step.drop()
+        self.builder.use_fastest_kernels(operator)
+        self.note(self.builder.notes[-1])
+
+    def _halve(self, index: int, exhausted: MemoryExhausted) -> None:
+        """Halve the micro-batches from step `index` on, which did not fit and is repeated. Raises RowsExhausted."""
+        sizes = self.plan.sizes
+        if self.train_step.in_backward:  # two micro-batches would need all gradients
+            raise RowsExhausted("training", sizes.micro_batch_size, exhausted.reason)
+        self.rows_per_pass.free_memory()  # also waits for gradients that are still being added up
+        self.train_step.drop()
+        hint = f"Step {index + 1} is repeated; its {self.plan.rows(index)} rows and its loss stay as they are. "
+        hint += "Code is compiled for the new shape. " if self.builder.techniques.compile.enabled else ""
+        multiple = self.plan.stream.rows_of_group
+        rows = self.rows_per_pass.halve(
+            "training", sizes.micro_batch_size, exhausted, sizes.global_batch_size, hint, multiple
+        )
+        self._replace_plan(self.plan.with_micro_batch_size(rows))
+        self.tracker.log(self.run_state.state.step, {"train/micro_batch_size": self.plan.sizes.micro_batch_size})

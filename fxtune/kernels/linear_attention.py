@@ -8,14 +8,13 @@ attention with q = C, k = B and v = x dt. recurrence.py has the formulas.
     scan          one number for a head    none
 
 On a GPU the kernels are flash-linear-attention's (package fla-core), which compute chunks of 64 tokens as matmuls; on
-a CPU recurrence.py runs. `chunks` names for each chunk its document and its place there, so that the kernels need not
-wait for the device to count them (document_chunks()). What the backward pass reads of the forward pass are further
-results of the operator, so selective checkpointing can keep them or compute them again.
+a CPU recurrence.py runs. `chunks` names for each chunk its document and its place there, so that the host need not
+wait for the device to count them (document_chunks()). The backward pass reads further results of the operator, so
+selective checkpointing can keep them or compute them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -28,12 +27,17 @@ CHUNK = 64
 """Tokens of a chunk: flash-linear-attention's kernels have no other size."""
 
 
-def document_chunks(lengths: Sequence[int]) -> Tensor:
-    """int32 [chunks, 2], on the CPU: (document, chunk in the document) of each chunk of `lengths`, in order."""
-    counts = torch.tensor([-(-length // CHUNK) for length in lengths], dtype=torch.int64)
-    documents = torch.arange(len(counts)).repeat_interleave(counts)
-    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return torch.stack([documents, torch.arange(len(documents)) - first], 1).int()
+def document_chunks(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int32 [tokens // CHUNK + documents, 2]: (document, chunk in the document) of each chunk, in order.
+
+    The host waits for nothing, so the number of chunks is the largest possible one. Unused chunks lie behind the last
+    document's end."""
+    counts = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
+    ends = counts.cumsum(0)
+    at = torch.arange(tokens // CHUNK + len(counts), device=cu_seqlens.device)
+    document = torch.searchsorted(ends, at, right=True).clamp(max=len(counts) - 1)
+    within = torch.where(at < ends[-1], at - (ends - counts)[document], tokens // CHUNK + 1)
+    return torch.stack([document, within], 1).int()
 
 
 def linear_attention(

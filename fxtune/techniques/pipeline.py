@@ -198,7 +198,7 @@ class Pipeline(Techniques):
         facts = replace(facts, techniques=self)
         padded = set(self.attention.check(replace(facts, packing=False)))
         packed = (reason for reason in self.attention.check(replace(facts, packing=True)) if reason not in padded)
-        if (why := next(map(_cause, packed), None)) is None and recurrent.has_mixers(facts.model):
+        if (why := next(map(_cause, packed), None)) is None and recurrent.by_document(facts):
             return "recurrent layers would run packed documents one by one, uncompiled (data.packing=true asks for it)"
         return why
 

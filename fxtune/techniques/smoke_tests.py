@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from fxtune.kernels import matmul
+from fxtune.kernels.linear_attention import document_chunks, linear_attention
+from fxtune.kernels.short_convolution import short_convolution
 from fxtune.system.machine.host import cache_home
 from fxtune.system.machine.packages import SOME_HEADS, Heads, NotTriedError
 
@@ -83,6 +85,33 @@ def quack(device: torch.device) -> str:
     matmul.by_quack(dy, w, dx)
     error = require_close((y, x.float() @ w.float().t()), (dx, dy.float() @ w.float()))
     return f"a linear within {error:.1e} of float32"
+
+
+def fla(device: torch.device) -> str:
+    """Linear attention and a short convolution over three documents, against the same operators on the CPU."""
+    bounds = torch.tensor([0, 1, 64, 194], dtype=torch.int32)
+    places = [bounds, document_chunks(bounds, 194)]
+
+    def compared(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+        def on_cpu(*copies: torch.Tensor) -> torch.Tensor:
+            return run(*(copy.cpu() for copy in copies), *places).to(device)
+
+        def here(*given: torch.Tensor) -> torch.Tensor:
+            return run(*given, *(place.to(device) for place in places))
+
+        require_same(here, on_cpu, [given.detach().clone() for given in inputs])
+
+    draw = lambda *sizes: torch.randn(194, *sizes, device=device)  # noqa: E731
+    q, k = (torch.nn.functional.normalize(draw(2, 128), dim=-1).bfloat16() for _ in range(2))
+    v, decay, beta = draw(4, 128).bfloat16(), -5 * draw(4).abs(), draw(4).sigmoid().bfloat16()
+    compared(lambda q, k, v, g, b, *where: linear_attention(q, k, v, g, b, 0.1, *where), q, k, v, decay, beta)
+    compared(lambda q, k, v, g, *where: linear_attention(q, k, v, g, None, 0.1, *where), q, k, v, decay)
+    q, k = (of.repeat_interleave(2, 1) for of in (q, k))
+    by_key = -draw(4, 128).abs()
+    compared(lambda q, k, v, g, b, *where: linear_attention(q, k, v, g, b, 0.1, *where), q, k, v, by_key, beta)
+    x, weight = draw(256).bfloat16(), torch.randn(256, 4, device=device).bfloat16()
+    compared(lambda x, weight, *where: short_convolution(x, weight, None, True, *where), x, weight)
+    return "the gated delta rule, Kimi's, Mamba-2's scan and a short convolution"
 
 
 def bitsandbytes(device: torch.device) -> str:

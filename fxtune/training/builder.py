@@ -168,7 +168,7 @@ class RunBuilder:
             found = guess(config.optimizer, self.facts, data.training.documents_per_step)
             self.stage = self.stage.decided((), optimizer=replace(config.optimizer, lr=found.rate))
             notes.append(found.text)
-        if self.facts.packing and recurrent.has_mixers(self.facts.model):
+        if self.facts.packing and recurrent.by_document(self.facts):
             notes.append(documents_padding(data.training))
         self.stage = self.stage.decided(notes)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])

@@ -78,14 +78,18 @@ def _with_functions(forward: Any, functions: Mapping[str, Any]) -> Any:
 # Why: as for RoPE. transformers' own choice among implementations is made once, when a family's file is imported.
 
 
+def calls(forward: Any) -> frozenset[str]:
+    """The names of the functions and attributes that this method of a layer uses."""
+    return frozenset(inspect.unwrap(forward).__code__.co_names)
+
+
 @functools.cache
 def with_operators(forward: Any, replacements: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
     """A copy of `forward` in which those functions that it calls and `replacements` names are what the replacement
-    makes of them. None if it calls none of them."""
+    makes of them."""
     plain = inspect.unwrap(forward)  # below what accelerate's hooks and former names of arguments need
-    called = {name: make for name, make in replacements if name in plain.__code__.co_names}
-    made = {name: make(plain.__globals__[name]) for name, make in called.items()}
-    return _with_functions(plain, made) if made else None
+    made = {name: make(plain.__globals__[name]) for name, make in replacements if name in calls(forward)}
+    return _with_functions(plain, made)
 
 
 def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:

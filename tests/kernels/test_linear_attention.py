@@ -17,7 +17,8 @@ HEADS, KEYS, VALUES = 4, 16, 8
 
 
 def bounds(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return torch.tensor([0, *lengths]).cumsum(0).int(), document_chunks(lengths)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return cu_seqlens, document_chunks(cu_seqlens, sum(lengths))
 
 
 def drawn(which: str, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
@@ -107,4 +108,7 @@ def test_operators_keep_the_rules_of_custom_operators():
 
 
 def test_chunks_name_their_document_and_their_place():
-    assert document_chunks([1, 64, 65, 130]).tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
+    _, chunks = bounds((1, 64, 65, 0, 130))
+    assert chunks[:7].tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [4, 0], [4, 1], [4, 2]]
+    assert (chunks[7:, 1] * 64 >= 130).all()
+    assert len(chunks) == 260 // 64 + 5

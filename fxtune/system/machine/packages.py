@@ -117,6 +117,14 @@ PACKAGES = {
             gpu=False,
         ),
         Package(
+            "fla-core",
+            "fla",
+            f"{TESTS}:fla",
+            "pip install 'fxtune[hybrid]'",
+            "linear attention and short convolutions of hybrid models",
+            technique="attention",
+        ),
+        Package(
             "bitsandbytes",
             "bitsandbytes",
             f"{TESTS}:bitsandbytes",

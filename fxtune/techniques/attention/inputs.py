@@ -12,6 +12,7 @@ from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import image_arguments
 from fxtune.techniques.attention.backends.registry import called
+from fxtune.techniques.attention.linear import documents_of
 from fxtune.techniques.attention.packed import document_mask, no_mask
 from fxtune.upstream.transformers import attention_of
 
@@ -65,6 +66,8 @@ def model_inputs(
     assert keys is None or backend.shares, f"{backend.name} would ignore the keys of other documents"
     positions = known.positions(config, position_ids, rope_positions) if known else position_ids
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
+    if getattr(model, "reads_documents", False):  # recurrent.separate() says so
+        inputs.update(documents_of(cu_seqlens, input_ids.numel()))
     if images is not None and known is not None:
         assert pieces == 1, "settle/images.py refuses rows with images that are cut"
         inputs.update(image_arguments(model, images))

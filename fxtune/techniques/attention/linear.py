@@ -1,16 +1,18 @@
 """Runs the linear attention and the short convolutions of transformers' hybrid models as operators that keep packed
 documents apart (kernels/linear_attention.py, short_convolution.py).
 
-The layers of transformers' hybrid families call module functions of the same few names, and hand them the keyword
-arguments of the model's forward pass. attach() lets the layers of one model call fxtune's functions instead. A call
-with DOCUMENTS among its arguments runs the operator; any other call (generation) runs transformers' own function.
+The recurrent layers of the hybrid families call module functions of the same few names, and hand them the keyword
+arguments of the model's forward pass. attach() lets one layer call fxtune's functions instead:
 
     causal_conv1d_fn                    the convolution over a few tokens of each channel
     torch_chunk_gated_delta_rule        Qwen3-Next, Qwen3.5, OLMo hybrid
     chunk_kimi_delta_attention          Kimi Linear, Bailing hybrid
     mamba2_chunk_scan                   Mamba-2, Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2
-    mamba2_split_conv1d_scan_combined   all of Mamba-2's layer in one kernel, which reads the weight of `out_proj` past
-                                        its adapters: never taken
+    mamba2_split_conv1d_scan_combined   all of a Mamba-2 layer in one kernel, which reads the weight of `out_proj` and
+                                        skips its adapters: never taken
+
+The documents are those of documents_of(); without these arguments each row is one document. A call that continues
+from a cache runs transformers' own function.
 """
 
 from __future__ import annotations
@@ -23,23 +25,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxtune.kernels.linear_attention import linear_attention
+from fxtune.facts.run import Facts
+from fxtune.kernels.linear_attention import document_chunks, linear_attention
 from fxtune.kernels.short_convolution import short_convolution
-from fxtune.techniques.attention.recurrent import mixers
-from fxtune.upstream.transformers import with_operators
+from fxtune.upstream.transformers import calls, with_operators
 
-DOCUMENTS = "document_chunks"
-"""The argument of a forward pass with document_chunks() of the batch."""
+BOUNDS, CHUNKS = "document_bounds", "document_chunks"
+"""Arguments of a forward pass: cu_seqlens of its rows, and document_chunks() of it."""
+PACKAGE = "fla-core"
 
 
-def attach(model: nn.Module) -> int:
-    """Let the recurrent layers of `model` call fxtune's functions, in place. Returns the number of layers."""
-    count = 0
-    for module in mixers(model):
-        forward = with_operators(type(module).forward, tuple(FUNCTIONS.items()))
-        if forward is not None:
-            module.forward, count = types.MethodType(forward, module), count + 1
-    return count
+def documents_of(cu_seqlens: Tensor, tokens: int) -> dict[str, Tensor]:
+    """The arguments of a forward pass over `tokens` tokens for layers with the operators."""
+    return {BOUNDS: cu_seqlens, CHUNKS: document_chunks(cu_seqlens, tokens)}
+
+
+def runs(facts: Facts) -> bool:
+    """Whether the operators run on this machine: on a GPU they are kernels of a package."""
+    return facts.device != "cuda" or PACKAGE in facts.packages
+
+
+def serves(part: nn.Module, decays: bool) -> bool:
+    """Whether the operators are all that mixes tokens in `part`, a recurrent part of a layer. `decays`: whether it has
+    a state that decays. Mamba-1 has one, and calls the convolution alone by a known name."""
+    known = calls(type(part).forward) & FUNCTIONS.keys()
+    return bool(known - {"causal_conv1d_fn"} if decays else known)
+
+
+def attach(part: nn.Module) -> None:
+    """Let `part` call the operators, in place."""
+    part.forward = types.MethodType(with_operators(type(part).forward, tuple(FUNCTIONS.items())), part)
 
 
 def _convolution(
@@ -52,7 +67,7 @@ def _convolution(
     """[rows, channels, length], like hidden_states."""
     assert activation in (None, "silu", "swish"), activation
     rows = hidden_states.transpose(1, 2)
-    found = short_convolution(rows.flatten(0, 1), weight, bias, activation is not None, *_bounds(given))
+    found = short_convolution(rows.flatten(0, 1), weight, bias, activation is not None, *_documents(rows, given))
     return found.view(rows.shape).transpose(1, 2)
 
 
@@ -63,7 +78,7 @@ def _delta(
     if given.get("use_qk_l2norm_in_kernel"):
         query, key = _unit(query), _unit(key)
     flat = (of.flatten(0, 1) for of in (query, key, value, g.float(), beta))
-    return linear_attention(*flat, query.shape[-1] ** -0.5, *_bounds(given)).view(value.shape), None
+    return linear_attention(*flat, query.shape[-1] ** -0.5, *_documents(value, given)).view(value.shape), None
 
 
 def _scan(
@@ -84,20 +99,25 @@ def _scan(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     values = (hidden_states * dt.unsqueeze(-1)).to(hidden_states.dtype)
     flat = (of.flatten(0, 1) for of in (C, B, values, A.float() * dt))
-    out = linear_attention(*flat, None, 1.0, *_bounds(given)).view(hidden_states.shape)
+    out = linear_attention(*flat, None, 1.0, *_documents(values, given)).view(hidden_states.shape)
     return out if D is None else out + D.unsqueeze(-1) * hidden_states
 
 
-def _none(*_: Any, **__: Any) -> None:
-    """transformers runs the parts one by one, if their combination gives None."""
+def _no_combination(*_: Any, **__: Any) -> None:
+    """transformers runs the parts of a layer one by one, if their combination gives None."""
+
+
+CONTINUED = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+"""Arguments of a call that continues from a cache or fills one."""
 
 
 def _instead(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A maker of the function that runs `ours` with DOCUMENTS among its arguments, and the given one without."""
+    """A maker of a function that runs `ours`, and for a cache the given function."""
 
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
         def function(*args: Any, **given: Any) -> Any:
-            return plain(*args, **given) if given.get(DOCUMENTS) is None else ours(*args, **given)
+            continued = any(given.get(name) is not None and given[name] is not False for name in CONTINUED)
+            return plain(*args, **given) if continued else ours(*args, **given)
 
         return function
 
@@ -109,15 +129,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _instead(_delta),
     "chunk_kimi_delta_attention": _instead(_delta),
     "mamba2_chunk_scan": _instead(_scan),
-    "mamba2_split_conv1d_scan_combined": _instead(_none),
+    "mamba2_split_conv1d_scan_combined": _instead(_no_combination),
 }
 """The name of a function of transformers -> a maker of what runs in its place."""
 
 
-def _bounds(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """cu_seqlens and chunks. Some families rename the bounds on the way."""
-    cu_seqlens = given.get("cu_seq_lens_q")
-    return given["cu_seqlens"] if cu_seqlens is None else cu_seqlens, given[DOCUMENTS]
+def _documents(rows: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """cu_seqlens and chunks of the documents of `rows` [rows, length, ...]."""
+    if given.get(CHUNKS) is None:
+        count, length = rows.shape[:2]
+        lone = torch.arange(count + 1, dtype=torch.int32, device=rows.device) * length
+        given = documents_of(lone, count * length)
+    return given[BOUNDS], given[CHUNKS]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """Keeps packed documents apart in recurrent layers: state-space models, linear attention, short convolutions.
 
 Such a layer carries a state from token to token. In a packed row the state would pass from one document into the next.
-So each document becomes a separate row, padded to the longest document; the layer's own code runs on these rows, and
-its outputs are put back. Each document starts from an empty state, whatever the kernel, and no token reads a token of
-another document. The padding comes last, and a state does not flow back to the tokens before it.
+The layers of most hybrid families run operators that start each document from an empty state (linear.py).
 
-The cost is the layer's work on the padding (documents times the longest document), and each forward pass waits for the
-device to know the number and the lengths of the documents. So `data.packing=auto` pads these models; `true` packs
-them. The small model of isolation.py shows whether this is enough: layers that mix tokens in another way (attention to
+In any other layer (Mamba-1, lightning attention, a GPU without the package of the kernels) each document becomes a
+separate row, padded to the longest document; the layer's own code runs on these rows, and its outputs are put back.
+The padding comes last, and a state does not flow back to the tokens before it. The cost is the layer's work on the
+padding (documents times the longest document), and each forward pass waits for the device to know the number and the
+lengths of the documents. So `data.packing=auto` pads such models; `true` packs them.
+
+The small model of isolation.py shows whether this is enough: layers that mix tokens in another way (attention to
 chunks of earlier tokens) are still refused.
 """
 
@@ -18,8 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from fxtune.facts.run import Facts
 from fxtune.models.structure import backbone, decoder_layers, skeleton
+from fxtune.techniques.attention import linear
 
 DECAYS = ("A_log", "slope_rate", "recurrent_param")
 """Parameters or buffers for the decay of a state: Mamba's and the delta rule's, MiniMax's, Griffin's."""
@@ -33,17 +38,24 @@ class Documents:
         """int64 [documents, longest]: flattened positions, the last one repeated. None: each row is one document."""
         self.back: Tensor | None = None
         """int64 [rows x length]: the place of each token in `take`."""
+        self.given: dict[str, Tensor] = {}
+        """The arguments for operators (linear.documents_of()); empty: each row is one document."""
 
-    def read(self, position_ids: Tensor | None) -> None:
-        """Take the documents from `position_ids` [rows, length], which restart at 0 in each. Waits for the device."""
-        self.take = self.back = None
-        if position_ids is None or position_ids.dim() != 2:
+    def read(self, arguments: dict[str, Any], pads: bool) -> None:
+        """Take the documents from the arguments of a forward pass: from linear.documents_of() or, for which the host
+        waits, from `position_ids` [rows, length], which restart at 0 in each. `pads`: whether layers need `take`."""
+        self.take, self.back, self.given = None, None, {}
+        if linear.CHUNKS in arguments:
+            self.given = {name: arguments[name] for name in (linear.BOUNDS, linear.CHUNKS)}
+        positions = arguments.get("position_ids")
+        if positions is None or positions.dim() != 2 or (self.given and not pads):
             return
-        starts = (position_ids == 0).flatten().nonzero().flatten()
-        if len(starts) <= len(position_ids):
+        starts = (positions == 0).flatten().nonzero().flatten()
+        if len(starts) <= len(positions):
             return
-        total = position_ids.numel()
+        total = positions.numel()
         lengths = torch.diff(starts, append=starts.new_tensor([total]))
+        self.given = self.given or linear.documents_of(F.pad(lengths.cumsum(0), (1, 0)).int(), total)
         within = torch.arange(int(lengths.max()), device=starts.device)
         self.take = starts[:, None] + torch.minimum(within, lengths[:, None] - 1)
         document = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
@@ -61,13 +73,27 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for module in parts if id(module) not in inner]
 
 
-def has_mixers(config: dict[str, Any]) -> bool:
-    """Whether a model of this config (`Facts.model`) has recurrent layers that separate() knows."""
+def by_document(facts: Facts) -> bool:
+    """Whether recurrent layers of this model would run the documents of a packed row one by one."""
+    parts = _mixers_of(facts.model)
+    return bool(parts) and not (linear.runs(facts) and all(map(_is_served, parts)))
+
+
+def is_served(config: dict[str, Any]) -> bool:
+    """Whether linear.py's operators serve recurrent layers of a model of this config (`Facts.model`)."""
+    return any(map(_is_served, _mixers_of(config)))
+
+
+def _is_served(part: nn.Module) -> bool:
+    return linear.serves(part, any(hasattr(part, name) for name in DECAYS))
+
+
+def _mixers_of(config: dict[str, Any]) -> list[nn.Module]:
     try:
         model = skeleton(config)
     except (KeyError, TypeError, ValueError):  # no model has such a config: building it reports why
-        return False
-    return model is not None and bool(mixers(model))
+        return []
+    return [] if model is None else mixers(model)
 
 
 def kinds_without(config: dict[str, Any], text: dict[str, Any], kinds: set[str]) -> set[str]:
@@ -84,22 +110,30 @@ def kinds_without(config: dict[str, Any], text: dict[str, Any], kinds: set[str])
     }
 
 
-def separate(model: nn.Module) -> int:
-    """Run the recurrent parts of `model` document by document, in place. Returns their number."""
+def separate(model: nn.Module, operators: bool = True, packed: bool = True) -> None:
+    """Keep the documents of packed rows apart in the recurrent parts of `model`, in place. `operators`: whether they
+    run here (linear.runs()); then rows that are not packed run them, too."""
     parts, documents = mixers(model), Documents()
-    for part in parts:
-        part.forward = functools.partial(_by_document, documents, part.forward)
-    if parts:
-        # Mamba does not hand position_ids to its decoder.
+    served = [part for part in parts if operators and _is_served(part)]
+    for part in served:
+        linear.attach(part)
+    for part in parts if packed else ():
+        if part not in served:
+            part.forward = functools.partial(_by_document, documents, part.forward)
+    if parts and (packed or served):
+        # Mamba does not hand all arguments to its decoder.
         for module in {model, backbone(model)}:
-            hook = functools.partial(_before_pass, documents, module is model)
+            hook = functools.partial(_before_pass, documents, module is model, packed and len(served) < len(parts))
             module.register_forward_pre_hook(hook, with_kwargs=True)
-    return len(parts)
+    model.reads_documents = bool(served)  # type: ignore[assignment]  # model_inputs() asks for it
 
 
-def _before_pass(documents: Documents, whole: bool, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _before_pass(
+    documents: Documents, whole: bool, pads: bool, _: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     if whole or kwargs.get("position_ids") is not None:
-        documents.read(kwargs.get("position_ids"))
+        documents.read({} if kwargs.get("past_key_values") is not None else kwargs, pads)
+    return args, {**kwargs, **documents.given}
 
 
 def _by_document(documents: Documents, own: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import observing
 from fxtune.system.process.profiler import Observed, observe_operators, short_name
-from fxtune.techniques.attention import context, isolation, recurrent, vision_encoder
+from fxtune.techniques.attention import context, isolation, linear, recurrent, vision_encoder
 from fxtune.techniques.attention.backends.backend import Backend, offers
 from fxtune.techniques.attention.backends.eager import EAGER
 from fxtune.techniques.attention.backends.registry import ALL, BACKENDS, HUB, backend_of, called, hub
@@ -59,6 +59,7 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}(:\w+)?")
 class Attention(AttentionOptions, Technique):
     _packed = False  # whether rows are packed: resolve() sets it
     _shares = False  # whether answers share the prompt in a row: resolve() sets it
+    _operators = False  # whether linear.py's operators run here: resolve() sets it
     _by_auto = False  # whether resolve() chose the backend: then layers without attention are no error
 
     def __post_init__(self) -> None:
@@ -125,9 +126,12 @@ class Attention(AttentionOptions, Technique):
         for backend in backends:
             if backend.package is not None:
                 yield backend.package.name
+        if facts.device == "cuda" and recurrent.is_served(facts.model):
+            yield linear.PACKAGE
 
     def resolve(self, facts: Facts) -> str | None:
         self._packed, self._shares = facts.packing, facts.shares_prompts
+        self._operators = linear.runs(facts)
         if not attention_layers(facts.text):
             self.enabled = facts.packing  # then it proves that documents are kept apart
             none = f"{facts.text.get('model_type')} has no attention"
@@ -185,8 +189,7 @@ class Attention(AttentionOptions, Technique):
     def apply(self, model: PreparedModel, world: World) -> None:
         if world.context_ranks > 1:
             context.register(self._backend(model.module.config))
-        if self._packed:
-            recurrent.separate(model.module)
+        recurrent.separate(model.module, self._operators, self._packed)
         if self._backend(model.module.config) is not EAGER:
             vision_encoder.attend_at_once(model.module, world.device)
 

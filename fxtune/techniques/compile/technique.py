@@ -81,7 +81,7 @@ class Compile(CompileOptions, Technique):
         self._monitor = self._new_monitor()
 
     def check(self, facts: Facts) -> Iterator[str]:
-        if facts.packing and recurrent.has_mixers(facts.model):
+        if facts.packing and recurrent.by_document(facts):
             yield (
                 "enabled: recurrent layers run packed documents one by one, in shapes that change with each batch. "
                 "Set data.packing=false."

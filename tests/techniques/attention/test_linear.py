@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxtune.kernels.linear_attention import document_chunks
 from fxtune.models.structure import backbone
-from fxtune.techniques.attention import linear
+from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
 from scripts.make.small_models import small
@@ -54,13 +53,13 @@ def test_packed_documents_equal_each_alone(kind):
     seed = torch.randn_like(expected)
     weights = [weight for weight in body.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(expected, weights, seed, allow_unused=True)
-    assert linear.attach(model) > 0
+    recurrent.separate(model)
+    assert model.reads_documents
     FLASH4.prepare()
     model.set_attn_implementation(FLASH4.implementation)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    inputs = model_inputs(model, ids, positions, bounds)
-    found = body(**inputs, document_chunks=document_chunks(LENGTHS))[0]
+    inputs = model_inputs(model, ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int())
+    found = body(**inputs)[0]
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     for mine, other in zip(torch.autograd.grad(found, weights, seed, allow_unused=True), gradients, strict=True):
         assert (mine is None) == (other is None)

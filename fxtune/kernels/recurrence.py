@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 
+@torch.autocast("cpu", enabled=False)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], scale: float, cu_seqlens: Tensor
 ) -> Tensor:
@@ -32,6 +33,7 @@ def forward(
     return out
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], scale: float, cu_seqlens: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional[Tensor]]:

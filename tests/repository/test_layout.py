@@ -17,6 +17,8 @@ ELSEWHERE = {
     "models/experts.py": "techniques/experts/test_adapted.py, with the experts of each family",
     "techniques/experts/full.py": "test_adapted.py",
     "techniques/experts/run.py": "test_adapted.py and test_quantized.py",
+    "kernels/recurrence.py": "test_linear_attention.py, by its operator",
+    "kernels/short_convolution.py": "test_linear_attention.py",
     "kernels/save_input.py": "test_tiled_mlp.py and test_fused_modules.py, inside checkpoints",
     "kernels/activation.py": "runs inside Triton kernels only",
     "kernels/cross_entropy_triton.py": "test_interpreted.py",
@@ -71,6 +73,7 @@ ELSEWHERE = {
     "training/data/special_tokens.py": "models/test_untrained_tokens.py and test_end_tokens.py, by whole runs",
     "training/steps.py": "test_trainer.py and faults/test_memory.py, by whole runs",
     "training/trial.py": "test_step_monitor.py, with runs that are not finite",
+    "upstream/fla.py": "techniques/smoke_tests.py: needs a GPU",
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }
 """Modules without a test file of their name, and what tests them or why nothing does."""

@@ -80,7 +80,7 @@ def test_a_hybrid_is_packed_on_demand_and_observed_where_it_has_attention(config
 
 def test_a_model_without_attention_trains_with_the_technique_off(config, said):
     trainer.run(config("mamba2"))
-    assert notes(said, "attention") == ["attention: off, because mamba2 has no attention"]
+    assert notes(said, "attention") == ["attention: proves that documents are kept apart; mamba2 has no attention"]
     with pytest.raises(ConfigError, match=r"attention\.backend: mamba2 has no attention that eager could run"):
         trainer.run(config("mamba2", "techniques.attention.backend=eager", "run.dir=other"))
 

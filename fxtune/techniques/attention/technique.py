@@ -135,7 +135,7 @@ class Attention(AttentionOptions, Technique):
         if not attention_layers(facts.text):
             self.enabled = facts.packing  # then it proves that documents are kept apart
             none = f"{facts.text.get('model_type')} has no attention"
-            return f"documents run one by one, and {none}" if facts.packing else f"off, because {none}"
+            return f"proves that documents are kept apart; {none}" if facts.packing else f"off, because {none}"
         note, passed = None, []
         for name in BACKENDS if self.backend == "auto" else ():
             if why := BACKENDS[name].why_passed_over(facts):

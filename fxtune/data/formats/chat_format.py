@@ -33,8 +33,7 @@ SHAREGPT_ROLES = {
 }
 
 SYSTEM_ROLES = ("system", "developer")
-"""Roles of a system prompt. `developer` is OpenAI's newer name; it becomes `system` if the chat template does not know
-it."""
+"""Roles of a system prompt. `developer` is OpenAI's newer name. It becomes `system` for templates without it."""
 
 LIST_KEYS = ("messages", "conversations", "conversation")
 VARIABLES = "chat_template_kwargs"
@@ -69,8 +68,7 @@ class ChatFormat(RowFormat):
 
 
 def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
-    """Give a chat the images, the tools and the variables of its row, and decide which turns are learned. Raises
-    RowError."""
+    """Give a chat the images, tools and variables of its row, and decide which turns are learned. Raises RowError."""
     place_images(chat, row)
     functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
     chat.tools = _tools(row.get("tools"), "tools") or functions or None  # OpenAI's older form of tools
@@ -270,8 +268,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
 
 
 def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`function` with its arguments as an object. APIs give a JSON string, and chat templates would quote the string
-    again."""
+    """`function` with its arguments as an object. Chat templates would quote the JSON string of an API again."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}

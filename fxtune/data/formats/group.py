@@ -20,8 +20,7 @@ class GroupFormat(RowFormat):
     nothing_learned = "none of its documents has an answer or a label"
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether `documents` has rows. False if there are other columns: then `documents` may be search results for a
-        question."""
+        """False if the row has other columns: `documents` may then be the results of a search, for example."""
         return row.keys() <= self.known_columns and is_chat(row.get("documents"))
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:

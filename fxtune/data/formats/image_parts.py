@@ -121,8 +121,7 @@ def is_image(value: Any) -> bool:
 
 
 def for_chats(column: str, names: str) -> str:
-    """The reason why a row of plain text cannot have `column`. `names`: column names with which the row would be a
-    chat."""
+    """The reason why a row of plain text cannot have `column`. `names`: columns that would make the row a chat."""
     way = f". The columns {names} make a chat (the source's `columns`); write {MARK} where the image belongs"
     return f"{column} is for chats, and this prompt is a text{way if column in COLUMNS else ''}"
 

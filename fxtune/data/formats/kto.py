@@ -22,8 +22,7 @@ JUDGED: tuple[ChatFormat, ...] = (MessagesFormat(), ShareGPTFormat(), PromptComp
 
 
 class KTOFormat(RowFormat):
-    """The answer is the completion, or all turns after the last question. Its label is 1 if the answer is good,
-    otherwise 0."""
+    """The answer is the completion, or all turns after the last question. A good answer has label 1, a bad one 0."""
 
     name = "kto"
     columns = ("prompt", "completion", "label")

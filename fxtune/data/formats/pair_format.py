@@ -41,8 +41,8 @@ KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
 FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
 """Columns that a row of plain texts cannot have, because they need a chat template."""
 LEAST_REPEATED = 16
-"""If both texts begin with the prompt, they repeat it. A prompt with fewer characters does not count: answers to "Hi"
-may begin with "Hi"."""
+"""If both texts begin with a prompt of at least this many characters, they repeat it. A shorter prompt proves nothing:
+two answers to "Hi" may begin with "Hi"."""
 IDENTICAL = "chosen and rejected are identical, so there is nothing to prefer"
 
 
@@ -57,8 +57,7 @@ class PairFormat(RowFormat):
 
     @abstractmethod
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
-        """Returns (prompt and chosen answer, prompt and rejected answer), as two chats or as two texts. Raises
-        RowError."""
+        """Returns (prompt and chosen answer, prompt and rejected answer), as two chats or texts. Raises RowError."""
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         row = with_parsed_lists(with_parsed_answers(row))
@@ -112,8 +111,7 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
 
 
 def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
-    """The prompt with each answer, as texts without a chat template. The answers in the row may repeat the prompt.
-    Raises RowError."""
+    """The prompt with each answer, as plain texts. An answer in the row may repeat the prompt. Raises RowError."""
     if wrong := next((name for name in FOR_CHATS if row.get(name)), None):
         raise RowError(for_chats(wrong, "`instruction`, `chosen` and `rejected`"))
     if not require_text(prompt, "prompt"):

@@ -24,8 +24,7 @@ class PreferenceInstructionFormat(PairFormat):
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has an instruction and two answers. `prompt` counts only beside `system`: preference.py reads
-        it alone."""
+        """`prompt` is an instruction only beside `system`. Without `system`, preference.py reads it as plain text."""
         is_chat = row.get("prompt") is None or isinstance(row.get("system"), str)
         return is_chat and _question(row) is not None and is_answer(row.get(CHOSEN)) and is_answer(row.get(REJECTED))
 

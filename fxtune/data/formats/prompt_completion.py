@@ -12,8 +12,7 @@ from fxtune.data.formats.values import RowError, require_text
 
 
 class PromptCompletionFormat(ChatFormat):
-    """If a column is a list, the row is a chat. Two strings are one text without a chat template. Only completions are
-    learned."""
+    """A row with a list is a chat. Two strings are a text without a chat template. Only the completion is learned."""
 
     name = "prompt_completion"
     columns = ("prompt", "completion")

@@ -56,8 +56,7 @@ FORMATS: dict[str, RowFormat] = {
 ROW_FORMATS.reserve(FORMATS)
 
 PAIRS = (("question", "answer"), ("prompt", "response"))
-"""Texts in two columns with these names are read as a prompt and a completion. Other names need the source's
-`columns`."""
+"""Texts in columns with these names are a prompt and a completion. Other names need the source's `columns`."""
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
     "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
@@ -66,8 +65,7 @@ SYNONYMS = {
 
 
 def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The most frequent format of `rows`. If no row has a format, raises DataError with their columns and columns to
-    rename."""
+    """The most frequent format of `rows`. Without any, raises DataError with their columns and columns to rename."""
     found = Counter(format.name for format in map(row_format, rows) if format is not None)
     if found:
         return FORMATS[found.most_common(1)[0][0]]

@@ -1,8 +1,7 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
 A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents: a chat, a plain
-text, token ids, answers to one prompt, or a group of other rows. The encoder (data/chat/encode.py) turns the content
-into tokens.
+text, token ids, answers to one prompt, or a group of other rows. data/chat/encode.py turns the content into tokens.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class Conversation:
         self.train_flags.append(train_flag)
 
     def end_prompt(self) -> None:
-        """Make the messages so far the prompt. None of them is learned. If the last one is an assistant turn, the
-        answer continues it."""
+        """Make the messages so far a prompt. They are not learned, and an answer continues a begun assistant turn."""
         self.train_flags = [False] * len(self.messages)
         self.ends_prompt = True
 
@@ -171,8 +169,7 @@ class RowFormat(ABC):
 
     @abstractmethod
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has the columns of this format, with values of the right types. read() may still find the row
-        bad."""
+        """Whether a row has the columns of this format, with values of the right types. read() may still refuse it."""
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:

@@ -69,9 +69,8 @@ def best_and_worst(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def with_mark(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert an image with a question and its answers, or with a caption, to Alpaca's columns. A row with a question
-    and a pair of answers keeps its columns. The image is put before the question, unless a text already says where it
-    belongs."""
+    """Convert an image with a question and its answers, or with a caption, to Alpaca's columns. A row with a pair of
+    answers keeps its columns. The image is put before the question, unless a text already has its mark."""
     images = columns_of(row) or [FILE_NAME] * is_image(row.get(FILE_NAME))
     if len(images) != 1 or row.get("history") or not row.keys().isdisjoint(LIST_KEYS):
         return None
@@ -105,8 +104,7 @@ def _listed(value: Any, where: str) -> list[Any]:
 
 
 def _messages(turns: list[Any]) -> list[Any]:
-    """Convert turns and items to messages. Items of the assistant that follow one another become one message. Raises
-    RowError."""
+    """Convert turns and items to messages. Neighbouring items of the assistant become one message. Raises RowError."""
     messages: list[Any] = []
     message: dict[str, Any] = {}
     was_item = False
@@ -139,8 +137,7 @@ def _messages(turns: list[Any]) -> list[Any]:
 
 
 def _read(part: Any) -> tuple[str, Any]:
-    """Convert a part or an item. Returns (a key of the message, the value to add under it), or ("tool", a message with
-    the result of a tool)."""
+    """Convert a part or an item to (a key of the message, its value), or to ("tool", a message with a result)."""
     match part:
         case {"type": "thinking", "thinking": str(text)} | {"thought": True, "text": str(text)}:
             return REASONING, text

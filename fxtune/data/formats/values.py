@@ -29,8 +29,7 @@ def short(value: Any) -> str:
 
 
 def spelled(word: str) -> str:
-    """A word, shortened for a message. The code of its first letter beyond ASCII is added, because such a letter may
-    look like another letter."""
+    """A word, shortened for a message, with the code of its first letter beyond ASCII: letters may look the same."""
     letter = next((letter for letter in word if not letter.isascii()), None)
     return short(word) + (f" (with U+{ord(letter):04X})" if letter else "")
 

@@ -37,8 +37,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 LIST_KEYS = ("messages", "conversations", "conversation")
 VARIABLES = "chat_template_kwargs"
-"""A column with variables of the chat template for one row. The key of this name in `data` has variables for all rows.
-"""
+"""A column with variables of the chat template for one row. `data.chat_template_kwargs` sets them for all rows."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 CHAT_COLUMNS = frozenset(
     (*LIST_KEYS, *image_parts.COLUMNS, "tools", "functions", "parallel_tool_calls", VARIABLES, "prompt", "text")
@@ -71,7 +70,7 @@ def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> 
     """Give a chat the images, tools and variables of its row, and decide which turns are learned. Raises RowError."""
     place_images(chat, row)
     functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
-    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # OpenAI's older form of tools
+    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions` is OpenAI's older `tools`
     _drop_filled_keys(chat)
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
@@ -126,7 +125,7 @@ def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
 
 
 def with_parsed_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row`, in which lists of messages that are JSON strings, as in CSV files, are parsed. Raises RowError."""
+    """Parse lists of messages in `row` that are JSON strings, as in CSV files. Returns a row. Raises RowError."""
     texts = {key: row[key] for key in LIST_KEYS if isinstance(row.get(key), str) and row[key].strip()}
     return {**row, **{key: parse_json(text, key) for key, text in texts.items()}} if texts else row
 
@@ -268,7 +267,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
 
 
 def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`function` with its arguments as an object. Chat templates would quote the JSON string of an API again."""
+    """A copy of `function` whose arguments are an object. Chat templates would quote a JSON string a second time."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
@@ -310,7 +309,7 @@ def _variables(value: Any) -> dict[str, Any]:
         value = parse_json(value, VARIABLES) if value.strip() else None
     if value is not None and not isinstance(value, Mapping):
         raise RowError(f"{VARIABLES} is {type_name(value)}, not an object of variables")
-    return {name: item for name, item in (value or {}).items() if item is not None}  # Parquet: null is no variable
+    return {name: item for name, item in (value or {}).items() if item is not None}  # Parquet fills gaps with null
 
 
 def is_chat(value: Any, *keys: str) -> bool:

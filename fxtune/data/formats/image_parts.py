@@ -33,8 +33,9 @@ _PLACES = re.compile(f"({IMAGE}|{re.escape(MARK)})")
 
 
 def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Returns (the text of a message's content, a list of (place in the row, image) for each IMAGE in the text). An
-    image is None if its part names none: place_images() takes it from the row's column. Raises RowError."""
+    """Returns (the text of a message's content, a list of (place in the row, image) for each IMAGE in the text). If a
+    part names no image, its image is None, and place_images() takes an image from the row's column. Raises RowError.
+    """
     if not isinstance(content, (list, tuple)):
         return _text(content, where), []
     texts, images = [], []
@@ -91,9 +92,9 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
 
 
 def unread_image(row: Mapping[str, Any], read: Collection[str], questions: Iterable[str]) -> str | None:
-    """The reason why a model that reads images cannot learn this row, which has no image to read; None if neither a
-    column nor a question stands for an image. `read`: columns that fxtune reads, or that the user left unused.
-    `questions`: texts in which MARK stands for an image."""
+    """The reason why a row without images is a bad row for a model that reads images; None if neither a column nor a
+    question stands for an image. `read`: columns that fxtune reads, or that the user left unused. `questions`: texts
+    in which MARK stands for an image."""
     column = next((name for name, value in row.items() if name not in read and is_image(value)), None)
     if column is not None:
         return (

@@ -37,7 +37,7 @@ KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
     "margin",
     *(name for pair in SCORES for name in pair),
 }
-"""Columns that every format of pairs reads, and columns that repeat them."""
+"""Columns that every format of pairs reads, and columns that often repeat other columns."""
 FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
 """Columns that a row of plain texts cannot have, because they need a chat template."""
 LEAST_REPEATED = 16
@@ -141,7 +141,7 @@ def is_whole_chat(value: Any) -> bool:
 
 
 def with_parsed_answers(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row`, in which prompts and answers that are JSON strings of chats, as in CSV files, are parsed."""
+    """Parse the prompt and the answers in `row` that are JSON strings of chats, as in CSV files. Returns a row."""
     texts = {key: row.get(key) for key in ("prompt", CHOSEN, REJECTED, "rejected_messages")}
     chats = {key: text for key, text in texts.items() if isinstance(text, str) and _has_roles(text)}
     return {**row, **{key: parse_json(text, key) for key, text in chats.items()}}

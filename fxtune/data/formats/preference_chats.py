@@ -52,7 +52,7 @@ def _repeats(value: Any, column: str, chat: Conversation) -> bool:
 
 
 def _prompt_text(row: Mapping[str, Any]) -> str:
-    """The column `prompt` if it has the first turns of chats that are texts, as in HH-RLHF; otherwise empty."""
+    """The column `prompt` if it is a text that begins with a turn, as in HH-RLHF; otherwise empty."""
     prompt = row.get("prompt")
     return prompt if isinstance(prompt, str) and TURN.match(prompt) else ""
 

@@ -15,7 +15,7 @@ RESPONSE, MESSAGES = "rejected_response", "rejected_messages"
 
 
 class PreferenceMessagesFormat(PairFormat):
-    """`messages` ends with the chosen answer. The rejected answer replaces all turns after the last question, or
+    """`messages` ends with the chosen answer. The rejected answer replaces all turns after the last question, unless
     `rejected_messages` is a whole chat."""
 
     name = "preference_messages"
@@ -47,6 +47,6 @@ class PreferenceMessagesFormat(PairFormat):
 
 
 def after_last_question(chat: Conversation) -> int:
-    """The number of messages up to the last question and with it; 0 if the chat has no question."""
+    """The number of messages from the first message to the last question; 0 if the chat has no question."""
     roles = [message["role"] for message in chat.messages]
     return len(roles) - roles[::-1].index("user") if "user" in roles else 0

@@ -47,7 +47,7 @@ FORMATS: dict[str, RowFormat] = {
         PromptCompletionFormat(),
         AlpacaFormat(),
         TokensFormat(),
-        TextFormat(),  # late, because many chat datasets hold their rendered text as well
+        TextFormat(),  # comes late, because many chat datasets also have the rendered text
         GroupFormat(),
     )
 }
@@ -65,7 +65,7 @@ SYNONYMS = {
 
 
 def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The most frequent format of `rows`. Without any, raises DataError with their columns and columns to rename."""
+    """The most frequent format of `rows`. If no row has one, raises DataError, which suggests columns to rename."""
     found = Counter(format.name for format in map(row_format, rows) if format is not None)
     if found:
         return FORMATS[found.most_common(1)[0][0]]
@@ -81,8 +81,8 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
 
 
 def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
-    """The reason why a row of preferences (DPO, KTO) is refused where all answers are learned alike; None if the row
-    has no columns of preferences. `unused`: columns that do not count."""
+    """The reason why a format for other rows refuses a row of preferences (DPO, KTO); None if the row has no columns
+    of preferences. `unused`: columns to ignore."""
     found = [
         column
         for column, value in row.items()
@@ -132,7 +132,7 @@ def _by_columns(row: Mapping[str, Any]) -> RowFormat | None:
 
 def with_format_names(row: dict[str, Any], unused: Collection[str] = (), images: bool = False) -> dict[str, Any]:
     """Convert a row in another common shape to a row that a format reads (shapes.py). Other rows stay as they are.
-    `unused`: columns that do not count. `images`: whether the model reads images. Raises RowError."""
+    `unused`: columns to ignore. `images`: whether the model reads images. Raises RowError."""
     if (format := _by_columns(row)) is None:
         row = _renamed(row) or row
     used = given = {key: value for key, value in row.items() if key not in unused} if unused else row

@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 from fxtune.data.formats.values import RowError
 
 BEGUN = "begun"
-"""Under this key a message has the first part of its content, if this part belongs to the prompt and is not learned.
-"""
+"""This key of a message has the first part of its content. The part belongs to the prompt and is not learned."""
 OPEN = "is_open"
-"""This key marks a message with `prefix: true`, until a turn continues it. The end of a marked turn is not learned."""
+"""This key marks a message with `prefix: true` until a turn continues the message. Its end of turn is not learned."""
 
 
 class ChatRole(str, Enum):
@@ -42,7 +41,7 @@ class LearnConfig:
     """Learn only the turns after the last answered question: the last answer, and the tool rounds before it."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("last_turn_only", "since_last_question")
-    """Keys that may stand in place of the section: `data.learn=since_last_question` sets this key to true."""
+    """Keys that may stand for the section: `data.learn=since_last_question` sets since_last_question to true."""
 
 
 @dataclass
@@ -51,8 +50,8 @@ class Conversation:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     train_flags: list[bool | None] = field(default_factory=list)
-    """For each message: True or False if the row's `train` or `weight` says whether it is learned, None if the row
-    sets neither. Messages of a prompt have False."""
+    """For each message: True if the row's `train` or `weight` says that it is learned, False if they say that it is
+    not learned, None if neither is set. Messages of a prompt have False."""
     places: list[str] = field(default_factory=list)
     """For each message, the place of its text in the row, such as `messages[0].content`. Errors name it."""
     supervised: list[bool] = field(default_factory=list)
@@ -162,7 +161,7 @@ class RowFormat(ABC):
 
     @property
     def noun(self) -> str:
-        """The plural noun, for messages, for what rows become."""
+        """The plural noun that messages use for what rows become."""
         if self.answers:
             return "pairs" if len(self.answers) == 2 else "answers"
         return "groups" if self.is_group else "documents"

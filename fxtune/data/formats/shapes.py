@@ -27,8 +27,8 @@ ORDER = REASONING, CONTENT, CALLS = "reasoning_content", "content", "tool_calls"
 
 
 def from_api(row: Mapping[str, Any], fits: bool) -> dict[str, Any] | None:
-    """Convert a chat of an API to a row with `messages`. `fits`: whether a format has the columns of this row. Such a
-    row is converted only if it has parts of Anthropic's API, because the format would refuse them."""
+    """Convert a chat of an API to a row with `messages`. `fits`: whether a format has the columns of this row. If so,
+    the row is converted only if it has parts of Anthropic's API, because the format would refuse them."""
     lists = {name: _listed(row.get(name), name) for name in ("messages", "contents", "input", "output")}
     fits = fits or any(row.get(name) is not None for name in LIST_KEYS)
     parts = [part for turn in lists["messages"] if isinstance(turn.get(CONTENT), list) for part in turn[CONTENT]]

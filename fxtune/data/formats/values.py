@@ -77,7 +77,7 @@ def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
     """A copy of `value` without the null values of objects, except under keys of `keep`. Nulls in lists stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item, keep) for key, item in value.items() if item is not None or key in keep}
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # no list of ids or texts
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # ids and texts stay as is
         return [without_nulls(item, keep) for item in value]
     return value
 

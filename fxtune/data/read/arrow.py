@@ -16,8 +16,8 @@ Decoder = Callable[[Any], Iterable[dict[str, Any]]]
 
 
 def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, a few at a time. Columns in the encodings of `datasets` are decoded. Its
-    columns of audio are left out, and its columns of images unless `keeps_images`. Raises DataError."""
+    """Yield the rows of a Parquet file, a few at a time. In a file of `datasets`, columns are decoded, audio is left
+    out, and images are left out unless `keeps_images`. Raises DataError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -94,11 +94,11 @@ def rows_at_once(keeps_images: bool) -> int:
 
 
 def arrow_rows(table: Any, name: str, previous: int, decode: Decoder, keeps_images: bool = False) -> Iterator[Row]:
-    """Yield the rows of a small Arrow table. `previous`: the rows of the source before this table. Rows longer than
+    """Yield the rows of a small Arrow table. `previous`: the number of rows before this table. Rows longer than
     longest_row() are not decoded. `keeps_images`: see checked_row().
 
-    Arrow gives every struct all keys, with null for a missing value. Such keys are removed. Only `content` stays in
-    structs, because chat templates read it.
+    Arrow gives every struct all keys, with null for a missing value. Keys with null are removed. Only `content` stays
+    in structs, because chat templates read it.
     """
     limit = longest_row(keeps_images)
     sizes = (

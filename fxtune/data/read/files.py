@@ -1,7 +1,7 @@
 """Finds the data files that a path names. The path is a file, a folder, a glob or `builtin:NAME`.
 
-Files that are missing, empty, unknown or of several kinds are an error here, before a row is read. For a missing file
-the error has the closest name that exists.
+This module raises the errors about missing, empty, unknown or mixed files, before a row is read. If a file is missing,
+the error suggests the closest name that exists.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DataFile:
             raise DataError(f"{self.name} changed while it was read. Start again when nothing writes to it.")
 
     def digest(self) -> str:
-        """A hash of the first `size` bytes. Several cores hash blocks."""
+        """A hash of the first `size` bytes, computed in blocks on several cores."""
 
         def block(start: int) -> bytes:
             with _open(self.path) as file:

@@ -103,7 +103,7 @@ def splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
         return {split: [name for own, name in shards if own == split] for split in ordered}
     # `datasets` reads no Markdown. A Markdown file is named by its subject, so testing.md is no test split.
     paths = [(name, PurePosixPath(name).parts) for name in names if not name.lower().endswith(".md")]
-    for part in (slice(None, -1), slice(-1, None)):  # the names of folders, then the name of the file
+    for part in (slice(None, -1), slice(-1, None)):  # folder names are tried before file names
         splits = {split: _with_word(word, paths, part) for split, word in _WORDS.items()}
         if any(splits.values()):
             return {split: own for split, own in splits.items() if own}
@@ -136,7 +136,7 @@ def describe(
         if own and split not in asked
     ]
     left += [f"subset {other}" for other in subset.others]
-    if not subset.others:  # otherwise unnamed files may belong to other subsets
+    if not subset.others:  # otherwise the remaining files may belong to other subsets
         known = {name for own in subset.splits.values() for name in own}
         left += [some(unnamed)] if (unnamed := [name for name in names if name not in known]) else []
     where = f" of subset {subset.name}" if subset.others else ""

@@ -43,7 +43,7 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
 
 
 def _values(text: _Text, name: str) -> Iterator[tuple[Any, str]]:
-    """Yield (value, its JSON text) for each element of the array of rows. Raises DataError without such an array."""
+    """Yield (value, its JSON text) for each row in the file's array. Raises DataError unless there is one array."""
     start = text.peek()
     if start == "[":
         yield from (text.value() for _ in text.items("[", "]"))
@@ -82,7 +82,7 @@ class _Text:
         self.decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def peek(self) -> str:
-        """The next character that is not blank. The character is not consumed. Empty at the end of the file."""
+        """Return the next character that is not blank, and do not consume it. Empty at the end of the file."""
         while True:
             blanks = _BLANKS.match(self.window, self.at)
             self.at = blanks.end() if blanks else self.at

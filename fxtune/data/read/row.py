@@ -133,9 +133,9 @@ def too_long(size: int, keeps_images: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """The changes that are made to the rows of a file. `columns`: {name in the data: new name}; a column that has the
-    new name already is dropped. `plugin`: the row format of a plugin that converts the rows. If empty, rows in common
-    shapes are converted for fxtune's formats (shapes.py). If None, rows are not converted."""
+    """The changes that are made to the rows of a file. `columns`: {name in the data: new name}; an existing column of
+    the new name is dropped. `plugin`: the row format of a plugin that converts the rows. If it is empty, rows in
+    common shapes are converted for fxtune's formats (shapes.py). If it is None, rows are not converted."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     plugin: str | None = ""
@@ -166,7 +166,8 @@ class Reading:
 
 
 def lifted(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """For `name` a.b: `row` with the key b of the object in column a as column a.b; `row` if there is no such key."""
+    """Move a key of an object to a column: for `name` a.b, the key b of the object in column a becomes the column a.b.
+    Returns `row` itself if there is no such key."""
     column, _, key = name.partition(".")
     inner = row.get(column)
     if name in row or not isinstance(inner, Mapping) or key not in inner:

@@ -63,7 +63,7 @@ class Source:
     keeps_images: bool = False
     """Whether columns of images that `datasets` wrote are read."""
     as_they_are: bool = False
-    """Whether rows are not converted, neither by a plugin nor to the columns of a format."""
+    """Whether rows stay as they are: neither a plugin nor fxtune converts them."""
 
     @property
     def name(self) -> str:

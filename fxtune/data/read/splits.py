@@ -31,7 +31,7 @@ def is_plain_split(split: str) -> bool:
 
 
 def split_names(config: SourceConfig) -> list[str]:
-    """The splits that `config.split` names. Raises DataError if `config.split` has another form."""
+    """The splits that `config.split` names. Raises DataError if `config.split` cannot be parsed."""
     if is_plain_split(config.split):
         return [config.split]
     names = [part.partition("[")[0].strip() for part in config.split.split("+")]

@@ -34,7 +34,7 @@ def _staging_folder(folder: Path) -> Path:
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A context manager with the path of a table's staging folder. The staging folder replaces `folder` if the body
-    raises no error. The caller holds the table's lock, so no process uses an older staging folder, and it is removed.
+    raises no error. The caller holds the table's lock, so only a dead process can have left an older staging folder.
     """
     staging = _staging_folder(folder)
     shutil.rmtree(staging, ignore_errors=True)
@@ -105,7 +105,7 @@ def remove_unused(root: Path, days: float) -> tuple[int, int]:
 
 
 def require_usable_paths(folder: Path, files: list[str]) -> None:
-    """Raise StorageError if the path of a table's file has something else, such as a folder."""
+    """Raise StorageError if a path of a table has something of another kind, such as a folder in place of a file."""
     wanted = {folder: FOLDER, _staging_folder(folder): FOLDER, _lock_file(folder): FILE}
     for path, kind in (wanted | {folder / name: FILE for name in files}).items():
         if (found := kind_of(path)) not in (None, kind):

@@ -20,7 +20,7 @@ from fxtune.data.tokenized.table import TokenTable
 BLOCK = 1 << 24
 """Tokens that are in memory at a time."""
 TRIED = 256
-"""The first documents of each source, among which a question is chosen."""
+"""A question is chosen among this many first documents of each source."""
 LONGEST = 256
 """The largest number of tokens of an answer."""
 
@@ -30,7 +30,7 @@ class ShortQuestion:
     """A question of the data that has a short answer."""
 
     prompt: list[int]
-    """Token ids up to the answer."""
+    """Token ids before the answer."""
     answer_tokens: int
     """The number of tokens of the answer, with the token that ends it."""
     images: tuple[ImageReference, ...] = ()

@@ -120,8 +120,8 @@ def _prompt_lengths(table: TokenTable) -> np.ndarray:
 
 def _mismatched_rows(table: TokenTable, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """For each of `rows`, the index in `rows` of the next row with another prompt and another answer, int64 [rows]. If
-    there is no such row, the next row with another answer. The first row follows the last. `lengths`: see
-    _prompt_lengths(). Raises DataError if all answers are the same."""
+    there is no such row, the next row with another answer is taken. After the last row, the search goes on at the
+    first. `lengths`: see _prompt_lengths(). Raises DataError if all answers are the same."""
     spans = zip(table.offsets[rows] + lengths[rows], table.offsets[rows + 1], strict=True)
     digests = (blake2b(table.ids[begin:end].tobytes(), digest_size=8).digest() for begin, end in spans)
     answers = np.frombuffer(b"".join(digests), "<u8")
@@ -150,8 +150,8 @@ def _mismatched_rows(table: TokenTable, rows: np.ndarray, lengths: np.ndarray) -
 
 
 def _next_change(values: np.ndarray) -> np.ndarray | None:
-    """For each of `values`, the index of the next value that differs, int64 [values]. The first value follows the
-    last. None if all values are equal."""
+    """For each of `values`, the index of the next value that differs, int64 [values]. After the last value, the search
+    goes on at the first. None if all values are equal."""
     changes = np.flatnonzero(values != np.roll(values, -1))
     if not len(changes):
         return None

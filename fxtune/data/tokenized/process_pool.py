@@ -35,8 +35,7 @@ def map_in_order(
     setup: Callable[[Any], Callable[[Task], Result]], argument: Any, tasks: Iterable[Task], processes: int
 ) -> Generator[Result]:
     """Yield `setup(argument)(task)` for each task, in order. New processes (spawn) compute the results and end with
-    the iterator. Each process calls `setup` once. Raises exceptions of `setup` and tasks; WorkerDied if a process
-    dies."""
+    the iterator. Each process calls `setup` once. Raises errors of `setup` and tasks; WorkerDied if a process dies."""
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, BaseProcess] = {}
     busy: dict[Any, int] = {}

@@ -92,7 +92,7 @@ class TokenTable:
     def __init__(
         self, folder: Path, name: str, reference: str = "", image_processor: ImageProcessor | None = None
     ) -> None:
-        """`reference`: a file in `folder` for read_reference(); empty: it is not called."""
+        """`reference`: a file in `folder` for read_reference(); if empty, no file is read."""
         self.folder, self.name, self.reference_file = folder, name, ""
         self._open_file = keep_from_removal(folder)
         meta = read_meta(folder)
@@ -149,7 +149,7 @@ class TokenTable:
         assert self.images is not None
         found = self.images[indices]
         heights, widths = (found[name].astype(np.int64) for name in ("height", "width"))
-        # Images of one size have the same number of features, so it is counted once for each size.
+        # Images of one size have the same number of features, so features are counted once for each size.
         known, first, which = np.unique(heights << 32 | widths, return_index=True, return_inverse=True)
         features = np.zeros(len(known), np.int64)
         for at, (size, image) in enumerate(zip(known.tolist(), first.tolist(), strict=True)):
@@ -234,8 +234,8 @@ class TokenTable:
 
     @property
     def held_out_by(self) -> np.ndarray:
-        """uint64 [documents]: the hash that decides whether a document is held out. For preferences it is the prompt's
-        hash: else the model would be judged on prompts to which it has learned answers."""
+        """uint64 [documents]: the hash that decides whether a document is held out. For preferences this is the
+        prompt's hash. Otherwise the model would be judged on prompts to which it has learned answers."""
         return self.digests if self.prompts is None else self.prompts
 
     @property
@@ -269,7 +269,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @dataclass
 class EncodedShard:
-    """The documents of one shard. The arrays are as in TokenTable, but `lengths` has the tokens of each document."""
+    """The documents of one shard, in arrays as in TokenTable. `lengths`, in tokens, is in place of `offsets`."""
 
     ids: np.ndarray
     supervised: np.ndarray
@@ -318,7 +318,7 @@ class ShardBuilder:
             self._prompts += [prompt] * len(documents)
 
     def shard(self, **counts: Any) -> EncodedShard:
-        """Build the shard. `counts`: the fields of EncodedShard that were not added."""
+        """Build the shard. `counts`: the other fields of EncodedShard."""
         return EncodedShard(
             ids=np.concatenate([np.zeros(0, np.int32), *self._ids]),
             supervised=np.concatenate([np.zeros(0, np.bool_), *self._supervised]),
@@ -400,7 +400,7 @@ class TableWriter(ExitStack):
             self._bad.write(json.dumps(entry, default=_as_text) + "\n")
 
     def _stored(self, images: Sequence[PlacedImage]) -> np.ndarray:
-        """Write the path or the bytes of each image into the blob, equal content once. Returns an array of IMAGE."""
+        """Write the path or bytes of each image into the blob, equal content only once. Returns an array of IMAGE."""
         places: dict[bytes, int] = {}
         rows = []
         for start, tokens, image in images:

@@ -2,8 +2,7 @@
 
 Worker processes turn shards of rows into arrays, which are written to disk in order. Only a few shards are in memory
 at a time. The table's folder is named by a hash of the rows' bytes and of all settings that the tokens depend on. The
-table does not depend on `data.sequence_length`. Only if chats must be split or prompts shortened to fit, a second
-table is made for this length.
+table does not depend on `data.sequence_length`. If chats must be split or prompts shortened, a second table is made.
 """
 
 from __future__ import annotations

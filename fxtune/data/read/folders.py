@@ -121,8 +121,8 @@ def _with_word(word: re.Pattern[str], paths: Sequence[tuple[str, Sequence[str]]]
 def describe(
     subset: Subset, asked: Sequence[str], chosen: Sequence[str], names: Sequence[str], packed: Sequence[str]
 ) -> str:
-    """A line that says which files are read and which are left out; empty if all files are read. `packed`: compressed
-    files of the folder that fxtune does not read."""
+    """A line about the files that are read and left out, and about files and keys that fxtune cannot read; empty if
+    there are only files that are read. `packed`: compressed files of the folder that fxtune does not read."""
     lines = [f"not unpacked and not read: {some(packed)}"] if packed else []
     if subset.unread:
         lines.append(f"{CARD} sets {', '.join(subset.unread)} for subset {subset.name}, which fxtune does not read")

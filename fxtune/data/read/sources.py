@@ -57,7 +57,7 @@ class Source:
     parts: list[tuple[list[DataFile], int, int]] = field(default_factory=list)
     """(files, first row, last row + 1) for each part of a split like `train[:10%]` or `train+test`; else empty."""
     remark: str = ""
-    """Which files of a folder are read and which are left out; empty if all are read."""
+    """Which files and keys of a folder are read and which are left out; empty if all are read."""
     splits: tuple[str, ...] = ()
     """The splits of a folder that have files."""
     keeps_images: bool = False

@@ -169,14 +169,14 @@ def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
 
 
 def why_not_shared(text: dict[str, Any]) -> str | None:
-    """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), by a kernel that
-    takes bounds of keys; None if they can."""
+    """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), with a kernel
+    that takes bounds of keys; None if they can."""
     return None if text.get("model_type") in PROVEN else try_small_model(text, by_bounds=True).shared
 
 
 def why_not_causal(hf_config: Any) -> str | None:
-    """Why a model of this config is no causal one (an encoder), or None if it is: the logits of a token must not
-    depend on later tokens. Its loss would fall without learning anything."""
+    """Why a model of this config is not causal, as encoders are not; None if it is. The logits of a token must not
+    depend on later tokens: the loss would fall, and the model would learn nothing."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN or not try_small_model(text).looks_ahead > LOOKS_AHEAD:
         return None

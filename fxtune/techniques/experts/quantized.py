@@ -136,8 +136,8 @@ def quantize_tensor(made: QuantizedExperts, name: str, kind: str, storage: Stora
 
 
 def _hold_nothing(made: QuantizedExperts, name: str, device: torch.device, transpose: bool) -> None:
-    """Prepare `made` to store its weight `name` in fp8 when models/shards.py reads it. The weight has no memory, and
-    neither has the parameter for the codes. The other tensors are on `device`."""
+    """Prepare `made` to store its weight `name` in fp8 when models/shards.py reads it. Neither the weight nor the
+    parameter for the codes has memory. The other tensors are on `device`."""
     weight = made._parameters[name]
     assert weight is not None
     assert isinstance(made, Fp8Experts)

@@ -8,7 +8,7 @@ Attention itself runs as on one card, by any kernel: the kernel gets whole rows 
 documents, and fewer heads.
 
 register() wraps a function in transformers' registry. The wrapped function exchanges only in calls that have
-`context_group`. Other calls (generation, and checks on a whole row) run as before.
+`context_group`. Other calls (generation, and checks on a whole row) run without an exchange.
 
 If the number of ranks does not divide the number of key heads, each key head is sent to all ranks that have query
 heads of its group. So only the number of query heads limits the ranks. The alternative is a ring of ranks that pass

@@ -26,8 +26,8 @@ from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
 _PROVEN_WITH_IMAGES = "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"
-"""Decoders without a head, parts of models that read images. tests/models/kinds/image_decoder/test_images.py tries
-each."""
+"""Decoders of models that read images. They have no head by themselves.
+tests/models/kinds/image_decoder/test_images.py tries each."""
 PROVEN = frozenset(f"{_PROVEN} {_PROVEN_WITH_IMAGES}".split())
 """The `model_type` of kinds that keep documents apart. tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
@@ -160,7 +160,7 @@ class Trial(NamedTuple):
 
 def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
     """Why documents in one row may see each other in a model of this config, or None if transformers' mask separates
-    them. `by_bounds`: a kernel of packed.py may separate them instead, by their bounds."""
+    them. `by_bounds`: a kernel of packed.py may separate them instead, by the documents' bounds."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN:
         return None

@@ -3,8 +3,8 @@
 transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless
 the attention function reads `cu_seqlens`. The backends with a `core` read it (backends/flash4.py, sdpa.py and
 cudnn.py). Their functions take the arguments of transformers' own FlashAttention functions, so they work with every
-model that works with FlashAttention. The names do not contain "flash": for a name with "flash", transformers would
-look for a kernel on the hub.
+model that works with FlashAttention. The registered names do not contain "flash": for a name with "flash",
+transformers would look for a kernel on the hub.
 
 With `key_index` a document also attends to tokens of another document: two answers share a prompt that their row has
 once (data/batches/shared_prompts.py). Keys and values are gathered, so that all keys of a document follow one another,
@@ -38,7 +38,7 @@ def register(implementation: str, core: Core, sinks: bool = False) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(implementation, _attention_function(core, sinks))
-    AttentionMaskInterface.register(implementation, AttentionMaskInterface()["sdpa"])  # of calls without no_mask()
+    AttentionMaskInterface.register(implementation, AttentionMaskInterface()["sdpa"])  # if no_mask() is not passed
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def document_mask(rows: int, length: int, cu_seqlens: Tensor, window: int, block
     """The mask bool [rows, 1, length, length]: a token attends to itself and earlier tokens of its document, in
     `window`.
 
-    `blocks`: int64 [rows, length]. Tokens with the same positive number see each other, also the later ones.
+    `blocks`: int64 [rows, length]. Tokens with the same positive number also see the later ones of this number.
     """
     at = torch.arange(rows * length, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)

@@ -10,9 +10,10 @@ A rule is plain data without state. It recognizes a product by its operator and 
 linear's weight. So the same rule serves eager layers and layers that torch.compile traces. In a traced layer it marks
 nodes of the graph, and it can be part of the compiler's cache key. It cannot distinguish two linears of one shape.
 
-Products of adapters: x A is saved, because it is as narrow as the rank. (x A) B is recomputed, because it costs only
-rank multiplications an element. With fused adapters (kernels/fused_lora.py) one operator computes the products of a
-group of linears, and a rule recognizes it by their joint size. Another operator computes a whole MLP.
+Products of adapters: x A is saved, because it has only the width of the rank. (x A) B is recomputed, because it costs
+only rank multiplications an element. With fused adapters (kernels/fused_lora.py) one operator computes the products of
+a group of linears, and a rule recognizes this operator by the linears' joint size. Another operator computes a whole
+MLP.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STANDS_FOR = {
     "fxtune.gated_experts": "aten._grouped_mm",
     "fxtune.fp8_experts": "aten._scaled_grouped_mm",
 }
-"""fxtune's operator -> torch's operator. Lists that do not name fxtune's operator may name torch's instead."""
+"""fxtune's operator -> torch's operator. If no list names fxtune's operator, an entry for torch's operator counts."""
 ROUTING = {"fxtune.own_rows", "aten._assert_scalar"}
 """Operators whose results each selective rule saves: the routing of tokens to divided experts. The routing is small,
 and saved rows of experts fit no other routing. The compiler asserts the number of rows, and torch 2.11 cannot repeat

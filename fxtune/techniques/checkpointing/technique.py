@@ -186,7 +186,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 
     def resolve(self, facts: Facts) -> str | None:
-        """For `auto`, choose the plan that fits and adds the least time. For others, choose how many layers send."""
+        """For `auto`, choose the plan that fits and adds the least time. For other policies, choose how many send."""
         if self.policy is not Policy.auto:
             if self.offload is not Offloaded.none and self.senders is None:
                 self.senders = self._senders_that_fit(facts, self.plan)
@@ -291,8 +291,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
     def _wrap_vision_encoder(self, model: nn.Module) -> None:
-        """Let a trained vision encoder keep the level of the decoder layer that keeps least. `save` and `recompute`
-        match the names of the vision encoder's own linears."""
+        """Give a trained vision encoder the level of the decoder layer that keeps least. `save` and `recompute` match
+        the names of the vision encoder's own linears."""
         options, layers = self._of_vision_encoder(model), encoder_layers(model)
         selects = options is not None and options.policy is Policy.selective
         contexts = options._rule(layers).contexts() if options is not None and selects else None

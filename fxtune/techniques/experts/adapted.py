@@ -1,8 +1,8 @@
 """Runs adapted experts of a mixture as grouped matmuls.
 
 In every pass peft adds B_e A_e to the tensor of a layer's experts, for every expert e. This makes a copy of all
-experts and a gradient of the copy. run.py computes the experts and their adapters without them. peft's modules stay,
-for names, saving and merging. The outermost one gets a subclass of its class (upstream/peft.py).
+experts and a gradient of the copy. run.py computes the experts and their adapters without such copies. peft's modules
+stay, for names, saving and merging. The outermost one gets a subclass of its class (upstream/peft.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def group_experts(model: nn.Module) -> int:
 
 
 def _outermost(model: nn.Module) -> list[Any]:
-    """peft's outermost wrappers of the experts of each layer."""
+    """peft's outermost wrapper around the experts of each layer."""
     from peft.tuners.lora.layer import ParamWrapper
 
     found: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
@@ -141,13 +141,13 @@ def _fits(outermost: Any) -> bool:
 
 
 class GroupedExperts:
-    """The class that run_grouped() gives peft's outermost wrapper, beside peft's class."""
+    """The class that run_grouped() gives peft's outermost wrapper, beside peft's class. Its experts run grouped."""
 
     expert_act: Activation | None
     gemm = CUBLAS
     """The GEMM backend of experts in 16 bits."""
     keep = True
-    """Whether the product with gate and up is kept for the backward pass. Checkpointing sets it."""
+    """Whether the product with gate and up is kept for the backward pass. Checkpointing sets this."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nested = list(wrappers(self))

@@ -111,7 +111,7 @@ def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[Quantiz
 
 
 def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExperts:
-    """A module to replace `experts`, still with their weights. quantize_tensor() quantizes them."""
+    """A module that replaces `experts` and still has their weights. quantize_tensor() quantizes them."""
     made = (Fp8Experts if kind == FP8 else ExpertsInFewBits)(experts, compute)
     made.stored_as = kind
     return made

@@ -78,7 +78,7 @@ def run_experts(
     routing = exchange.route(index)
     dtype = experts.compute_dtype if isinstance(experts, OwnExperts) else _own(experts, LAST).dtype
     states = exchange.gather(hidden.to(dtype), routing)
-    # A router's weights for another rank's experts are zero here, and have no gradient here.
+    # The router's weights for other ranks' experts are set to zero, so they get no gradient on this rank.
     weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
     sums = _run(experts, adapters, states, routing, weights, act, gemm, keep)
     return exchange.sum(sums, len(hidden)).to(hidden.dtype)

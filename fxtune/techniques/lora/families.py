@@ -1,6 +1,7 @@
 """Decides which modules of a model can run as one operator: by names, and by a numeric check.
 
-A module is a candidate if it has adapted linears with Llama's names. fxtune runs its code to see what it computes:
+A module is a candidate if it has adapted linears with Llama's names. fxtune runs the candidate's code to see what the
+code computes:
 
 - An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears runs
   forward and backward, and is compared with this formula for each known activation. Some inputs are large, so that a
@@ -39,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-"""The activations that kernels/swiglu.py computes. The keys are its names."""
+"""Name of an activation that kernels/swiglu.py computes -> the function."""
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a module's code may raise when it runs with replaced parts. Such a module cannot be fused."""
 
@@ -98,7 +99,7 @@ class AttentionCall:
 
 
 def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> dict[Any, AttentionCall]:
-    """Run `model` on a few tokens and return each candidate's first call. `candidates`: attention -> names."""
+    """Run `model` on a few tokens. Returns each candidate's first call. `candidates`: attention -> its projections."""
     calls: dict[Any, AttentionCall] = {}
 
     def enter(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Fuses the adapters of a PeftModel: a few large operators replace peft's linear-by-linear computation.
 
-peft wraps each frozen linear in a separate module. This helps names, saving and merging, but it runs slowly. So peft's
-modules stay, and the modules that call them change (fused_modules.py). kernels/fused_lora.py has two operators: one
-runs a whole gated MLP whose three linears are adapted, the other one the projections of an attention that read the
-same hidden states, or a single adapted linear. families.py decides which modules can run fused. The frozen weights of
-each group become one parameter (frozen_weights.py), one group at a time.
+peft wraps each frozen linear in a separate module. These modules serve names, saving and merging, but they run slowly.
+So peft's modules stay, and the modules that call them change (fused_modules.py). kernels/fused_lora.py has two
+operators: one runs a whole gated MLP whose three linears are adapted, the other one the projections of an attention
+that read the same hidden states, or a single adapted linear. families.py decides which modules can run fused. The
+frozen weights of each group become one parameter (frozen_weights.py), one group at a time.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
 
 
 def mlp_kernel(facts: Facts) -> Literal["lora", "liger", ""]:
-    """The technique that runs the gated MLPs of a model that fused LoRA can run; empty if it cannot or is off.
+    """The technique that runs a model's gated MLPs. Empty if fused LoRA is off or cannot run them.
 
-    Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it. `auto` prefers fused LoRA, unless
-    techniques.liger.kernels names Liger's kernel for the product.
+    Fused LoRA runs an MLP as one operator, and Liger replaces the product inside the MLP. `auto` prefers fused LoRA,
+    unless techniques.liger.kernels names Liger's kernel for the product.
     """
     if not fuses_mlps(facts, skeleton(facts.model)):
         return ""
@@ -149,7 +149,7 @@ def refusal_of_module(module: Any) -> str | None:
 
 
 def _fusible(module: nn.Module, names: Sequence[str]) -> list[Any]:
-    """The children of `module` called `names` that are adapted linears and can run fused."""
+    """The children of `module` with a name in `names` that are adapted linears and can run fused."""
     from peft.tuners.lora import LoraLayer
 
     children = [getattr(module, name, None) for name in names]
@@ -163,7 +163,7 @@ def _can_stack(linears: Sequence[Any]) -> bool:
 
 
 def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each linear's name if one fxtune::lora_linear runs it with others, and (in, out) of that operator."""
+    """Yield (name, (in, out) of the operator) for each linear that runs with others in one fxtune::lora_linear."""
     for module in model.modules():
         if isinstance(module, FusedAttention):
             for name in module.fused_names:

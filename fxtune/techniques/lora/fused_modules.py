@@ -58,7 +58,7 @@ def _adapters(linears: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 def _needs_own_forward(linears: Sequence[Any], called: bool = False) -> bool:
     """Whether an adapter is off or merged, another adapter is active, or a part has a hook.
 
-    `called`: this is asked in a call of the linears themselves, in which their own hooks run anyway.
+    `called`: the linears themselves are being called, so their own hooks run anyway.
     """
     parts = [] if called else [*linears]
     for linear in linears:
@@ -75,7 +75,7 @@ def _product(frozen: FrozenWeights, linears: Sequence[Any], x: torch.Tensor, pad
 
 
 class FusedLinear:
-    """The class that fuse_linear() gives an adapted linear, beside peft's class. It runs as one operator."""
+    """The class that fuse_linear() gives an adapted linear, beside peft's class. The linear runs as one operator."""
 
     frozen: FrozenWeights
 
@@ -122,7 +122,7 @@ def given(names: Iterable[str], linears: Iterable[Any], hidden: Any, results: It
 
 
 def keep_unrotated(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
-    """Replaces apply_rotary_pos_emb, and changes nothing: q and k are already rotated."""
+    """Replaces apply_rotary_pos_emb. Returns q and k unchanged, because they are already rotated."""
     return q, k
 
 
@@ -210,8 +210,8 @@ class FusedMlp(InPlaceOf):
 
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
-    """Run lora_mlp() in tiles. A checkpoint around it does not repeat them. `rest`: the operator's arguments after
-    b."""
+    """Run lora_mlp() in tiles. A checkpoint around the call does not repeat the tiles. `rest`: the operator's
+    arguments after b."""
     operators = torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:

@@ -87,16 +87,18 @@ def enable(model: Any, device: torch.device) -> str | None:
     if mixtures and grouped_matmul.takes_gaps(device, dtype):
         for experts in mixtures:
             make_space(experts)
-        # The freed memory of one layer is too small for the weights of the next layer, and would stay with torch.
+        # The freed memory of one layer is too small for the weights of the next layer, and would stay in torch's
+        # cache.
         torch.cuda.empty_cache()
     return None
 
 
 @torch.no_grad()
 def observe(model: Any) -> tuple[str, bool | None]:
-    """Multiply by the smallest weight of a group that quack's kernel serves, as operators do forward and backward.
-    A whole matrix of zeros replaces a weight that is divided over ranks, because operators get the gathered weight.
-    Returns a description of what ran, and whether quack's kernel ran, or None if no group's weight is large enough.
+    """Multiply by the smallest weight of a group that quack's kernel serves, as operators do forward and backward. A
+    whole matrix of zeros replaces a weight that is divided over ranks, because operators get the gathered weight.
+    Returns a description of what ran, and whether quack's kernel ran. The second value is None if no group's weight is
+    large enough.
     """
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -243,7 +243,7 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
         if parameter is not None and parameter.is_meta
     ]
     for module, name, parameter in held:
-        number = torch.empty((), dtype=parameter.dtype, device=device)  # each number of the parameter is a view
+        number = torch.empty((), dtype=parameter.dtype, device=device)  # expand() takes no more memory
         module._parameters[name] = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
     try:
         yield

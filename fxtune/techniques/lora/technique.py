@@ -289,7 +289,7 @@ class Lora(LoraOptions, Technique):
         )
 
     def _trains_rows(self, model: Any, probe: dict[str, Any]) -> Evidence:
-        """Observe the gradients of the rows. Compare logits with changed rows with the logits of peft's own code."""
+        """Observe the gradients of the rows. Compare the logits of changed rows here and in peft's own code."""
         seen = trained_tokens.observe(model, probe)
         limit = 1e-4 if base_dtype(model) is torch.float32 else 5e-2
         return Evidence(

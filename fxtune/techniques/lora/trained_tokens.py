@@ -1,10 +1,10 @@
 """Trains rows of the embedding and the head beside adapters (`techniques.lora.train_tokens`), through peft's own
 `trainable_token_indices`. All other rows keep the base's bits.
 
-peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass it copies the whole table
-and writes these rows into the copy. The copy and its gradient take 2 GB for 128k tokens of width 4,096 in bfloat16,
-and the head makes them for each chunk of the loss. Here the base's table runs unchanged. For the chosen tokens the
-results of the trained rows replace the table's results: the same mathematics, for a few rows.
+peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass peft copies the whole
+table and writes these rows into the copy. The copy and its gradient take 2 GB for 128k tokens of width 4,096 in
+bfloat16, and the head makes them for each chunk of the loss. Here the base's table runs unchanged. For the chosen
+tokens the results of the trained rows replace the table's results: the same mathematics, for a few rows.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
     """Set each row of the tokens `ids` that is zero to the mean of all rows.
 
     The first norm divides by the length of its input. So the gradient of a zero row in the embedding is larger by the
-    inverse root of the norm's eps: 2e9 in a small Llama whose other rows have 3e-3. Clipping would shrink all other
-    gradients to nothing.
+    inverse root of the norm's eps: 2e9 in a small Llama whose other rows have gradients of 3e-3. Clipping would shrink
+    all other gradients to nothing.
     """
     for weight in {table.weight for table in _tables(model).values()}:
         zero = [] if weight.is_meta else [number for number in ids if not weight[number].any()]
@@ -83,7 +83,7 @@ def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
 
 
 def prepare(adapted: Any) -> None:
-    """Make the rows that peft trains float32, as adapters are, and run the base's tables without a copy.
+    """Make the rows that peft trains float32, like adapters, and run the base's tables without a copy.
 
     Raises ConfigError if peft has not wrapped both tables.
     """
@@ -185,7 +185,7 @@ def _forward(layer: Any, x: torch.Tensor, active: Sequence[str], *args: Any, **k
         logits = F.linear(x, rows.to(x.dtype))
         bias = layer.base_layer.bias
         logits = logits if bias is None else logits + bias[ids]
-        return result.index_copy_(-1, ids, logits.to(result.dtype))  # in place: only this holds it
+        return result.index_copy_(-1, ids, logits.to(result.dtype))  # no one else holds `result`
     at = torch.searchsorted(ids, x).clamp(max=len(ids) - 1)
     # Float32 until the end: a row may occur often, and its gradients must add up in float32.
     vectors = F.embedding(at, rows)

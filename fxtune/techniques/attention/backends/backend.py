@@ -132,7 +132,7 @@ class Backend:
         return next((cause for cause, _ in self.refusals(facts)), None)
 
     def running(self, facts: Facts) -> Backend:
-        """The backend that runs where a recipe asks for this one."""
+        """The backend that runs if a recipe asks for this one."""
         return self
 
     def records(self, facts: Facts) -> bool:

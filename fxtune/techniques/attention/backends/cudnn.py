@@ -16,7 +16,8 @@ from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.upstream.torch import attention_operator
 
 STEPS = 8
-"""cuDNN prepares a plan for each length. So lengths are padded to this many lengths between two powers of two."""
+"""cuDNN prepares a plan for each length. So documents are padded to one of this many lengths between two powers of
+two."""
 _UNTRACED: dict[str, Callable[..., Tensor]] = {}
 
 
@@ -76,7 +77,7 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
 
 
 def padded_length(length: int) -> int:
-    """`length` rounded up to a multiple of 64 or of 1/STEPS of the next lower power of two, if that is larger."""
+    """`length` rounded up to a multiple of a step: 1/STEPS of the next lower power of two, and at least 64."""
     step = max(64, (1 << (length - 1).bit_length()) // (2 * STEPS))
     return -(-length // step) * step
 

@@ -16,7 +16,7 @@ from fxtune.techniques.attention.packed import document_mask
 
 class _Eager(Backend):
     def more_refusals(self, facts: Facts) -> Iterator[Reason]:
-        # For each score 8 bytes: in bfloat16 without the mask and with it, and a float32 softmax.
+        # A score takes 8 bytes: in bfloat16 without the mask, in bfloat16 with the mask, and a float32 softmax.
         heads = max((each.heads for each in Shape.of(facts.model).attentions), default=0)
         scores = 8 * heads * mask_bytes(facts)
         if facts.device == "cuda" and facts.memory and scores > facts.memory:

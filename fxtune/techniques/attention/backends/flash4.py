@@ -16,7 +16,8 @@ from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.techniques.smoke_tests import require_attention
 
 WRONG_ON_HOPPER = {72, 80}
-"""Widths of heads whose gradients are 7 % off (flash-attn-4 4.0.0b36, H200). Those of widths 64 and 88 are right."""
+"""Widths of heads whose gradients are 7 % off (flash-attn-4 4.0.0b36, H200). The gradients of widths 64 and 88 are
+right."""
 
 
 class _Flash4(Backend):

@@ -18,7 +18,7 @@ the log-sum-exp of every kernel.
 In each layer a rank sends (ranks - 1) / ranks of 2 q + 2 k numbers for each token of its piece. q is the width of all
 query heads, and k the width of all key heads with their copies. Outputs have the width of queries, and values have the
 width of keys. The backward pass sends the same amount. A recomputed layer repeats the exchange, because received
-tensors are not kept: over NVLink that takes less time than other recomputation for the same memory.
+tensors are not kept. Over NVLink this takes less time than other recomputation that saves the same memory.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def why_not_shared(text: dict[str, Any]) -> str | None:
 
 
 def why_not_causal(hf_config: Any) -> str | None:
-    """Why a model of this config is not causal, as encoders are not; None if it is. The logits of a token must not
-    depend on later tokens: the loss would fall, and the model would learn nothing."""
+    """Why a model of this config is not causal (as an encoder), or None if it is causal. If logits depended on later
+    tokens, the loss would fall and the model would learn nothing."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN or not try_small_model(text).looks_ahead > LOOKS_AHEAD:
         return None

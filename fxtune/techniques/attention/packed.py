@@ -50,10 +50,10 @@ def no_mask(input_ids: Tensor) -> Tensor:
 
 
 def document_mask(rows: int, length: int, cu_seqlens: Tensor, window: int, blocks: Tensor | None = None) -> Tensor:
-    """The mask bool [rows, 1, length, length]: a token attends to itself and earlier tokens of its document, in
-    `window`.
+    """The mask bool [rows, 1, length, length]: a token attends to tokens of its document up to itself, within `window`
+    (0: no limit).
 
-    `blocks`: int64 [rows, length]. Tokens with the same positive number also see the later ones of this number.
+    `blocks`: int64 [rows, length]. Tokens with the same positive number see each other in both directions.
     """
     at = torch.arange(rows * length, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
@@ -105,7 +105,7 @@ def _attend(
     position_bias: Optional[Tensor] = None,
     **_: Any,
 ) -> Tensor:
-    """Attention of query [rows, heads, length, d], key and value [rows, kv_heads, length, d]: [rows, length, heads,
+    """Returns [rows, length, heads, d] for query [rows, heads, length, d], key and value [rows, kv_heads, length,
     d]."""
     if position_bias is not None or (s_aux is not None and not takes_sinks):
         raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")

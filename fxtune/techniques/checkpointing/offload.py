@@ -51,7 +51,7 @@ class Offload:
 
     `all_saved`: send all that autograd saves in the layers' calls, and not only their inputs. Storages of less than
     `min_bytes` stay, and tensors with one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
-    (World.context_ranks). Tensors of attention have the tokens of all these ranks.
+    (World.context_ranks). Tensors of attention hold the tokens of all these ranks.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Offload:
             self._hooks.pop().__exit__()
         if self._call is not None:
             self._on_device += [self._call] if self._call.storages else []
-            self._call.hidden = None  # autograd may hold the call, which must not hold this
+            self._call.hidden = None  # autograd may keep the call alive
         self._call = None
         if index == self.last:
             for call in self._on_device:
@@ -170,7 +170,7 @@ class _LayerCall:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The object that autograd stores in place of `tensor`."""
-        tensor = tensor.detach()  # the saved result of an operator would otherwise refer to the operator
+        tensor = tensor.detach()  # else a result that its own operator saves would keep itself alive
         if self.hidden is None:
             return tensor
         address = tensor.untyped_storage().data_ptr()
@@ -224,7 +224,7 @@ class _SentStorage:
         """The number of this storage's tensors that autograd has not taken yet."""
         self.buffers: list[torch.Tensor] = []
         self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        """The bytes of the storage on the device. None between release() and fetch()."""
+        """The bytes of the storage on the device. None between release() and fetch(), and after the last take()."""
         self.event: Any = None
         """The end of the latest copy. The computing stream waits for it before it reads or releases `on_device`."""
         self.buffers = owner.buffers(self.bytes)

@@ -7,8 +7,9 @@ saved, and everything else is recomputed (the policy of torch.utils.checkpoint; 
 and Megatron, arXiv 2205.05198).
 
 A rule is plain data without state. It recognizes a product by its operator and by the shape of the second operand, the
-linear's weight. So the same rule serves eager layers and layers that torch.compile traces. In a traced layer it marks
-nodes of the graph, and it can be part of the compiler's cache key. It cannot distinguish two linears of one shape.
+linear's weight. So the same rule serves eager layers and layers that torch.compile traces. In a traced layer the rule
+marks nodes of the graph. A rule can be part of the compiler's cache key. It cannot distinguish two linears of one
+shape.
 
 Products of adapters: x A is saved, because it has only the width of the rank. (x A) B is recomputed, because it costs
 only rank multiplications an element. With fused adapters (kernels/fused_lora.py) one operator computes the products of

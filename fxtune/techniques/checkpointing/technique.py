@@ -5,10 +5,10 @@ what layers keep (offload.py). This costs no time if a layer computes longer tha
 tokens on. The MLP can run in parts of the sequence (tiled_mlp.py). This shrinks the working memory of a layer. `auto`
 takes the fastest combination that fits the free memory (fxtune/estimate).
 
-fxtune wraps the layers. transformers has a switch for this, but its name and its meaning changed within the supported
-versions, and it acts only in training mode. torch's non-reentrant checkpoint needs no input that requires a gradient.
-It restores the random state, so dropout repeats itself, and it stops the recomputation when the backward pass has all
-that it needs. torch.compile traces the same wrapper.
+fxtune wraps the layers itself. transformers has a switch for checkpointing, but the switch changed its name and
+meaning within the supported versions, and it acts only in training mode. torch's non-reentrant checkpoint needs no
+input that requires a gradient. It restores the random state, so dropout repeats itself, and it stops the recomputation
+when the backward pass has all that it needs. torch.compile traces the same wrapper.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 
     def resolve(self, facts: Facts) -> str | None:
-        """For `auto`, choose the plan that fits and adds the least time. For other policies, choose how many send."""
+        """For `auto`, choose the plan that fits and adds the least time. For others, choose how many layers send."""
         if self.policy is not Policy.auto:
             if self.offload is not Offloaded.none and self.senders is None:
                 self.senders = self._senders_that_fit(facts, self.plan)
@@ -282,7 +282,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         if self.offload is not Offloaded.none:
             sending = plan.sending(len(layers))
             senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
-            # Offload also gets the layer above the last sender. Its backward pass starts to fetch the sender's
+            # Offload needs the layer above the last sender, too: its backward pass starts to fetch the sender's
             # tensors.
             above = layers[len(sending) - sending[::-1].index(True)]
             wide = _wide_linears(layers[0]).values()

@@ -360,7 +360,7 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]
     with hooked(hooks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()  # it lives until here, so that no address is used twice
+        result = forward()  # the result lives until here, so that no address is used twice
         del result
     return sum(sizes.values()), arguments
 

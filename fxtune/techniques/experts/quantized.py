@@ -52,8 +52,8 @@ FP8 = "fp8"
 MULTIPLE = 16
 """In fp8 both sizes of an expert's matrices must be multiples of this number."""
 SMALL = 2**24
-"""Beside experts in fp8, linears stay in 16 bits if each has fewer weights than this number. They take hardly any
-memory, and an fp8 product saves about the time that the quantized input and a separate adapter cost (by
+"""Beside experts in fp8, linears stay in 16 bits if each has fewer weights than this number. Such linears take hardly
+any memory, and an fp8 product saves about the time that the quantized input and a separate adapter cost (by
 calculation)."""
 
 
@@ -95,8 +95,8 @@ def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[Quantiz
     """Quantize `experts`, which loses its weights. Returns the module that replaces it, and |dequantized - weight| /
     |weight| of the first expert's down_proj.
 
-    Weights without memory can only become fp8, and the error is 0. models/shards.py then reads the experts into the
-    module.
+    For weights without memory `kind` must be fp8, and the error is 0. models/shards.py later reads these experts into
+    the module.
 
     `storage`: fp8 on a GPU takes bfloat16 for `compute`; for `transpose` see fp8_experts.Weights.
     """

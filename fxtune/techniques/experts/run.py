@@ -1,9 +1,9 @@
 """Runs the experts of a mixture, with adapters or without, as grouped matmuls.
 
-Each layer sorts its tokens by expert once. One grouped GEMM computes gate and up of all experts, and another one down
-(kernels/grouped_matmul.py). An adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a linear. So neither
-adapted weights nor gradients of frozen weights exist, and the compiler sees one graph. If the experts are
-down(act(gate) * up), one operator computes the layer (kernels/gated_experts.py).
+Each layer sorts its tokens by expert once. One grouped GEMM computes gate and up of all experts, and another grouped
+GEMM computes down (kernels/grouped_matmul.py). An adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a
+linear. So neither adapted weights nor gradients of frozen weights exist, and the compiler sees one graph. If the
+experts are down(act(gate) * up), one operator computes the layer (kernels/gated_experts.py).
 
 adapted.py runs experts inside peft's wrappers this way, full.py runs experts without adapters, and quantized.py stores
 experts in fewer bits.

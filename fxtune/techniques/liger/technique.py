@@ -196,7 +196,7 @@ class Liger(LigerOptions, Technique):
 
 
 def _operations(text: dict[str, Any]) -> set[str]:
-    """The names in OPERATIONS of what a model with this config computes."""
+    """The names in OPERATIONS that a model with this config has."""
     family = FAMILIES.get(text.get("model_type", ""))
     if family is None:
         return set()

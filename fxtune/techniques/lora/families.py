@@ -7,8 +7,8 @@ code computes:
   forward and backward, and is compared with this formula for each known activation. Some inputs are large, so that a
   clamp shows. The copy is in training mode, so that dropout shows.
 - Projections of an attention are fused on two conditions. In a forward pass of the model the attention calls each of
-  them once, with the hidden states that it was given. And its output stays the same if they return results computed
-  before.
+  them once, with the hidden states that it was given. And the attention's output stays the same if the projections
+  return results computed before the call.
 
 Numbers cannot show a norm between the projections and RoPE, since a norm whose weights are all one commutes with a
 rotation. So the operator rotates q and k only for the model types in `ROPE_FOLLOWS`.

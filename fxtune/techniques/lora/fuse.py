@@ -2,7 +2,7 @@
 
 peft wraps each frozen linear in a separate module. These modules serve names, saving and merging, but they run slowly.
 So peft's modules stay, and the modules that call them change (fused_modules.py). kernels/fused_lora.py has two
-operators: one runs a whole gated MLP whose three linears are adapted, the other one the projections of an attention
+operators. One runs a whole gated MLP whose three linears are adapted. The other runs the projections of an attention
 that read the same hidden states, or a single adapted linear. families.py decides which modules can run fused. The
 frozen weights of each group become one parameter (frozen_weights.py), one group at a time.
 """

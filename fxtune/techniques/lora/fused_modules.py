@@ -5,8 +5,9 @@ peft's, for names, saving and merging. It gets a subclass of its class (upstream
 modules run fused. All layers share a class, so they share a compiled graph, too.
 
 An attention's own code runs with a `StandIn` as its `self`. The StandIn's projections return the operator's results.
-If techniques.liger has given the attention fxtune's RoPE, and RoPE comes directly after the projections, they return q
-and k already rotated (kernels/rotary.py, `qkv`), and the attention's code does not rotate q and k.
+If techniques.liger has given the attention fxtune's RoPE, and RoPE comes directly after the projections, the StandIn's
+projections return q and k already rotated (kernels/rotary.py, `qkv`), and the attention's code does not rotate q and
+k.
 
 A fused operator does not call the linears that it replaces. So the module's own forward calls each linear if a linear
 has a hook (peft's `adapter_names` argument sets some), or if its adapter is off or merged.
@@ -106,8 +107,7 @@ class Given:
 
 
 class StandIn:
-    """Replaces an attention as `self` in its own code. It has some projections as `Given`, and the attention's
-    rest."""
+    """Replaces an attention as `self` in its own code. Some projections are `Given`, the rest is the attention's."""
 
     def __init__(self, attention: Any, given: dict[str, Given]) -> None:
         self.stands_for, self._given = attention, given

@@ -1,7 +1,7 @@
 """The GEMM backend for frozen weights of fused adapters and the head: cuBLAS, or quack's kernel (kernels/matmul.py).
 
-Before a weight is loaded, `refusal` says why quack's kernel is not available. `enable` compiles it when the model is
-built. `observe` checks with torch's profiler that it runs on one of the model's own weights.
+Before a weight is loaded, `refusal` says why quack's kernel is not available. `enable` compiles the kernel when the
+model is built. `observe` checks with torch's profiler that the kernel runs on one of the model's own weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Which modules of a model get adapters, which do not, and why.
 
 `all-linear` means every linear of the decoder except for routers and the head. Routers are recognized by name. An
-adapter on a router would change which experts a token gets. A vision encoder or a projector gets adapters if an option
-says so.
+adapter on a router would change which experts a token gets. A vision encoder or a projector gets adapters only if an
+option says so.
 
 transformers keeps the experts of a layer as one tensor. For the families that peft knows, peft reads `gate_proj`,
 `up_proj` and `down_proj` as names of these tensors. Dense linears of the same names would then get no adapter. So
-add_adapters() lets peft take the modules that are selected here, without reading their names that way.
+add_adapters() passes the selected modules to peft, and peft does not read their names as names of experts.
 """
 
 from __future__ import annotations

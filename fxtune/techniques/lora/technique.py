@@ -159,8 +159,8 @@ class Lora(LoraOptions, Technique):
                 model.gemm = "" if self._not_compiled else CUTE
 
     def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
-        """Find the ids of train_tokens before the base is read. `auto` needs an `adapter` to start from; otherwise
-        choose_tokens() decides.
+        """Find the ids of train_tokens before the base is read. Without an `adapter` to start from, choose_tokens()
+        decides `auto` later.
 
         `tokenizer`: a function that loads the tokenizer. `added`: model.add_tokens. Their rows are trained, too,
         unless

@@ -185,7 +185,7 @@ def _forward(layer: Any, x: torch.Tensor, active: Sequence[str], *args: Any, **k
         logits = F.linear(x, rows.to(x.dtype))
         bias = layer.base_layer.bias
         logits = logits if bias is None else logits + bias[ids]
-        return result.index_copy_(-1, ids, logits.to(result.dtype))  # no one else holds `result`
+        return result.index_copy_(-1, ids, logits.to(result.dtype))  # nothing else holds `result`
     at = torch.searchsorted(ids, x).clamp(max=len(ids) - 1)
     # Float32 until the end: a row may occur often, and its gradients must add up in float32.
     vectors = F.embedding(at, rows)

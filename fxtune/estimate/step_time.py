@@ -1,11 +1,13 @@
-"""The time overhead of recomputation and offload: their FLOPs and bytes over the card's rates (cards.py).
+"""Forecasts of time: of a step, and of the overhead of recomputation and offload. Times are FLOPs and bytes divided by
+the card's rates (cards.py).
 
-Documents count as long as the row; packed ones are shorter, so keeping attention is worth less than this says. The
-backward pass takes 2.5 times attention's forward pass, and the matmuls once more with frozen weights or twice more
-with trained ones. Transfers to host memory cost the time by which they are longer than the layer's computation.
+Overheads assume that each document fills its row. Packed documents are shorter, so keeping attention saves less than
+forecast. The backward pass takes 2.5 times the time of attention's forward pass, and the time of the forward matmuls
+once for frozen weights or twice for trained weights. A transfer to host memory costs the time by which it is longer
+than the layer's computation.
 
-`fastest` searches for the choice with the least overhead that fits: for each pair of levels, it gives the higher one
-to as many layers as memory allows. A mix of the two levels next to the memory limit is the cheapest.
+`fastest` searches for the choice with the least overhead that fits. For each pair of levels it gives the higher level
+to the largest number of layers that memory allows. The cheapest mix has the two levels around the memory limit.
 """
 
 from __future__ import annotations
@@ -32,30 +34,32 @@ from fxtune.models.dims import Layer, Shape
 from fxtune.models.kinds.image_decoder.encoder_shape import ImageWork
 
 ROWS = 4096
-"""An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
+"""The matmuls of an MLP tile with this number of rows are nearly as fast as the matmuls of all rows together."""
 SLOWER = 0.02
-"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice the rows take half of it."""
+"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of 2 ROWS rows have half this extra time."""
 HALF_RATE = 1250
 """Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
 NARROW_HEADS = 0.85
-"""The share of its rate that attention reaches with heads of 64."""
+"""The share of its rate that attention reaches if heads are 64 wide."""
 GATED_PASSES = 10.6
-"""Numbers that gated activations read and write per token, as multiples of the MLP's width."""
+"""Numbers that gated activations read and write per token, as a multiple of the MLP's width."""
 ADAPTER_PASSES = 1.4
-"""Numbers that adapters read and write per token, as a multiple of the widths of all linears' inputs and outputs."""
+"""Numbers that adapters read and write per token, as a multiple of the sum of all linears' input and output widths."""
 EXPERT_GATED_PASSES = 25.0
-"""The gated activation of a mixture's experts. This and the next two numbers are from a step of a quarter of
-Qwen3-30B-A3B by kernel, on one H200 (docs/performance.md). Grouped products of frozen weights reach the rate of
+"""GATED_PASSES for the experts of a mixture. This and the next two constants were measured kernel by kernel, in a step
+of a quarter of Qwen3-30B-A3B on one H200 (docs/performance.md). Grouped products of frozen weights reach the rate of
 ordinary products."""
 EXPERT_ADAPTER_PASSES = 2.2
-"""The adapters of experts, as a multiple of the numbers that their 7 products and two sums read and write."""
+"""ADAPTER_PASSES for experts, as a multiple of the numbers that the adapters' 7 products and two sums read and write."""
 ROW_PASSES = 5.0
-"""Gathering the rows of experts and adding them up, as a multiple of the hidden states of all experts of a token."""
+"""Numbers that are read and written to gather the experts' rows and to add them up, as a multiple of the hidden states
+that a token sends to its experts."""
 ROUTER_PASSES = 40.0
-"""A router's softmax and choice in float32, as a multiple of the number of experts (by calculation)."""
+"""Numbers that a router's softmax and choice read and write, as a multiple of the number of experts (calculated)."""
 NORM_PASSES, CLIP_PASSES = 1, 2
-"""The norm of the gradient reads each gradient once; clipping, the default, reads and writes each once more."""
+"""The norm of the gradient reads each gradient once. Clipping, which is on by default, reads and writes each gradient
+once more."""
 UNEXPLAINED = 8.4e-3
 """Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 7 to
 9.5 ms for a quarter of Qwen3-30B-A3B and for all of it, on two H200 and on four (benchmarks/baselines/

@@ -65,7 +65,7 @@ def quantize_model(
     kind = experts_type(options, ships)
     storage = compute, world.device, options.keeps_transposes
 
-    # Experts come first. MXFP4 experts have other names in the checkpoint, and each_weight() compares all names with it.
+    # Experts come first: in MXFP4 they have other names in the checkpoint, and reading weights compares all names.
     divided = world.degrees.shard > 1
     as_shipped = ships and kind is WeightFormat.mxfp4 and bool(divided or each_weight)
     of_experts = compute, torch.device("meta") if divided else world.device, options.keeps_transposes

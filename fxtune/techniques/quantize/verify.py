@@ -53,7 +53,7 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",
-            error < worst and (error > 0 or done.experts_as == MXFP4),  # no error if MXFP4 has the numbers, as gpt-oss's
+            error < worst and (error > 0 or done.experts_as == MXFP4),  # MXFP4 may have the numbers, as in gpt-oss
         )
     if done.shipped:
         codes = sum(bool(weights[0].any()) for layer in experts for weights in layer.stored_weights())

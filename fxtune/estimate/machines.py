@@ -50,8 +50,8 @@ CARD_MODELS = {
     "A10G": CardModel("NVIDIA A10G", 22.0, (8, 6)),
     "L4": CardModel("NVIDIA L4", 22.0, (8, 9)),
 }
-"""The cards by the name that a user types as --gpu, roughly from the strongest to the weakest. `plan` suggests the last
-card that a run fits."""
+"""The cards by the name that a user types as --gpu, roughly from the strongest to the weakest. `plan` suggests the
+last card that a run fits."""
 PACKAGES = {
     "flash-attn-4": "4.0.0b36",
     "quack-kernels": "0.6.5",

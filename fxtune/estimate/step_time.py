@@ -36,7 +36,7 @@ from fxtune.models.kinds.image_decoder.encoder_shape import ImageWork
 ROWS = 4096
 """The matmuls of an MLP tile with this number of rows are nearly as fast as the matmuls of all rows together."""
 SLOWER = 0.02
-"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of 2 ROWS rows have half this extra time."""
+"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice this size take half of it."""
 HALF_RATE = 1250
 """Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
@@ -51,7 +51,7 @@ EXPERT_GATED_PASSES = 25.0
 of a quarter of Qwen3-30B-A3B on one H200 (docs/performance.md). Grouped products of frozen weights reach the rate of
 ordinary products."""
 EXPERT_ADAPTER_PASSES = 2.2
-"""ADAPTER_PASSES for experts, as a multiple of the numbers that the adapters' 7 products and two sums read and write."""
+"""ADAPTER_PASSES for experts, as a multiple of the numbers that adapters' 7 products and two sums read and write."""
 ROW_PASSES = 5.0
 """Numbers that are read and written to gather the experts' rows and to add them up, as a multiple of the hidden states
 that a token sends to its experts."""
@@ -61,20 +61,20 @@ NORM_PASSES, CLIP_PASSES = 1, 2
 """The norm of the gradient reads each gradient once. Clipping, which is on by default, reads and writes each gradient
 once more."""
 UNEXPLAINED = 8.4e-3
-"""Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 7 to
-9.5 ms for a quarter of Qwen3-30B-A3B and for all of it, on two H200 and on four (benchmarks/baselines/
-h200_mixture_two_cards.json, h200_four_cards.json). So it hardly depends on the tokens. It is no idle time: kernels
-fill 307 of the 316 ms of a step on two cards. Tokens travel for 32 of them, 23 more than their bytes take, and the
-optimizer and clipping take 18 ms more than their bytes (docs/distributed.md)."""
+"""Seconds that a layer's forward and backward pass takes with divided experts beyond the time for its bytes and FLOPs.
+Measured were 7 to 9.5 ms, for a quarter of Qwen3-30B-A3B and for the whole model, on two and on four H200
+(benchmarks/baselines/h200_mixture_two_cards.json, h200_four_cards.json). So the time hardly depends on the number of
+tokens. The cards are not idle in it: on two cards kernels run in 307 of the 316 ms of a step. Tokens travel for 32 ms,
+23 ms longer than their bytes take. Optimizer and clipping take 18 ms longer than their bytes (docs/distributed.md)."""
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
-gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""
+gate and up in 16 bits. Calculated: 2 passes x 1.5 (with down), and a quarter more for the codes."""
 FORWARD_MOVED = 1 / 3
-"""The share of the forward pass in what a step reads and writes elementwise (by calculation)."""
+"""The share of a step's elementwise reading and writing that happens in the forward pass (calculated)."""
 LAUNCH = 0.4e-3
-"""Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
+"""Seconds of a layer's forward and backward pass if it has so few tokens that a GPU waits for the host."""
 WORTH = 0.005
-"""The share of a step's time that a mix of levels must save, because each level is one more graph to compile."""
+"""The share of a step's time that a mix of levels must save, because a second level is one more graph to compile."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,25 @@ class LayerTime:
 
     attention: float
     narrow: float
-    """q, k, v and o."""
+    """Seconds of the products q, k, v and o."""
     wide: float
-    """gate and up."""
+    """Seconds of the products gate and up."""
     down: float
     rest: float
-    """Norms, RoPE and activations. Fused MLPs recompute their product at any level, so it has no part in this."""
+    """Seconds of norms, RoPE and activations. A fused MLP's act(gate) * up does not count, because it is recomputed at
+    any level."""
 
     @property
     def forward(self) -> float:
         return self.attention + self.narrow + self.wide + self.down + self.rest
 
     def backward(self, trained: bool) -> float:
-        """Seconds of the layer's backward pass. `trained`: whether its weights have gradients."""
+        """Seconds of the layer's backward pass. `trained`: whether the layer's weights have gradients."""
         return 2.5 * self.attention + (1 + trained) * (self.narrow + self.wide + self.down) + self.rest
 
     def recompute(self, level: str) -> float:
-        """Seconds to recompute what a layer of `level` does not keep. The backward pass never reads down's product."""
+        """Seconds to recompute what a layer of `level` does not keep. down's product is never recomputed, because the
+        backward pass does not read it."""
         dropped = [self.rest, self.wide, self.narrow, self.attention]
         return sum(dropped[: LEVELS[::-1].index(level)])
 
@@ -109,13 +111,14 @@ class Choice:
     plan: RecomputePlan
     need: Need
     overhead: float
-    """Seconds added to a micro-batch."""
+    """Seconds that the plan adds to a micro-batch."""
     step: float
-    """Seconds of the layers for a micro-batch if they keep everything."""
+    """Seconds that the layers would take for a micro-batch if they kept everything."""
 
 
 def layer_time(facts: Facts, length: float | None = None, starts: float = 0.0) -> LayerTime:
-    """The mean over the layers. `length`: of documents; None: full rows. `starts`: see _attention_seconds()."""
+    """The mean time of a layer. `length`: tokens of a document; None: a document fills its row. `starts`: see
+    _attention_seconds()."""
     shape = Shape.of(facts.model)
     length = facts.row_length if length is None else min(length, facts.row_length)
     times = [(_time_of(facts, kind, shape.hidden, length, starts), count) for kind, count in shape.counts]
@@ -138,8 +141,9 @@ def _time_of(facts: Facts, layer: Layer, h: int, length: float, starts: float) -
 
 
 def _attention_seconds(facts: Facts, layer: Layer, length: float, starts: float) -> float:
-    """Seconds of attention to documents of `length` tokens, which count as `starts` tokens longer where the rate of
-    short ones matters. A window computes at most its tokens for each token, rows on average half of the row."""
+    """Seconds of attention in documents of `length` tokens. `starts`: tokens by which a document counts as longer,
+    because attention is slower in short documents; 0: no correction. A token attends to half of its document on
+    average, and with a window to at most the window's tokens."""
     total = 0.0
     for each in layer.attentions:
         span = min(length, 2.0 * (each.window or length)) + starts
@@ -155,12 +159,12 @@ def micro_batch_seconds(
     forward_passes: int = 0,
     images: ImageWork | None = None,
 ) -> float:
-    """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
-    as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
-    of the row. `forward_passes`: further passes without gradient, such as a reference's. `images`: of the
-    micro-batch. The optimizer is left out, see update_seconds().
+    """Seconds of one micro-batch of full rows, forward and backward, without the optimizer (see update_seconds()).
 
-    scripts/study/plan_accuracy.py compares it with what was measured on an H200.
+    `supervised`: the share of tokens with a target, because only these tokens need the head. `attended`: the length of
+    a token's document, averaged over tokens; None: the length of the row. `forward_passes`: the number of further
+    passes without gradient, such as a reference's. `images`: the work for the micro-batch's images.
+    scripts/study/plan_accuracy.py compares this forecast with measurements on an H200.
     """
     trained = _trained(facts)
     layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
@@ -184,14 +188,14 @@ def forward_seconds(
 
 
 def attention_backward_share(facts: Facts) -> float:
-    """The share of attention's backward pass in the time of a step of full rows of one document."""
+    """The share of a step's time that attention's backward pass takes, if each row is one document."""
     plan = facts.execution.recompute
     return Shape.of(facts.model).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
 
 
 def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -> float:
-    """Seconds of the parts beside the decoder for some images at the decoder's rates: forward, and backward where they
-    are trained and `trains` is set. 0 for None."""
+    """Seconds of the parts for images, at the decoder's rates; 0 without images. Counts the forward pass, and with
+    `trains` also the backward pass of parts that have one."""
     if images is None or (work := beside_of(facts).work(facts, images, trains)) is None:
         return 0.0
     card, backward = rates(facts), work.backward
@@ -202,7 +206,7 @@ def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -
 
 
 def _head_seconds(facts: Facts, supervised: float) -> float:
-    """Seconds of the output head's forward pass. A head that scores documents is one row."""
+    """Seconds of the output head's forward pass. A head that scores documents has one row and counts as 0."""
     if facts.head != "lm":
         return 0.0
     shape, card = Shape.of(facts.model), rates(facts)
@@ -212,13 +216,13 @@ def _head_seconds(facts: Facts, supervised: float) -> float:
 
 
 def _seen(facts: Facts, attended: float | None) -> LayerTime:
-    """The time of a layer with documents of this length in place of full rows."""
+    """The time of a layer for documents of `attended` tokens. None: a document fills its row."""
     return layer_time(facts, attended, HALF_RATE)
 
 
 def update_seconds(facts: Facts) -> float:
-    """Seconds of the optimizer's update on one rank: it reads and writes weights and moments, and reads gradients. The
-    norm of the gradient and clipping read them, too."""
+    """Seconds of the optimizer's update on one rank. The update reads and writes weights and moments, and reads
+    gradients. The norm of the gradient and clipping also read gradients."""
     need = forecast(facts, RecomputePlan())
     weights = trained_parameters(facts) / facts.degrees.shard
     moved = 2 * need.trained + 2 * number_bytes(facts) * weights
@@ -229,11 +233,11 @@ def update_seconds(facts: Facts) -> float:
 
 
 def _elementwise(facts: Facts) -> float:
-    """Seconds of all layers for reading and writing, forward and backward, without matmuls, attention and
-    `LayerTime.rest`: gated activations, adapters' own products, which read each linear's input and add to its output,
-    and for a mixture the router, the rows of tokens, and packed experts. Trained experts gather the rows of two
-    products once more, for the gradients of their weights. With divided experts, ranks copy the states of all ranks'
-    tokens before they are sent, and add up the received sums, in both passes."""
+    """Seconds in which all layers read and write, forward and backward, beyond matmuls, attention and
+    `LayerTime.rest`. Counted are gated activations and adapters, which read each linear's input and add to its output.
+    For a mixture also the router, the rows of tokens, and dequantized experts. Trained experts gather the rows of two
+    products once more for their weights' gradients. With divided experts, ranks copy the states of all ranks' tokens
+    before they send them, and add up the sums that they receive, in both passes."""
     shape, lora = Shape.of(facts.model), facts.execution.adapters is not None
     passes = sum(count * _numbers_moved(facts, kind, shape.hidden, lora) for kind, count in shape.counts)
     mixtures = sum(count for kind, count in shape.counts if kind.experts > 1)
@@ -242,7 +246,7 @@ def _elementwise(facts: Facts) -> float:
 
 
 def _numbers_moved(facts: Facts, layer: Layer, h: int, lora: bool) -> float:
-    """Of a layer, for a token."""
+    """How many numbers a layer reads and writes for a token, for _elementwise()."""
     q, k, i = layer.q, layer.k, layer.inner
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
     if layer.experts > 1:
@@ -259,8 +263,8 @@ def _numbers_moved(facts: Facts, layer: Layer, h: int, lora: bool) -> float:
 
 
 def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:
-    """Seconds that `plan` adds to a micro-batch whose layers would keep everything on the device. `layer`: the time of
-    a layer; None: for rows of one document."""
+    """Seconds that `plan` adds to a micro-batch, compared with layers that keep everything on the device. `layer`: the
+    time of a layer; None: its time if each row is one document."""
     shape, card, layer, tokens = Shape.of(facts.model), rates(facts), layer or layer_time(facts), facts.tokens
     backward, layers = layer.backward(_trained(facts)), [LayerBytes(facts, plan, kind) for kind in shape.kinds]
 
@@ -281,10 +285,10 @@ def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) 
 
 
 def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]], host: float) -> Choice | None:
-    """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None:
-    nothing fits.
+    """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None if no
+    choice fits.
 
-    `plans`: combinations of `sent` and `tiles` to try, each with its possible levels.
+    `plans`: combinations of `sent` and `tiles` to try, each with the levels that it allows.
     """
     shape, layer = Shape.of(facts.model), layer_time(facts)
     step = shape.layers * (layer.forward + layer.backward(_trained(facts)))
@@ -299,7 +303,7 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
 
 
 def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[RecomputePlan, Need]:
-    """`plan` with at most as many sending layers as `host` bytes of pinned memory allow, and the memory it needs."""
+    """`plan`, limited to the sending layers that fit `host` bytes of pinned memory, and the memory that it needs."""
     need = forecast(facts, plan)
     if need.host > host:
         sending = plan.sending(Shape.of(facts.model).layers)
@@ -311,8 +315,8 @@ def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[Recom
 def _mix(
     facts: Facts, plan: RecomputePlan, low: str, high: str, layers: int, host: float, step: float
 ) -> Choice | None:
-    """As many layers of level `high` as fit, the others of level `low`; None if even `low` for all layers does not
-    fit."""
+    """The choice with the most layers of level `high` that fits. Other layers have level `low`. None if the model does
+    not fit with `low` for all layers."""
 
     def choice_of(count: int) -> Choice | None:
         mixed = replace(plan, mix=((low, layers - count), (high, count)))

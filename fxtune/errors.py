@@ -138,7 +138,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The class of an error and the first line of its message. If this line ends with a colon, the second line, too."""
+    """The class of an error and the first line of its message, with the second line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
     return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")
 

@@ -58,7 +58,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Group:
-    """Documents that stay together, such as a preference or a question with its candidates. A row format returns it."""
+    """Documents that stay together, for a row format to return: a preference, or a question with its candidates."""
 
     documents: Sequence[Mapping[str, Any]]
     """A row in one of fxtune's formats for each document, in the order in which an objective gets the documents."""

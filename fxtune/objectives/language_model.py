@@ -58,8 +58,8 @@ class LanguageModel:
 
     `evidence` holds the comparison with the model's own forward pass. If the recipe requests the fused loss and it is
     impossible, `acted` is False there, and the constructor raises no error. `context_group`: the process group of the
-    ranks that have the other pieces of rows (Batch.pieces). `reference`: the model for reference_log_probs() of batches
-    without stored log-probabilities.
+    ranks that have the other pieces of rows (Batch.pieces). `reference`: the model for reference_log_probs() of
+    batches without stored log-probabilities.
     """
 
     unit = "loss in nats"
@@ -232,7 +232,7 @@ class LanguageModel:
                     relative_distance(logits, own.float()),
                     relative_distance(losses, expected),
                 ]
-            except (AttributeError, RuntimeError, TypeError) as problem:  # the head does not follow the decoder directly
+            except (AttributeError, RuntimeError, TypeError) as problem:  # no head right after the decoder
                 if out_of_memory_reason(problem):
                     raise
                 differences, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
@@ -261,8 +261,8 @@ class LanguageModel:
 
 
 class _SelectRows(torch.autograd.Function):
-    """Computes states[at] for distinct rows `at`, so the backward pass copies gradients and adds up nothing. torch's
-    own backward pass of states[at] sorts rows in deterministic mode."""
+    """Computes states[at]. Rows `at` are distinct, so the backward pass copies gradients and adds up nothing. It calls
+    index_copy_ on indices only, because torch's index_copy_ sorts in deterministic mode."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Chooses the model that is a preference objective's reference, and the time when its log-probabilities are computed.
-"""
+"""Chooses a preference objective's reference model, and the time at which its log-probabilities are computed."""
 
 from __future__ import annotations
 

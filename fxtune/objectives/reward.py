@@ -1,10 +1,10 @@
-"""Reward models (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155): the model gives each answer a number, which
-is higher for the chosen answer than for the rejected answer.
+"""Reward models (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155): the model gives each answer a number, and
+the chosen answer a higher number than the rejected answer.
 
     loss = -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2
 
-The first term depends only on differences of rewards, so all rewards could drift. The second term keeps them around
-zero (Eisenstein et al., arXiv:2312.09244). With `margin`, a pair whose labels differ more must have a larger difference
+The first term depends only on differences of rewards, so all rewards could drift. The second term keeps rewards around
+zero (Eisenstein et al., arXiv:2312.09244). With `margin`, pairs whose labels differ more must have a larger difference
 of rewards (Touvron et al., arXiv:2307.09288).
 """
 

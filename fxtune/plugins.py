@@ -72,7 +72,7 @@ class Group:
 
 
 REGISTRIES: list[Registry[Any]] = []
-"""All registries whose modules are imported."""
+"""All registries of the modules that are imported so far."""
 
 
 class Registry(Mapping[str, Value]):
@@ -157,7 +157,7 @@ TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 _loading: list[Plugin] = []
 _loaded: dict[str, Plugin] = {}
 _installed: list[bool] = []
-"""Whether the entry points were loaded."""
+"""Not empty once the entry points were loaded."""
 
 
 def row_format(name: str) -> Callable[[Any], Any]:

@@ -97,7 +97,7 @@ class Need:
     kept: int
     """Bytes of the activations that all layers keep on the device for the backward pass."""
     backward: int
-    """Bytes that the layers' backward pass adds to `kept` at its peak, with the gradients that exist then."""
+    """Bytes that the layers' backward pass adds to `kept` at its peak, including the gradients at that time."""
     loss: int
     host: int = 0
     """Bytes of pinned host memory."""
@@ -115,7 +115,7 @@ class Need:
 
     @property
     def passing(self) -> int:
-        """The peak of activations and of the gradients that each step makes and frees."""
+        """The peak of activations, together with gradients that each step makes and frees."""
         decoder = self.kept + max(self.backward, self.loss)
         return self.images + max(decoder, self.gradients + self.update, self.images_peak)
 
@@ -204,7 +204,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     update = max(undone, trained.end if shape.tied and not freed else 0)
     beside = beside_of(facts)
     images = beside.memory(facts, plan, number, shape.hidden)
-    # Parts without gradients run before the decoder; the backward pass of others comes last.
+    # Parts for images run before the decoder, and their backward pass comes last. Only parts that have a backward pass
+    # meet all other gradients.
     before = gradients if beside.has_gradients(facts) and not held_on else 0
     return Need(
         weights,
@@ -478,7 +479,7 @@ def scattered_parameters(facts: Facts) -> int:
 
 
 def trained_parameters(facts: Facts) -> int:
-    """How many numbers the optimizer updates."""
+    """The number of parameters that the optimizer updates."""
     if adapters := facts.execution.adapters:
         return adapters.all
     shape = shape_of(facts)

@@ -181,7 +181,8 @@ def micro_batch_seconds(
 def forward_seconds(
     facts: Facts, supervised: float = 1.0, attended: float | None = None, images: ImageWork | None = None
 ) -> float:
-    """Seconds of a pass without gradient over one micro-batch of full rows; arguments as in micro_batch_seconds()."""
+    """Seconds of a pass without gradient over one micro-batch of full rows. For the arguments see
+    micro_batch_seconds()."""
     layer, layers = _seen(facts, attended), Shape.of(facts.model).layers
     pass_ = layers * layer.forward + FORWARD_MOVED * _elementwise(facts) + _head_seconds(facts, supervised)
     return max(pass_, layers * LAUNCH * FORWARD_MOVED) + image_seconds(facts, images, trains=False)
@@ -278,7 +279,7 @@ def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) 
             return again
         size = layers[kind].sent(level) * tokens
         travel = size / card.link
-        # Copies also take the device's memory bandwidth, so they are never free.
+        # Even hidden copies cost time, because they use the device's memory bandwidth.
         return again + max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory
 
     return sum(map(seconds, shape.order, plan.levels(shape.layers), plan.sending(shape.layers)), 0.0)

@@ -80,8 +80,8 @@ class RopeOptions(Options):
     factor: float = field(default=1.0, metadata={"min": 1})
     """The new context divided by the original context."""
     original_max_position_embeddings: Optional[int] = field(default=None, metadata={"min": 1})
-    """The context that the model was trained on; null: max_position_embeddings of the model's config, or the original
-    length of the same scaling if the model already has it."""
+    """The context on which the model was trained. null: max_position_embeddings of the model's config; if the model
+    already has this scaling, the original length in its config."""
     parameters: dict[str, float] = field(default_factory=dict, metadata={"above": 0})
     """Parameters of the type, by transformers' names, with values other than the usual ones (in brackets). yarn:
     beta_fast (32): pairs that rotate more often than this over the original context keep their frequency; beta_slow
@@ -140,7 +140,7 @@ class LigerOptions(AutoOptions):
     torch.compile nor techniques.lora fuses."""
 
     def runs(self, kernel: str) -> bool:
-        """Whether this kernel runs; false while `auto` is undecided."""
+        """Whether `kernel` runs. The answer is false while `auto` is undecided."""
         return bool(self.enabled) and self.kernels != AUTO and kernel in self.kernels
 
     def is_auto(self, part: str) -> bool:
@@ -152,7 +152,7 @@ class LigerOptions(AutoOptions):
 
 @dataclass
 class ApexOptions(Options):
-    """Apex's norms have no options."""
+    """Apex's norms have no options besides `enabled`."""
 
 
 class WeightFormat(str, Enum):
@@ -188,7 +188,7 @@ class QuantizeOptions(Options):
     otherwise they stay in model.dtype, and a line says why. Experts that a checkpoint has in MXFP4 stay in MXFP4,
     unless the type is fp8."""
     keeps_transposes = True
-    """fp8: whether each weight is stored with its transpose. Technique.resolve() decides it by the free memory."""
+    """fp8: whether each weight is stored with its transpose. Technique.resolve() decides this by the free memory."""
 
 
 class WeightGradient(str, Enum):
@@ -226,11 +226,11 @@ class LoraOptions(Options):
     exclude_modules: list[str] = field(default_factory=list)
     """Names of modules, or regular expressions. These modules and all modules inside them get no adapters."""
     vision: bool = False
-    """Adapt the linears of the vision encoder, too."""
+    """Whether to adapt the linears of the vision encoder, too."""
     projector: bool = False
-    """Adapt the linears between the vision encoder and the decoder, too."""
+    """Whether to adapt the linears between the vision encoder and the decoder, too."""
     layers_to_transform: list[int] = field(default_factory=list, metadata={"min": 0})
-    """Numbers of the decoder layers to adapt, from 0; empty: all."""
+    """The decoder layers to adapt, by their numbers, which begin at 0. Empty: all layers."""
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"min": 1})
     """The r of some modules, in place of `r`. Keys are names, or regular expressions for the end of the full name."""
     alpha_pattern: dict[str, float] = field(default_factory=dict, metadata={"above": 0})

@@ -30,7 +30,7 @@ class RecomputePlan:
     level: str = "everything"
     """One of LEVELS, or `budget`, with which the compiler chooses."""
     every: int = 1
-    """One of this many layers has `level`; the others keep everything."""
+    """Layers whose number is a multiple of this have `level`. Other layers keep everything."""
     budget: float = 1.0
     mix: tuple[tuple[str, int], ...] = ()
     """How many layers have each level. Layers that are not counted keep their input. If this is set, `level` and

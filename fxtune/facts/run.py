@@ -50,7 +50,7 @@ class Facts(MachineFacts):
     step_rows: int = 0
     """The rows of a step, over all ranks. 0: one micro-batch on each rank."""
     in_backward: bool = False
-    """Whether each weight is updated in the backward pass, so that not all gradients exist at once."""
+    """Whether each weight is updated in the backward pass. Then gradients do not all exist at the same time."""
     deterministic: bool = False
     """Whether kernels must give the same bits each time."""
     degrees: Degrees = field(default_factory=Degrees)
@@ -94,7 +94,7 @@ class Facts(MachineFacts):
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step of one rank adds up the gradients of several micro-batches."""
+        """Whether a rank adds up the gradients of several micro-batches in a step."""
         return self.step_rows > self.micro_batch_size * self.degrees.data_ranks
 
     @property

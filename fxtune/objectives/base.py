@@ -82,7 +82,7 @@ class Objective:
         yield from self.needs.refusals(self.name, facts.degrees)
 
     def keeps_start(self, adapters: bool, epochs: float) -> bool:
-        """Whether a run of `epochs` keeps a copy of its first adapters. `adapters`: whether it trains adapters."""
+        """Whether a run of `epochs` keeps a copy of its first adapters. `adapters`: whether it trains any."""
         return False
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
@@ -109,7 +109,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class GroupLosses:
-    """The loss and the metrics of each group of a micro-batch, stored in the slot of one document of the group."""
+    """The loss and the metrics of each group of a micro-batch. One document of each group has them in its slot."""
 
     counted: torch.Tensor
     """bool [slots]: true for one document of each group. Other slots of `losses` and `metrics` are meaningless."""

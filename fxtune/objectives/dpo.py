@@ -34,7 +34,7 @@ class PairLoss(str, Enum):
 class DPO(PairObjective, WithReference):
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None, reference=True)
     beta: float = field(default=0.1, metadata={"above": 0})
-    """How strongly the model is held to its reference: the larger, the closer."""
+    """How strongly the model is held to its reference. A larger value keeps the model closer to it."""
     loss_type: PairLoss = PairLoss.sigmoid
     """`sigmoid`: the logistic loss of DPO. `hinge`: max(0, 1 - beta * margin)."""
     label_smoothing: float = field(default=0.0, metadata={"min": 0, "below": 0.5})

@@ -49,7 +49,7 @@ class KTO(GroupObjective, WithReference):
         "length": "tokens of an answer",
     }
     beta: float = field(default=0.1, metadata={"above": 0})
-    """How close the model stays to its reference: the larger, the closer."""
+    """How strongly the model is held to its reference. A larger value keeps the model closer to it."""
     desirable_weight: float = field(default=1.0, metadata={"above": 0})
     """Weight of good answers. Raise it if good answers are few: in the paper, weight x number of the good answers is 1
     to 4/3 times weight x number of the bad answers."""

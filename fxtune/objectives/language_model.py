@@ -47,7 +47,7 @@ LOGIT_FACTORS = {
 }
 """Options of Hugging Face configs that scale the logits, each with the function from its value to the factor."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Largest difference from the model's own logits, relative to their norm, by the dtype of the head's output."""
+"""Largest difference from the model's own logits, relative to their norm, for each dtype of the head's output."""
 TF32_TOLERANCE = 2e-3
 SMALL_ROW = 24
 """The number of tokens in the row on which the constructor compares logits."""
@@ -109,8 +109,8 @@ class LanguageModel:
         return batch.document_sums(self.log_probs(batch))
 
     def scores(self, batch: Batch) -> torch.Tensor:
-        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]; undefined for slots without a
-        document. An objective that calls this method sets `Needs.head`, and gets a ScoreModel."""
+        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]. Slots without a document have
+        undefined numbers. An objective that calls this method sets `Needs.head` to `score` and gets a ScoreModel."""
         raise NotImplementedError
 
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
@@ -161,7 +161,8 @@ class LanguageModel:
         return selected
 
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Cross-entropy of `labels` [rows] for `hidden` [rows, d]; reduction "sum": a scalar, "none": [rows]."""
+        """Cross-entropy of `labels` [rows], from the hidden states `hidden` [rows, d]. The result is a scalar for the
+        reduction "sum" and [rows] for "none"."""
         if not self.fused:
             return self._plain_losses(hidden, labels, reduction)
         if (linear := _linear(self.head)) is not None:
@@ -174,8 +175,8 @@ class LanguageModel:
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
             return -linear_log_probs(hidden, linear.weight, labels, linear.bias, **options)
-        # A head with an adapter or with packed weights runs its own forward, recomputed in the backward pass. The
-        # random state is saved only for dropout, because it cannot be read while a CUDA graph is recorded.
+        # A head with an adapter or with packed weights runs its own forward(), which the backward pass recomputes. The
+        # random state is saved only if there is dropout, because it cannot be read while a CUDA graph is recorded.
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
         chunks = zip(hidden.split(self._chunk_size()), labels.split(self._chunk_size()), strict=True)
         losses = [

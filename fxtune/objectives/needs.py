@@ -105,7 +105,7 @@ class Needs:
 
 
 def same_label_refusals(name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
-    """Yield a message if all answers of the tables have the same label, so that the objective `name` has nothing to
+    """Yield a message if all answers of the tables have the same label. The objective `name` then has nothing to
     compare."""
     tables = [table for table in tables if has_labels(table)]
     found = {label for table in tables for label in np.unique(np.asarray(table.labels)) if not np.isnan(label)}

@@ -14,12 +14,13 @@ from fxtune.optim.config import OptimizerName
 from fxtune.system.terminal.units import GIB
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
-"""Optimizers that count steps for all weights together."""
+"""Optimizers that count steps once for all weights, so they cannot update weights one by one."""
 RECORDS = "techniques.compile.cuda_graphs"
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
+    """If the recipe asks for updates in the backward pass, yield each reason why they are impossible, with what to
+    change."""
     if config.optimizer.in_backward is Switch.on:
         for key, why, change in _reasons(config, facts):
             if key == RECORDS:  # the compile technique refuses this

@@ -51,7 +51,7 @@ class Stage:
         return replace(self, techniques=techniques, facts=replace(self.facts, techniques=techniques))
 
     def without(self, found: Withdrawal) -> Stage:
-        """The stage after a technique or an option was withdrawn."""
+        """The stage in which the technique or option of `found` is off."""
         less = self.with_techniques(found.applied_to(self.techniques))
         return replace(less, notes=(*self.notes, found.line()), withdrawn=(*self.withdrawn, found))
 

@@ -203,7 +203,7 @@ class Pipeline(Techniques):
         return why
 
     def memory_need(self, facts: Facts) -> Need:
-        """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
+        """The bytes that a training step needs under `facts` with these techniques (estimate/memory.py)."""
         facts = replace(facts, techniques=self)
         return forecast(facts, facts.execution.recompute)
 
@@ -275,7 +275,7 @@ def acting(name: str, work: str) -> Iterator[None]:
 
 
 def _cause(reason: str) -> str:
-    """The middle of a reason of Technique.check(): without the option before it and the advice after it."""
+    """The middle of a reason of Technique.check(). The option before it and the advice after it are cut off."""
     return reason.partition(": ")[2].rpartition(". ")[0]
 
 

@@ -146,7 +146,7 @@ class LossScale:
         self.active, self.interval = active, interval
         self.scale = torch.full((), initial, device=device)
         self.good = torch.zeros((), dtype=torch.int32, device=device)
-        """Good steps since the scale last changed."""
+        """The number of good steps since the scale last changed."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.scale if self.active else loss

@@ -37,7 +37,7 @@ from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows, mark_joined
 
 FP8_TENSORS = ("weight", "scales", "back", "back_scales")
-"""Names of an fp8 linear's tensors, in the order of fp8.Weight."""
+"""Names of an fp8 linear's tensors, in the order of fp8.Weight's fields."""
 SAMPLE = 64
 """The number of rows of a divided weight whose rounding is measured."""
 
@@ -193,7 +193,7 @@ def _empty_weight(out: int, inner: int, device: torch.device, transpose: bool) -
 
 
 class DividedCodes(StoresRows):
-    """A module with codes in fp8, which may be divided over ranks."""
+    """A module whose weight is stored as fp8 codes. The codes may be divided over ranks."""
 
     source_dtype: torch.dtype
     """The dtype of the weights before they are quantized."""

@@ -257,7 +257,7 @@ def _scaling(parameters: dict[str, Any]) -> str:
 
 
 def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The text model's rotary modules, each with the prefix of its buffer names."""
+    """(prefix, module) for each rotary module of the text model. `prefix` begins the names of the module's buffers."""
     kind = model.config.get_text_config().model_type  # type: ignore[union-attr, operator]
     return [
         (prefix, module)

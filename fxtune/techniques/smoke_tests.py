@@ -1,4 +1,4 @@
-"""Smoke tests of packages: each compares a tiny forward and backward pass through a package with plain torch.
+"""Smoke tests of packages. Each test compares a tiny forward and backward pass through a package with plain torch.
 
 system/machine/packages.py lists the packages, and package_checks.py runs the tests. The tests of attention kernels
 are in the files of their backends.

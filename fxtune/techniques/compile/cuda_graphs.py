@@ -81,7 +81,7 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def summary(self) -> str:
-        """One sentence on how many calls were replays."""
+        """A sentence that says how many calls were replays."""
         recordings = sum(recording is not None for recording in self.recordings.values())
         return (
             f"CUDA graphs: {self.replayed} of {self.passes} training passes were replayed from {recordings} "

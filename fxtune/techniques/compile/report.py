@@ -25,7 +25,7 @@ from fxtune.errors import ConfigError
 from fxtune.upstream import torch as upstream
 
 METRICS_LIMIT = 4096
-"""Compilations whose metrics torch keeps; its default is 64."""
+"""The number of compilations whose metrics torch keeps. torch's default is 64."""
 TOWER = "of images"
 """The name for layers of a vision encoder in place of a shape of rows."""
 VARIANTS = 4

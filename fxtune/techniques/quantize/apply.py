@@ -54,7 +54,7 @@ def quantize_model(
     model, compute = prepared.module, getattr(torch, options.compute_dtype.value)
     takes_experts, ships = options.experts is Switch.on, prepared.ships_mxfp4
     targets = list(linears_of(options, model, takes_experts))
-    if not targets and not takes_experts:  # check() cannot know models with code of their own
+    if not targets and not takes_experts:  # check() cannot see models that bring their own code
         raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
     experts, count = list(experts_of(model)) if takes_experts else [], len(targets)
     replaced = [linear.weight for *_, linear in targets]

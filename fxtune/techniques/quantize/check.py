@@ -33,7 +33,7 @@ MULTIPLE = 16
 
 
 def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
-    """Yield each reason, with its option, why a base cannot be quantized as asked under `facts`."""
+    """Yield each reason, with its option, why the base cannot be quantized under `facts` as the recipe asks."""
     lora, kind, fp8 = facts.techniques.lora, options.type.value, options.type is WeightFormat.fp8
     if not lora.enabled:
         yield (

@@ -1,7 +1,7 @@
 """A forecast of the memory that a training step needs, computed from the model's shape before a weight is loaded.
 
-In the code h is the hidden size, q and k are the widths of all query heads and of all key heads, and i is the width of
-the MLP (in a mixture, of all experts that a token visits). A number in matmuls has 2 or 4 bytes. `LayerBytes` counts,
+In the code h is the hidden size. q is the width of all query heads together, and k of all key heads. i is the width of
+the MLP, or in a mixture of all experts that a token visits. A number in matmuls has 2 or 4 bytes. `LayerBytes` counts,
 per token, the bytes that a layer keeps from its forward to its backward pass (kept), and the bytes that its backward
 pass adds (working). A compiled layer keeps the inputs of matmuls and attention. An eager layer also keeps float32
 copies of its norms' inputs, and a copy of the input for each adapter. Trained linears with products in fp8 keep their

@@ -64,7 +64,7 @@ UNEXPLAINED = 8.4e-3
 """Seconds that a layer's forward and backward pass takes with divided experts beyond the time for its bytes and FLOPs.
 Measured were 7 to 9.5 ms, for a quarter of Qwen3-30B-A3B and for the whole model, on two and on four H200
 (benchmarks/baselines/h200_mixture_two_cards.json, h200_four_cards.json). So the time hardly depends on the number of
-tokens. The cards are not idle in it: on two cards kernels run in 307 of the 316 ms of a step. Tokens travel for 32 ms,
+tokens. The cards are not idle meanwhile: on two cards kernels run in 307 of a step's 316 ms. Tokens travel for 32 ms,
 23 ms longer than their bytes take. Optimizer and clipping take 18 ms longer than their bytes (docs/distributed.md)."""
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of

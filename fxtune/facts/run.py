@@ -34,7 +34,7 @@ class Facts(MachineFacts):
     """Whether a row has the prompt of a pair of answers only once (data/batches/shared_prompts.py)."""
     sequence_length: int = 0
     rows: tuple[int, ...] = ()
-    """The possible lengths of a batch's rows in tokens: one length with packing, else one length per bucket."""
+    """The possible lengths of a batch's rows in tokens: one with packing, else the buckets. Empty: any length."""
     micro_batch_size: int = 1
     image_features: int = 0
     """The most tokens that are image features in any row. It is 0 until the data is read."""

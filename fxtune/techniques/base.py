@@ -1,9 +1,10 @@
 """The contract of a technique: one optimisation or method that a recipe can switch on.
 
 A technique is a dataclass that inherits its options (fxtune/facts), so a recipe's YAML sets its fields. It answers
-three questions. Can it act here? (`check`, before a weight is loaded.) How does it act? (`configure` changes the
-Hugging Face config, `apply` changes the model.) Did it act? (`verify` observes the built model.) A technique that is
-enabled and does not act is an error. `resolve` decides every `auto` once, so later methods read concrete values only.
+three questions. `check` says whether it can act here, before a weight is loaded. `configure` and `apply` say how it
+acts: they change the Hugging Face config and the model. `verify` observes on the built model whether it did act. A
+technique that is enabled and does not act is an error. `resolve` decides every `auto` once, so later methods read
+concrete values only.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Tries = Callable[[MachineFacts, Iterable[str], Heads], dict[str, str]]
 @dataclass(frozen=True)
 class Settled:
     config: Config
-    """The recipe, with `data.packing` and `data.buckets` decided."""
+    """The recipe, with `data.packing`, `data.buckets` and `data.share_prompts` decided."""
     hf_config: Any
     """The model's Hugging Face config, before any technique changes it."""
     techniques: Pipeline

@@ -147,7 +147,7 @@ class CompileMonitor:
         return result
 
     def allow_recompiling(self) -> None:
-        """Do not count it as recompilation that all code is compiled once more, after torch._dynamo.reset()."""
+        """After torch.compiler.reset() all code is compiled once more. Do not count this as recompilations."""
         self.lengths.clear()
         self._skip_failures()
 

@@ -22,7 +22,7 @@ class ImageWork(NamedTuple):
     """Positions of all sequences: patches and class tokens."""
     patches: float
     features: float
-    """Outputs of the projector. Some families drop features later, or add line-end tokens."""
+    """Outputs of the projector. Some families later drop features or add line-end tokens."""
     pairs: float
     """Pairs of a query and a key, summed over layers. Windows at the edges of an image count as whole windows."""
 

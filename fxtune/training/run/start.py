@@ -1,4 +1,4 @@
-"""The start of a run on its ranks: all have the same recipe, and rank 0 finds the run's folder."""
+"""Starts a run on its ranks: checks that all have the same recipe, and lets rank 0 find the run's folder."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def write_report(folder: Path) -> str:
     from fxtune.reports import page
 
     try:
-        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
+        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # a page needs minutes and gigabytes
             return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
         page.write_report([folder], folder / REPORT)
     except Exception as error:  # noqa: BLE001 no error of the page may fail a finished run

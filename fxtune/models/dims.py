@@ -78,7 +78,7 @@ class Shape:
     hidden: int
     vocabulary: int
     tied: bool
-    """Whether the head, if there is one, and the embedding of tokens are one tensor."""
+    """Whether the head and the embedding of tokens are one tensor. True also for a model without a head."""
     kinds: tuple[Layer, ...]
     """The different layers of the decoder, each once."""
     order: tuple[int, ...]
@@ -201,8 +201,8 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
     found = {path: _attention(module, index, text, hidden) for path, module in named.items()}
     attentions = tuple(attention for attention in found.values() if attention)
     mixers = {path.split(".")[0] for path, module in named.items() if found[path] or _mixes(path, module)}
-    # Each index is [mixer or MLP], and in `weights` and `names` also [reads or writes hidden states]. `kept`: the
-    # width that a part keeps.
+    # First index: 0 for the mixer, 1 for the MLP. Second index of `weights` and `names`: 0 for linears that read
+    # hidden states, 1 for linears that write them. `kept`: the sum of the widths on the other side of these linears.
     kept, weights, names = [0, 0], [[0, 0], [0, 0]], [[[], []], [[], []]]  # type: ignore[var-annotated]
     q = 0
     for path, module in named.items():
@@ -241,7 +241,7 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
 
 
 def _mixes(path: str, module: nn.Module) -> bool:
-    """Whether a module of a layer mixes tokens: attention by its name, or a convolution."""
+    """Whether a module of a layer mixes tokens. Attention is recognized by its name, a convolution by its class."""
     return isinstance(module, nn.Conv1d) or "attn" in path or "attention" in path
 
 

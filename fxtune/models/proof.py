@@ -1,4 +1,4 @@
-"""What was proven of an export, and the digests of its files: `proof.json`.
+"""Writes and checks `proof.json`: what was proven of an export, and the digests of its files.
 
 export/read_back.py compares a new export with the trained model. proof.json says what was compared, and holds the
 sha256 of each file. fxtune reads an export with a proof.json only if its files still have these digests. Without this

@@ -32,8 +32,8 @@ class ReferenceModel:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """In the context the model computes as the reference, without gradient and dropout. Nothing here waits for the
-        device."""
+        """A context in which the model computes as the reference, without gradient and dropout. Nothing here waits for
+        the device."""
         was_training = self.module.training
         with torch.no_grad(), self._start_values() if self.start else self.module.disable_adapter():
             self.module.eval()  # needed also without dropout: the layers are compiled for this mode

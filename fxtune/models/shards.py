@@ -312,7 +312,8 @@ def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], p
 
 
 def key_of(name: str, names: Collection[str], prefix: str) -> str | None:
-    """Find a parameter among the `names` of tensors, where it may have the prefix of the decoder or not."""
+    """The name of a parameter among `names`, where it may have the decoder's prefix or lack it; None if it is not
+    among them."""
     return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in names), None)
 
 

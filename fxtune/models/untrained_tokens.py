@@ -24,7 +24,7 @@ def untrained_rows(model: Any, tokens: Iterable[int]) -> dict[str, list[int]]:
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     found, seen = dict[str, list[int]](), set[int]()
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        plain = module.token_adapter.base_layer if hasattr(module, "token_adapter") else module  # peft's rows
+        plain = module.token_adapter.base_layer if hasattr(module, "token_adapter") else module  # rows trained by peft
         weight = getattr(plain, "weight", None)
         # If peft trains some rows of a table, the base's whole table is still examined here.
         if not _is_plain(weight) or hasattr(module, "base_layer") or id(weight) in seen:

@@ -4,7 +4,7 @@ Libraries trust such a folder. They follow links and names out of it, load a ker
 and build two billion layers if a config asks for them. This file refuses:
 
 - links out of the folder, except into the blobs of the hub's own cache, and except weights, which can only be numbers
-- pipes, devices and folders in place of files, where reading would never end
+- pipes, devices and folders in place of files, because reading them might never end
 - JSON that is too big or nested too deeply, and sizes that no model has
 - paths where a file name belongs: shards in an index, named chat templates
 - values that make a library load code: attention kernels of the hub, Megatron modules of an adapter

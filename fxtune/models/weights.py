@@ -36,7 +36,7 @@ def fits_whole(hf_config: Any, dtype: torch.dtype, world: World, code: bool, ran
     """Whether world.device or host memory has room for all weights before they are quantized.
 
     Random weights are not put into host memory if there is a GPU: a host draws about 2e8 numbers a second on any
-    number of cores, and a 70B model has 7e10 weights, and draws each one twice (in the constructor and in the init
+    number of cores. A 70B model has 7e10 weights, and each is drawn twice (in the constructor and in the init
     function).
     """
     needed, facts = bytes_of(hf_config, dtype, code), world.facts()

@@ -96,7 +96,7 @@ def _attempt(work: Callable[[], Result]) -> Result | _Failed:
         return work()
     except LostRankError:  # the rank to agree with is gone
         raise
-    except Exception as error:  # noqa: BLE001 the caller raises it on all ranks
+    except Exception as error:  # noqa: BLE001  the caller raises it on all ranks
         return _Failed(error)
 
 

@@ -280,7 +280,7 @@ class RunBuilder:
             else:
                 self.stage = self.stage.without(found)
             say(self.notes[-1])
-            model = language_model = None  # type: ignore[assignment] # frees memory for the next model
+            model = language_model = None  # type: ignore[assignment]  # frees memory for the next model
             torch.compiler.reset()
             gc.collect()
 

@@ -50,7 +50,7 @@ class Steps:
         self.loader: Loader | None = None
         rows = rows_per_pass.rows("training", self.config.train.micro_batch_size)
         self.plan = plan.with_micro_batch_size(rows)
-        """The plan of the remaining data, up to the end of `schedule`. Its micro-batches have only rows that fit in
+        """The plan of the remaining data, up to the end of `schedule`. Its micro-batches have no more rows than fit in
         memory."""
         self.follow(schedule)
         if self.train_step.in_backward and rows < self.config.train.micro_batch_size:

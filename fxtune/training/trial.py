@@ -44,7 +44,7 @@ class Trial:
 
         try:
             name = broken_router(self.model.model, routers, run) if routers is not None else None
-        except Exception:  # noqa: BLE001 a failure in this search must not hide the error about the loss
+        except Exception:  # noqa: BLE001  a failure in this search must not hide the error about the loss
             name = None
         found = self.builder.world.gather(name, "looking for a broken router")
         return next((router for router in found if router), None)

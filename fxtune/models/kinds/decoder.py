@@ -35,7 +35,7 @@ class Decoder:
     adapter_task: str = "CAUSAL_LM"
     """peft's name (TaskType) for the task of adapters on such models."""
     gives: str = "log-probabilities of tokens"
-    """What the head gives, for messages."""
+    """The output of the head, for messages."""
     use: str = ""
     """Markdown for the model card: how to use a loaded model."""
     writes: bool = True
@@ -200,7 +200,7 @@ def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
 
 
 def _decoder(model: Any) -> nn.Module:
-    """The module of `get_decoder()`; the base model where `get_decoder()` returns the head (ModernBERT)."""
+    """The module of `get_decoder()`, or the base model if `get_decoder()` returns the head (ModernBERT)."""
     decoder: nn.Module = model.get_decoder()
     has_layers = any(isinstance(module, nn.ModuleList) for module in decoder.modules())
     return decoder if has_layers else model.base_model

@@ -267,7 +267,7 @@ class RunEnd:
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
         """(the step whose weights a decay would start from now, the number of steps of the decay). The decay starts
-        from the current step, unless the latest evaluation was worse than an earlier one."""
+        from the current step, unless the latest evaluation was not better than an earlier one."""
         best = self.state.branch_step
         origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
         assert origin is not None

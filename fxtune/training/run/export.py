@@ -73,9 +73,9 @@ def write_report(folder: Path) -> str:
     from fxtune.reports import page
 
     try:
-        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # a page needs minutes and gigabytes
+        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # a page takes tens of seconds and gigabytes of memory
             return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
         page.write_report([folder], folder / REPORT)
-    except Exception as error:  # noqa: BLE001 no error of the page may fail a finished run
+    except Exception as error:  # noqa: BLE001  no error of the page may fail a finished run
         return f"The page {folder / REPORT} could not be written: {first_line(error)}"
     return f"A page about the run is in {folder / REPORT}"

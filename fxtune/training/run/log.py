@@ -79,7 +79,8 @@ class RunLog:
             self.screen.note(line)
 
     def stopped(self, steps: int, again: bool) -> str:
-        """How far the stopped run got and how to resume it. `again`: the same command resumes it."""
+        """A sentence on how far the stopped run got and how to resume it. `again`: whether the same command resumes
+        it."""
         step, folder = self.state.step, self.folder.path
         command = "The same command" + " with run.resume=auto" * (not again)
         if step == 0:

@@ -30,7 +30,7 @@ from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape, ImageW
 from fxtune.models.kinds.image_decoder.images import Images
 
 BATCHES = 2
-"""Micro-batches with pixels on a GPU: the current one, and the next one, which is copied ahead."""
+"""How many micro-batches have their pixels on a GPU: the current one, and the next one, because it is copied early."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _patch_numbers(embedding: nn.Module) -> int:
 
 def encoder_level(plan: RecomputePlan) -> str:
     """The checkpointing level of a vision encoder with gradients: the level of the decoder layer that keeps the least.
-    With a budget, which is the compiler's, the vision encoder keeps everything (see Checkpointing)."""
+    A budget applies to the compiler, so with a budget the vision encoder keeps everything (see Checkpointing)."""
     if plan.mix:
         return min((level for level, count in plan.mix if count), key=LEVELS.index, default="input")
     return "everything" if plan.level == "budget" else plan.level

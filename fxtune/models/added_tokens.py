@@ -25,7 +25,7 @@ def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
     """Add special tokens to `tokenizer`. `rows`: how many tokens the model embeds. `name`: the tokenizer's name in
     messages.
 
-    Raises ConfigError for a token that the tokenizer and the model have already.
+    Raises ConfigError if a token is empty, named twice, or already known to both the tokenizer and the model.
     """
     from tokenizers import AddedToken
 
@@ -58,8 +58,8 @@ def mean_of_rows(table: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def grow(model: Any, rows: int) -> None:
-    """Grow the embedding and the head of `model` to `rows` rows, and its config. Raises ConfigError for a table that
-    transformers cannot resize."""
+    """Grow the embedding and the head of `model` to `rows` rows, and change its config. Raises ConfigError if
+    transformers cannot resize them."""
     before = len(model.get_input_embeddings().weight)
     if rows - before > MOST:
         raise ConfigError(f"model: its {before:,} rows cannot grow to {rows:,}. At most {MOST:,} tokens can be added.")

@@ -58,7 +58,8 @@ class Layer:
     down: int
     """Weights of the MLP's linears that write hidden states."""
     linears: tuple[tuple[str, ...], ...]
-    """Names of the linears in the layer: the mixer's first and last ones, the MLP's first and last ones."""
+    """Names of the linears in the layer, in four tuples: those of the mixer that read hidden states, those of the
+    mixer that write them, and the same two tuples for the MLP."""
     normalizes: bool
     """Whether attention normalizes queries and keys."""
     parameters: int
@@ -190,7 +191,7 @@ def _count(weights: Iterable[nn.Parameter]) -> int:
 
 
 def _experts(layer: nn.Module) -> list[nn.Parameter]:
-    """The tensors with the matrices of a layer's experts, [experts, ., .]."""
+    """The tensors that hold the matrices of a layer's experts, [experts, ., .]."""
     parts = [module for module in layer.modules() if isinstance(getattr(module, "num_experts", None), int)]
     inside = {id(weight): weight for part in parts for weight in part.parameters() if weight.dim() == 3}
     return list(inside.values())

@@ -29,7 +29,7 @@ def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[]
     """Draw each parameter in `pieces` and write the rows that this rank holds. `build` seeds and builds the whole
     model.
 
-    Raises ConfigError for a model that does not draw its matrices one by one.
+    Raises ConfigError if the model does not draw its matrices one by one.
     """
     parameter_of = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
     fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))  # zeros where no piece is written

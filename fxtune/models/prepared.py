@@ -60,7 +60,7 @@ class Fusion:
     operators: Counter[str] = field(default_factory=Counter)
     """Operators of a forward pass by kind: `mlp`, `attention`, `linear`."""
     left: Counter[str] = field(default_factory=Counter)
-    """Adapted modules that run as peft runs them: their number by reason."""
+    """How many adapted modules run as in peft, by reason."""
     experts: bool = False
     """Whether some operators belong to experts of a mixture. An expert runs only if a token is routed to it."""
     notes: list[str] = field(default_factory=list)

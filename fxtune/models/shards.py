@@ -90,7 +90,7 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
             if buffer is not None:
                 module._buffers[name] = torch.zeros_like(buffer, device=world.device)
     find_conversions(model)
-    model.initialize_weights()  # computes the buffers; on parameters without memory it does nothing
+    model.initialize_weights()  # computes the buffers, and skips parameters without memory
     for name, parameter in model.named_parameters():
         setattr(parameter, MARK, [Piece(name, 0, tuple(parameter.shape))])
     saved = model.state_dict(keep_vars=True)

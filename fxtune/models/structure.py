@@ -64,8 +64,8 @@ def is_named(path: str, name: str) -> bool:
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
     """The model of this config (`Facts.model`) on the meta device; None if transformers has no code for it.
 
-    Do not change it: every caller with the same config gets the same model. Raises ConfigError if transformers cannot
-    build it.
+    Do not change the model: every caller with the same config gets the same object. Raises ConfigError if transformers
+    cannot build it.
     """
     if (model := next((model for known, model in _LATEST if known is config), None)) is not None:
         return model

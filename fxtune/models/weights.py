@@ -90,7 +90,7 @@ def read(
     if unpacked := unpacks(origin, hf_config):
         hf_config = copy.deepcopy(hf_config)
         hf_config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}  # transformers removes it
-    # ImportError: a kernel that config.json names is not installed.
+    # ImportError is raised if config.json names a kernel that is not installed.
     unusable = (OSError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError, ImportError)
     try:
         built, report = loader(
@@ -207,7 +207,7 @@ def names(origin: Origin) -> set[str]:
 
 
 def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """(file, name, the opened file) of each tensor in `files`. Reads only their headers."""
+    """Yield (file, name, opened file) for each tensor in `files`. Reads only the files' headers."""
     from safetensors import safe_open
 
     for file in files:

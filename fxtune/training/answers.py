@@ -96,7 +96,7 @@ def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | No
             raise DataError(f"{row.where}: {row.error}")
     values = [row.value for row in rows if row.value is not None]
     questions = []
-    # Questions are not trained on, so they may have columns that are not read.
+    # Questions are not trained on, so their rows may have unused columns.
     encoder = Encoder.of(data, tokenizer, form, images, unused=None)
     documents = encoder.encode(values, [source.folders.get(file_and_place(row.where)[0]) for row in rows])
     for row, value, document in zip(rows, values, documents, strict=True):
@@ -238,7 +238,8 @@ class AnswerEvaluation:
                     out.write(thumbnail(image.read()))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
-        """The first `config.show` questions for a terminal: (question, right answer, answer before, answer after)."""
+        """The first `config.show` questions for a terminal, each as (question, right answer, answer before training,
+        answer after)."""
         before, after = (self.answers.get(when) for when in ("before", "after"))
         return [
             (question.label, question.answer, before[index] if before else None, after[index] if after else None)

@@ -78,7 +78,7 @@ DETERMINISTIC = "run.deterministic"
 
 
 class RunBuilder:
-    """Settles a recipe for this machine; builds the data, the model and the training step on demand.
+    """Settles a recipe for this machine, and builds the data, the model and the training step on demand.
 
     The constructor refuses impossible recipes from configs alone, before a weight is loaded or a row is read. It
     raises errors as settle() and World.create() do.
@@ -245,7 +245,7 @@ class RunBuilder:
         return model, require_acted(evidence)
 
     def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
-        """The model with its loss head, and evidence of every technique and of the loss.
+        """Build the model with its loss head, and collect evidence of every technique and of the loss.
 
         An option that cannot act is switched off and a line says so. Then the model is built again. Raises
         UnavailableError if the recipe demands the option.
@@ -342,7 +342,7 @@ class RunBuilder:
 
     @phase("Trying the techniques on a small row", part="proofs")
     def observe(self, model: LanguageModel) -> list[Evidence]:
-        """Evidence of every technique and of the loss on the model that build() made."""
+        """Collect evidence of every technique and of the loss on `model`, which build() made."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
             observed = [*self.techniques.verify(model.prepared, probe), *model.evidence]

@@ -33,13 +33,13 @@ class HeldOutEvaluation:
         precision: Precision,
         world: World,
     ) -> None:
-        """`load` makes the loader of a plan. Each rank of `world` evaluates its share of the plan."""
+        """`load`: makes the loader of a plan. Each rank of `world` evaluates its share of `plan`."""
         self.load, self.model, self.objective, self.precision, self.world = load, model, objective, precision, world
         rank_plan = plan.dealt_out(world.data_rank, world.data_ranks)
         self.loader = load(rank_plan.with_row_piece(world.context_rank, world.context_ranks))
 
     def measure(self, rows: int) -> dict[str, float]:
-        """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all ranks raise
+        """Call evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all ranks raise
         MemoryShortError."""
         if rows != self.loader.plan.sizes.micro_batch_size:
             self.loader.close()
@@ -98,7 +98,7 @@ def evaluate(
 def evaluation_sums(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
 ) -> torch.Tensor:
-    """Objective.step_sums() over the loader's plan on all ranks of `world`, float32 [Needs.step_sums]."""
+    """Add up Objective.step_sums() over the loader's plan and all ranks of `world`: float32 [Needs.step_sums]."""
 
     def batch_sums(batch: Batch) -> dict[str, torch.Tensor]:
         return {"sums": objective.step_sums(model, batch)}
@@ -140,7 +140,7 @@ def _sums(
                 for step in work.over(loader.steps())
                 for position, batch in enumerate(step.micro_batches)
             )
-            while together(world, add_next):  # all ranks have the same number of batches, so all leave together
+            while together(world, add_next):  # all ranks have equally many batches, so they end together
                 pass
     finally:
         model.model.train(training)

@@ -1,8 +1,8 @@
 """Statistics of steps. They stay on the device until the next log line, and are then counted, logged, and checked for
 bad steps.
 
-The step itself decides on the device whether it is skipped (step.py). Here skipped steps and loss spikes are counted
-and reported with their samples, and too many steps in a row that were not finite end the run.
+The step itself decides on the device whether it is skipped (step.py). This file counts skipped steps and loss spikes
+and reports them with their samples. Too many steps in a row that were not finite end the run.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class StepStatistics:
             self.unreported.append(record)
 
     def read(self) -> dict[str, Any]:
-        """Means of loss, gradient norm and metrics over the steps since the last read(), without skipped steps.
+        """The means of loss, gradient norm and metrics over the steps since the last read(). Skipped steps are left
+        out.
 
         A mean is None if all steps were skipped.
         """

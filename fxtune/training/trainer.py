@@ -165,7 +165,7 @@ class Trainer:
         self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, compile)
         self.steps = Steps(builder, self.run_state, self.rows_per_pass, self.end, self.tracker, plan, schedule)
         self.logs_late = self.world.device.type == "cuda"
-        """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
+        """Whether a line is logged only after the next step is issued. This keeps a GPU from being idle."""
         self.line_due = False
         """Whether a log line is due after the last step and not written yet."""
         self.lr = 0.0
@@ -409,7 +409,7 @@ class Trainer:
         self.log.compiled(f"training, stage {self.plan.stage(self.state.step - 1)}")
 
     def _evaluate(self) -> bool:
-        """Evaluate on the held-out data, and on the questions if their answers can stop the run; log the figures.
+        """Evaluate on the held-out data, and on the questions if their answers can stop the run. Log the figures.
         Returns whether to save this state.
         """
         self.state.evaluation_due = self.held_out is not None or self.end.asks

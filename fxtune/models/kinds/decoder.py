@@ -108,7 +108,7 @@ class Decoder:
         return getattr(transformers, self.mapping)[config_class]
 
     def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
-        """The tokenizer in `folder`. Raises what transformers raises."""
+        """The tokenizer in `folder`. Raises whatever error transformers raises."""
         import transformers
 
         return getattr(transformers, self.tokenizer_class).from_pretrained(folder, trust_remote_code=trust_remote_code)

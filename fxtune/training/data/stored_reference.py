@@ -48,7 +48,8 @@ def store_reference(
     options: Mapping[str, Any],
     only: np.ndarray | None = None,
 ) -> None:
-    """Give each table of `plans` its `reference`: the log-probabilities of its supervised tokens under `model`.
+    """Give each table of `plans` its `reference`: the log-probabilities that `model` gives to the table's supervised
+    tokens.
 
     Call this before a checkpoint is loaded, while `model` has its first weights. `options`: whatever else changes the
     log-probabilities, beside weights, tokens and `data`. `only`: digests of the documents that need log-probabilities,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fxtune.config.root import TrainConfig
 
 FEW = 50
-"""A run of fewer steps gets a line about it. The quickstart learns its task in 87 steps."""
+"""A run of fewer steps gets a line that says so. The quickstart learns its task in 87 steps."""
 ENOUGH = 100
 """The number of steps that the named settings aim at."""
 EPOCHS = 4

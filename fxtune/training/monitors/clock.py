@@ -63,7 +63,7 @@ class RunClock:
 
     @property
     def evaluation_share(self) -> float:
-        """The share of evaluations in the training loop's time, 0 to 1."""
+        """The share of the training loop's time that evaluations took, 0 to 1."""
         return self._all_evaluating / max(self.training, self._all_evaluating, 1e-9)
 
     @property

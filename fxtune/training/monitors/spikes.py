@@ -69,7 +69,7 @@ class SpikeWindow:
         return {} if self.kind is Spikes.off else {"losses": losses, "taken": self.taken}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what state() returned; does nothing if the window now has another size."""
+        """Restore what state() returned. Does nothing if the window now has another size."""
         if len(state.get("losses", ())) == self.size:
             self.losses.copy_(torch.tensor([math.nan if loss is None else loss for loss in state["losses"]]))
             self.taken = state["taken"]

@@ -38,7 +38,7 @@ EVALUATIONS = 20
 FOREVER = 2**31
 """A number of steps that means "no limit"."""
 SLACK = 0.1
-"""A decay is cut off for the deadline only if more than this share of it would be late."""
+"""A decay is cut off for the deadline only if more than this share of its steps would be late."""
 LATE = 0.02
 """The run reports that it will be late only if it is late by more than this share of the deadline."""
 EVAL_SHARE = 0.05
@@ -240,7 +240,7 @@ class RunEnd:
         return max(requested, Reason.deadline if short else Reason.none), steps
 
     def _step_seconds(self, schedule: Schedule) -> float | None:
-        """A step's time with its share of evaluations; None before a step was measured."""
+        """Seconds of a step, including its share of the evaluations' time; None before a step was measured."""
         if (step_seconds := self.clock.step_seconds) is None:
             return None
         interval = self.state.ending.get("interval") or self._least_interval(schedule)
@@ -343,7 +343,7 @@ class RunEnd:
                 self.file.unlink(missing_ok=True)
 
     def require_time(self) -> None:
-        """Raise ConfigError if the deadline is over before the first step."""
+        """Raise ConfigError if the deadline has passed before the first step."""
         late = self.deadline is not None and self.state.step == 0 and self.clock.seconds >= self.deadline
         if self.world.agree(int(late), "looking at the deadline"):
             raise ConfigError(

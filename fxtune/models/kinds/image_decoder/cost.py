@@ -241,7 +241,7 @@ class BesideOfImages(Beside):
 
 
 def _patch_numbers(embedding: nn.Module) -> int:
-    """Values of a patch that enter the product of a module of the patch embedding; 0 for a module without products."""
+    """How many values of a patch a module of the patch embedding multiplies; 0 for a module without a product."""
     if sizes := matmul_sizes(embedding):
         return sizes[0]
     own = embedding.named_parameters(recurse=False)

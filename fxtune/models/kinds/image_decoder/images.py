@@ -102,7 +102,7 @@ class Images:
         return {name: (ids == config.image_token_id).long()} if name else {}
 
     def sees_both_ways(self, config: Any) -> bool:
-        """Whether the tokens of an image see each other: blocks() is not None."""
+        """Whether the tokens of an image see each other. blocks() then returns a tensor."""
         return FAMILIES[config.model_type].two_way(config)
 
     def blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ power of two."""
 ALIGNMENT = 64
 
 Tensors = dict[Any, torch.Tensor]
-"""Tensors by any kind of name."""
+"""Tensors by name. A name may have any type."""
 
 
 class HostCopy:
@@ -56,7 +56,7 @@ class HostCopy:
             self._pinned, self._layout = {}, {}
             try:
                 self._pinned = dict(_pinned_buffers(on_gpu))
-            except RuntimeError:  # the driver cannot pin more memory; torch has no exception class for that
+            except RuntimeError:  # the driver cannot pin more memory; torch has no other exception for this
                 return None
             self._layout = layout
         clones = catch_out_of_memory(
@@ -74,7 +74,7 @@ class HostCopy:
         self._sources = []
 
     def wait_on_device(self) -> None:
-        """Make work issued to the device from now on wait for the copies. The host does not wait."""
+        """Let the device begin later work only after the copies are complete. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

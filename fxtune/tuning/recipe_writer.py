@@ -32,7 +32,7 @@ MARK = "# Found by: fxtune "
 
 def output_path(overrides: list[str], name: str, output: str | None, suffix: str = "tuned") -> Path:
     """The path of the new recipe, by default recipes/NAME_SUFFIX.yaml. Raises ConfigError for a bad name, and
-    StorageError if fxtune did not write the file at the path."""
+    StorageError if a file exists at the path that fxtune did not write."""
     path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_{suffix}.yaml")
     if path.suffix != ".yaml" or not discovery.is_name(path.stem):
         raise ConfigError(f"--output {output}: a recipe is a file NAME.yaml, and NAME has {discovery.NAME_CHARACTERS}")

@@ -31,8 +31,8 @@ SHOWN_WITHIN = 15.0
 
 
 class Save(threading.Thread):
-    """One save. The thread is a daemon, so the process can exit at once. The name of an unfinished folder begins with
-    a dot."""
+    """One save. The thread is a daemon, so the process can exit at once. An unfinished folder's name has a dot
+    first."""
 
     def __init__(
         self,

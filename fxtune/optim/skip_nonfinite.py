@@ -103,8 +103,7 @@ class NonfiniteGuard:
         self.counters = []
 
     def _tensors(self) -> dict[torch.dtype, list[torch.Tensor]] | None:
-        """All weights with a gradient and their moments, viewed as integers, by dtype. None if any moments are
-        missing."""
+        """All weights with a gradient and their moments, viewed as integers, by dtype. None if moments are missing."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

@@ -4,8 +4,7 @@ The bytes are hashed while they are written. `write_tensors` writes the safetens
 safetensors: eight bytes with the header's length, the header as JSON, the bytes of each tensor), one tensor at a time
 from any device. The library's `save_file` needs all tensors in host memory at once and does not expose the bytes.
 
-Only regular files of the recorded size are read back. A link, a named pipe or a huge file in their place stays
-closed."""
+Only regular files of the recorded size are read back. A link, a named pipe or a huge file is not opened."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Damage:
 
 
 class HashingWriter:
-    """A context manager that writes a new file. At its end it sets `digest`, and syncs the file unless the body
-    failed."""
+    """A context manager that writes a new file. It sets `digest` at the end, after a sync if there was no error."""
 
     digest: FileDigest
 

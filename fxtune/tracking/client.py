@@ -39,7 +39,7 @@ Notes = queue.SimpleQueue[str]
 
 
 class TrackerClient:
-    """Runs a session in each of `modes`, such as online and then offline, until one succeeds. A thread runs them."""
+    """Runs a session in each of `modes`, such as online and then offline, until one succeeds. A thread runs it."""
 
     def __init__(
         self, name: str, options: dict[str, Any], run_dir: Path, modes: tuple[str, ...], notes: Notes, patience: float

@@ -45,8 +45,7 @@ def refusals(packages: Mapping[str, str]) -> list[str]:
 
 @cache
 def outside_tested_range() -> str:
-    """One line that names the packages outside their tested range, except those in WITHIN; empty without such
-    packages."""
+    """One line that names the packages outside their tested range, except WITHIN; empty if all are inside."""
     found = {}
     for requirement in _requirements():
         try:

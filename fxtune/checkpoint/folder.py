@@ -70,7 +70,7 @@ class Part:
     number: int = 1
     count: int = 1
     chunks: Mapping[str, Chunk] = field(default_factory=dict)
-    """Places by the names of tensors. They are not read if there is only one part."""
+    """The place of this part in each whole tensor, by the tensor's name. Not read if there is only one part."""
 
     def file_name(self, kind: str) -> str:
         """The file's name: weights-1-of-2.safetensors for WEIGHTS, or `kind` itself if there is one part."""

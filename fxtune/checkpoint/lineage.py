@@ -1,4 +1,4 @@
-"""The lineage of a run: the refreshes of its model, and the model that serves now.
+"""The lineage of a run: the refreshes of its model, and which of these models serves now.
 
     runs/NAME                   the first run; it is never changed
     runs/NAME.refresh/

@@ -145,7 +145,7 @@ class Checkpoints:
     ) -> None:
         """Wait for the previous save, copy a checkpoint, and write the copy in the background.
 
-        Weights and moments may change after this call; on a GPU only by work that begins after wait_for_copy().
+        Weights and moments may change after this call; on a GPU only by work that is issued after wait_for_copy().
         `since`: the time.perf_counter() at which the loop stopped for this save. `alone`: only rank 0, which holds
         everything, calls this. Disk errors are not raised here; see `failure` and wait().
         """
@@ -188,7 +188,7 @@ class Checkpoints:
     def _own_part(
         self, tensors: Mapping[tuple[str, str], torch.Tensor]
     ) -> tuple[Part, dict[tuple[str, str], torch.Tensor]]:
-        """(places in the whole tensors of the parts that this rank writes, these parts)."""
+        """The parts that this rank writes, as (their places in the whole tensors, their tensors)."""
         own = {
             (kind, name): tensor
             for (kind, name), tensor in tensors.items()

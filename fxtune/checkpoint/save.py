@@ -158,7 +158,7 @@ class Save(threading.Thread):
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
 
     def _set_newer_aside(self) -> None:
-        """Set aside the checkpoints of this and later steps, unless this run resumed from them or they are lost."""
+        """Set aside checkpoints of this step or later, unless they are lost or the run resumed from them."""
         for path in stored.paths(self.folder):
             own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
             if own or ((damage := damage_of(path)) and damage.lost):

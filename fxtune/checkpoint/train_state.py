@@ -33,7 +33,7 @@ class TrainState:
     schedule: dict[str, int] = field(default_factory=dict)
     """The lengths of the Schedule (optim/schedule.py), with later decisions about the end of the run."""
     ending: dict[str, Any] = field(default_factory=dict)
-    """The state of training/run/end.py: how long no evaluation has been better, and why the run ends early."""
+    """The state of training/run/end.py: for how long evaluations have not improved, and why the run ends early."""
     clock: dict[str, float] = field(default_factory=dict)
     """The state of training/monitors/clock.py: seconds of the run so far."""
     figures: dict[str, Any] = field(default_factory=dict)

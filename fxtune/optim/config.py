@@ -44,7 +44,7 @@ class OptimizerConfig:
     that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
     """Peak learning rate. `auto` computes it from the size of the model, the adapters and the documents in a step, by
-    a published rule for AdamW and supervised text (docs/learning_rate.md). It prints the formula. `fxtune lr` tests
+    a published rule for AdamW and supervised text (docs/learning_rate.md); a line shows how. `fxtune lr` tests
     rates."""
     lr_vision: Optional[float] = field(default=None, metadata={"above": 0})
     """Peak learning rate of the parts for images, on the same schedule: the vision encoder and its projector, whole or
@@ -187,8 +187,8 @@ def packages(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
 
 
 def library(config: OptimizerConfig, facts: MachineFacts) -> str:
-    """The package of adamw_8bit. It is bitsandbytes, because torchao's update is compiled at the start of a run. It is
-    torchao if bitsandbytes is not installed, or for stochastic rounding, which bitsandbytes lacks."""
+    """The package of adamw_8bit. By default it is bitsandbytes, because torchao's update is compiled when a run
+    starts. It is torchao if bitsandbytes is not installed, or for stochastic rounding, which bitsandbytes lacks."""
     return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
 
 

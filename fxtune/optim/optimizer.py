@@ -35,7 +35,7 @@ from fxtune.upstream import torch as upstream
 
 Scalar = int | float | bool
 STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
-"""The state that a package keeps once for all weights of a group. A checkpoint has it with each weight."""
+"""The state that a package keeps once for all weights of a group. A checkpoint stores this state with each weight."""
 EIGHT_BIT_BYTES = 150.0
 """The time of torchao's AdamW with 8-bit moments and stochastic rounding, as bytes per weight that could be read in
 this time (full fine-tuning of 8B: 0.3 s)."""
@@ -66,9 +66,9 @@ class Optimizer:
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
-        """The parameter of each divided weight, by the tensor of its rows that this rank holds and updates."""
+        """The parameter of each divided weight. The key is the tensor with this rank's rows, which is updated."""
         self.names: dict[torch.Tensor, str] = {}
-        """The name of the parameter of each tensor that is updated."""
+        """The tensors that are updated, each with its parameter's name."""
         rows: dict[torch.Tensor, nn.Parameter] = {}
         """This rank's rows of each divided weight. A rank may have no rows."""
         for name, weight in trained.items():
@@ -173,7 +173,7 @@ class Optimizer:
         return torch.nn.utils.get_total_norm(list(gradients), foreach=True).to(device)
 
     def step(self, lr: float, finite: torch.Tensor, seed: int = 0) -> None:
-        """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the
+        """Update the weights with learning rate `lr` if `finite`, a bool scalar on the device, is true. Then drop the
         gradients. `seed`: the seed of this step's stochastic rounding.
         """
         for parameter in self.kept:

@@ -82,8 +82,8 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
 
 
 def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """At most POINTS of the finite points, in order: all of them, or the first, the last, and the lowest and highest
-    of each section."""
+    """At most POINTS of the finite points, in order. If there are more: the first, the last, and each section's lowest
+    and highest."""
     rows = sorted(item for item in points.items() if math.isfinite(item[1]))
     if len(rows) <= POINTS:
         return rows

@@ -112,9 +112,9 @@ class Page:
     differences: Table
     sources: Table
     evidence: list[tuple[str, list[dict[str, Any]]]]
-    """(names of runs, their options). Runs with equal options share an entry. All runs: an empty name."""
+    """(names of runs, their options). Runs with equal options share an entry. An entry of all runs has no names."""
     lengths: list[tuple[str, list[tuple[str, int, float]]]]
-    """(training source and names of runs, [(range of tokens, documents in it, their share of the largest number)])."""
+    """(training source and names of runs, [(range of tokens, number of documents, share of the largest number)])."""
     answers: Table
     environment: Table
     written: str

@@ -50,7 +50,7 @@ class _Metrics:
 
 @contextmanager
 def as_written(*folders: Path) -> Iterator[None]:
-    """In the body, an error that comes from a value that fxtune would not have written raises StorageError."""
+    """In the body, a value in the files that fxtune would not have written raises StorageError."""
     try:
         yield
     except UserError:
@@ -149,7 +149,7 @@ class RunFiles:
         file = self.folder / PICTURES / f"{digest}.jpg"
         try:
             if not _DIGEST.fullmatch(digest) or file.is_symlink() or kind_of(file) != FILE:
-                return None  # a link of a stranger's run could lead to another file
+                return None  # a link in a stranger's folder could lead to another file
             if file.stat().st_size > LARGEST_PICTURE:
                 return None
             return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"

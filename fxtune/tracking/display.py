@@ -210,7 +210,7 @@ class LiveDisplay(PlainDisplay):
 class Column(NamedTuple):
     name: str
     format: str
-    """A format of format(). `time` shows seconds since 1970 as the local time of day."""
+    """A format for format(), or `time`, which shows seconds since 1970 as the local time of day."""
     label: str = ""
     """The name in the live display, if it is not `name`."""
     live: bool = True

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the history of a run: one JSON object a line, each written immediately and completely.
+"""metrics.jsonl, the history of a run: one JSON object per line. A line is written immediately and completely.
 
 A resumed run removes the lines of the steps that it repeats, and an incomplete line that a kill left, so each figure
 of a step appears once. A full disk loses no line: lines wait in memory, half a kilobyte each, and are written in order
@@ -20,8 +20,8 @@ from fxtune.tracking.worker import HISTORY, STEP
 
 
 class MetricsFile:
-    """metrics.jsonl of the run in `folder`, for a run that goes on after `step` optimizer steps. The lines of later
-    steps are removed; step 0 empties the file. Never raises.
+    """metrics.jsonl of the run in `folder`, which goes on after `step` optimizer steps. The lines of later steps are
+    removed; step 0 empties the file. Never raises.
 
     `logged`: the last step up to `step` that the run logged, if known. `note` gets one-line messages for the user.
     """

@@ -3,16 +3,17 @@
 Model FLOPs count only the work that the model needs, so extra work (recomputed activations, padding, attention to
 masked keys) lowers MFU:
 
-- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
-  ones 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head is
-  one. The head counts only at supervised positions, because no other position needs logits.
-- Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
-  masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
+- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2). A matmul with
+  frozen parameters costs 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). A tied output head is a matmul, an
+  embedding lookup is not. The head counts only at supervised positions, because no other position needs logits.
+- Causal attention over a document of S tokens costs 2 S^2 d per head and layer in the forward pass (two matmuls, half
+  of each masked). The backward pass recomputes the scores and costs 2.5 times as much (Dao 2023, arXiv 2307.08691,
+  section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
-- A vision encoder counts its linears for each patch of an image, its projector for each feature. All patches of an
-  image, or of a tile, see each other: 4 L^2 d per head and layer forward. Frozen parts cost only a forward pass
-  (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder counts them as
-  it counts text.
+- The linears of a vision encoder count for each patch of an image, the projector's for each feature. All L patches of
+  an image, or of a tile, see each other: 4 L^2 d per head and layer in the forward pass. Frozen parts cost only a
+  forward pass (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder
+  counts them as it counts text.
 - A forward pass without gradient, such as the reference's, costs 2N per token and 2 S^2 d.
 
 MFU is model FLOPs per second divided by the device's *dense* peak for the dtype of the matmuls. Without one of the two

@@ -54,7 +54,7 @@ class Client:
         """Log the figures and texts of one step, with STEP and TIME (seconds since 1970)."""
 
     def flush(self) -> None:
-        """Send the rows of one reading of metrics.jsonl."""
+        """Send the rows that one read of metrics.jsonl gave."""
 
     def check(self) -> None:
         """Raise OSError if the library lost rows that it accepted."""

@@ -135,7 +135,7 @@ class Search:
         """Try the values of one axis, and make the best candidate `best`. A direction is given up after a slower
         candidate.
 
-        When the time is up, the loop goes on without trials, so that `untried` lists all candidates without a trial.
+        When the time is up, the loop goes on without trials, so that `untried` lists all candidates that got none.
         """
         if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
             self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so no other number is tried")

@@ -51,7 +51,7 @@ STUDY = "optuna.db"
 NAME = "sweep"
 """The name of the study in its file. The study's attribute with the plan of the sweep has the same name."""
 PARTS = 8
-"""Pruners compare configurations at the eighths of a run."""
+"""Pruners compare configurations after each eighth of a run."""
 ETA = 3
 """In successive halving one of ETA configurations goes on to the next rung. The next rung has ETA times the steps."""
 STARTUP = 8
@@ -372,7 +372,7 @@ class Sweep:
             self._end(trial, job.asked, State.failed, reason)
 
     def _has_passed_an_eighth(self, trial: Trial) -> bool:
-        """Whether the run has passed an eighth whose loss is not known. If not, no losses need be read."""
+        """Whether the run has passed an eighth whose loss is not known. Only then its losses need be read."""
         part = PARTS * trial.step() // trial.steps
         return part > 0 and part not in trial.losses
 

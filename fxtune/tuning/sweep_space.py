@@ -1,4 +1,4 @@
-"""The search space of `fxtune sweep`: keys, and the values that each may take.
+"""The search space of `fxtune sweep`: its keys, and the values that each key may take.
 
     sweep.optimizer.lr='loguniform(1e-4,2e-3)'    drawn evenly in the logarithm
     sweep.train.max_grad_norm='uniform(0.3,2)'    drawn evenly

@@ -63,7 +63,7 @@ class TrialCache:
         self.folder, self.refresh = folder, refresh
 
     def find(self, key: dict[str, Any]) -> TrialResult | None:
-        """The result of the trial that `key` (plain data) describes; None if it is missing or damaged."""
+        """The result of the trial that `key`, plain data, describes; None if the result is missing or damaged."""
         if self.refresh:
             return None
         try:

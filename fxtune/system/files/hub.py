@@ -46,7 +46,7 @@ class Origin:
     folder: Path
     """The folder with the files on this disk."""
     name: str
-    """The hub id, or the folder's absolute path. A saved adapter names its base by it."""
+    """The hub id, or the folder's absolute path. A saved adapter has it as the name of its base."""
     revision: str | None = None
     """The commit of a model from the hub; None for a folder."""
 

@@ -16,8 +16,8 @@ def prepare_deterministic_kernels() -> None:
 
 
 def use_deterministic_kernels(on: bool) -> None:
-    """Switch deterministic kernels on or off for this process. An operator without one raises RuntimeError."""
-    if torch.are_deterministic_algorithms_enabled() != on:  # the call below imports torch's compiler
+    """Switch deterministic kernels on or off for this process. When on, operators without one raise RuntimeError."""
+    if torch.are_deterministic_algorithms_enabled() != on:  # if possible without the call, which imports the compiler
         torch.use_deterministic_algorithms(on)
     # In deterministic mode torch fills each torch.empty with NaN by default, which costs a pass over every result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

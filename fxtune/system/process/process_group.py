@@ -17,7 +17,7 @@ from typing import IO, Any
 GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
 TAIL = 4000
-"""Bytes that are kept of the end of the output."""
+"""Bytes at the end of the output that are kept."""
 PACKAGES = str(Path(__file__).parents[3])
 _PRELUDE = """import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

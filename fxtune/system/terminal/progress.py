@@ -72,7 +72,7 @@ class _Progress:
         self.live: Live | None = None
         """The line of a terminal that shows the current phase."""
         self.region: Live | None = None
-        """The region that is drawn: `live`, or the display of a run. The display also shows the phases."""
+        """What is drawn at the bottom of the terminal: `live`, or a run's display, which also shows the phases."""
         self.log: threading.Event | None = None
         """The event that ends the thread of a log; None if phases are not printed."""
 

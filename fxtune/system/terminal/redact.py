@@ -198,8 +198,8 @@ def _redact_hex(found: re.Match[str]) -> str:
 
 def _environment_secrets() -> list[str]:
     """Values of environment variables with a secret's name, and passwords of URLs in any variable, such as a proxy's.
-    Each value is also listed in its URL, JSON and Python spelling. The longest comes first. Short values may be
-    ordinary words and are left out."""
+    Each value is also listed in its URL, JSON and Python spelling. Longer values come first. Short values are left
+    out, because they may be ordinary words."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}

@@ -47,7 +47,7 @@ class StartupTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the seconds of the body for `name`. Only the thread that called begin() counts."""
+        """Count the seconds of the body for `name`. Only the thread that began the command or run counts."""
         if threading.get_ident() != self._thread:
             yield
             return

@@ -3,9 +3,9 @@
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
 Ranks that hold different parts of the tensors write two files each (parts.py). A checkpoint is written under a name
-that begins with a dot, synced and renamed; the next save removes unfinished checkpoints. Only the user removes a
-checkpoint that was set aside (`aside-step-00000120`). No file that is read here contains code, and no name in a file
-is used as a path.
+that begins with a dot, synced and then renamed. The next save removes unfinished checkpoints. A checkpoint that was
+set aside (`aside-step-00000120`) is never removed by fxtune. No file that is read here contains code, and no name in a
+file is used as a path.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so half a checkpoint never has a checkpoint's name."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed checkpoint never has a checkpoint's name."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return

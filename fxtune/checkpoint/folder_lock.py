@@ -1,9 +1,9 @@
 """The lock of a run folder: the operating system's lock (flock), and a note about its holder.
 
 flock works for every path to the folder, and the death of a process releases it. On some network file systems a second
-host gets the lock, too. So the holder writes its host and a growing count next to the lock. A process that gets the
-lock and finds the note of another host waits to see whether the count grows. After an orderly end there is no note, so
-only a run that died on one host and continues on another has to wait.
+host gets the lock, too. So the holder writes a note next to the lock, with its host and a growing count. A process
+that gets the lock and finds the note of another host waits to see whether the count grows. An orderly end removes the
+note, so only a run that died on one host and continues on another host has to wait.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`. As a context manager it waits at the end for the save in flight.
+    """The checkpoints of one run, in `folder`. As a context manager it waits for the save in flight when the body
+    ends.
 
     `recipe`: run_folder.config_digest() of the run; checkpoints with another digest are not loaded. `note` gets
     one-line messages for the user, always in the thread that calls this object. `ranks`: the ranks of the run, None
@@ -101,7 +102,7 @@ class Checkpoints:
         return len(self._writers) > 1
 
     def prepare(self, weights: Mapping[str, torch.Tensor], all_write: bool = False) -> None:
-        """Find out which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
+        """Decide which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
         several ranks write and a rank does not see the folder of rank 0.
 
         `all_write`: moments differ from rank to rank. Each rank names its moments by folder.name_of_rank().
@@ -219,9 +220,9 @@ class Checkpoints:
     def check_room(self, size: int, exported: int, saves: int, evaluates: bool) -> None:
         """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run.
 
-        A checkpoint has `size` bytes. A run that saves several needs room for two, because a new checkpoint is
-        complete before an older one is removed. `saves`: checkpoints that the run writes. `evaluates`: the run keeps
-        the best checkpoint, too. Warns if fewer checkpoints fit than are kept.
+        A checkpoint has `size` bytes. A run that saves several checkpoints needs room for two, because a new
+        checkpoint is complete before an older one is removed. `saves`: how many checkpoints the run writes.
+        `evaluates`: whether the run can have a best checkpoint. Warns if fewer checkpoints fit than should stay.
         """
 
         def check() -> str:

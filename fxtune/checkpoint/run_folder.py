@@ -1,4 +1,4 @@
-"""Finds, creates and locks the folder of a run: no run is overwritten, and no two runs write to one folder.
+"""Finds, creates and locks the folder of a run, so that no run is overwritten and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html

@@ -24,7 +24,7 @@ class TrainState:
     best_loss: Optional[float] = None
     """Lowest evaluation loss so far."""
     best_step: Optional[int] = None
-    """The step of the best evaluation: the lowest loss, or the best value of train.stop.metric."""
+    """The step of the best evaluation. It has the lowest loss, or the best value of train.stop.metric."""
     best_match: Optional[float] = None
     """The value of train.stop.metric at best_step, if the metric is not the loss."""
     branch_step: Optional[int] = None

@@ -38,9 +38,9 @@ class Moments(str, Enum):
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits (by bitsandbytes, with stochastic_rounding by torchao);
+    """`adamw_8bit` keeps AdamW's moments in 8 bits (with bitsandbytes, or with torchao for stochastic_rounding).
     `adamw_schedulefree` averages its weights instead of decaying the learning rate (arXiv 2405.15682), so it needs
-    schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with Muon, scaled so
+    schedule.name=constant. `apex_adamw` is FusedAdam of NVIDIA's Apex. `muon` updates matrices with Muon, scaled so
     that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
     """Peak learning rate. `auto` computes it from the size of the model, the adapters and the documents in a step, by
@@ -65,9 +65,9 @@ class OptimizerConfig:
     """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16` takes half the memory, 4 bytes a
     weight. These moments are rounded stochastically, too."""
     in_backward: Switch = Switch.auto
-    """Update each weight in the backward pass, as soon as its gradient is whole, and free the gradient: full
-    fine-tuning then holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on
-    one card. `auto`: if these conditions hold and, by the forecast, all gradients at once would not fit."""
+    """Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient. So full
+    fine-tuning holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on one
+    card. `auto`: if these conditions hold and, by the forecast, all gradients at once would not fit."""
 
     def __post_init__(self) -> None:
         if self.lr != AUTO:  # take what OmegaConf takes for a float: 1, "1e-4"

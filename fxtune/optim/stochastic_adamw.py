@@ -1,4 +1,4 @@
-"""AdamW with stochastic rounding to bfloat16, so that updates too small for a bfloat16 weight still add up.
+"""AdamW with stochastic rounding to bfloat16. Updates that are too small for a bfloat16 weight still add up.
 
 A bfloat16 has 8 significant bits. Rounding to nearest loses updates below 1/512 of a weight, and may lose updates
 below 1/256. A fine-tuning update has about the size of the learning rate, such as 1e-5. Here the update is computed in

@@ -2,7 +2,7 @@
 
 The page shows the figures that the runs recorded, and names the figures that are missing. The template
 (fxtune/assets/report.html) escapes every value, because a sample may contain `</script>`. The page's policy lets a
-browser load nothing, and run only the script of the page.
+browser load nothing, and run no script but the page's own.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Series:
 def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, percent: bool = False) -> str:
     """The text of an SVG file. Points that are not finite, and series without a finite point, are left out.
 
-    `percent`: x is a share, labelled in per cent.
+    `percent`: whether x is a share, so that its labels are in per cent.
     """
     import pygal
     from pygal.style import Style

@@ -78,7 +78,7 @@ class RunDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether only figures that depend on the clock differ."""
+        """Whether the runs are equal, except for figures that depend on the clock."""
         return not (self.recipe or any(self.sections.values()) or any(part.step is not None for part in self.partings))
 
 

@@ -1,8 +1,9 @@
 """Starts, watches and ends the process of a tracker (worker.py).
 
 A tracker's library is a network client with threads, exit hooks and perhaps a service process. In the training
-process a dead network, a killed service or a hanging upload would block a step or the exit. A separate process can be
-killed. It costs one Python interpreter (about 100 MB of memory) and no time in the training loop.
+process, a dead network, a killed service or a hanging upload could block a step or the exit. So a tracker has a
+separate process, which can be killed. It costs one Python interpreter (about 100 MB of memory) and no time in the
+training loop.
 
 metrics.jsonl is the history of a run, and a tracker's history is a copy with one row for each step. Every session
 reads the file from its first line and skips the rows that the tracker already has. So the next session completes a

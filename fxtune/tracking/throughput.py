@@ -59,8 +59,8 @@ class TrainingCost:
     """The cost of images; None if the model reads no images."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
-        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the vision
-        encoders of their images."""
+        """FLOPs for documents with these `lengths` in tokens and `supervised` target tokens in total. The vision
+        encoder is not included."""
         lengths = np.asarray(lengths, np.float64)
         total = self.per_token * lengths.sum() + self.per_target * supervised
         for window, per_pair in self.attention:
@@ -70,7 +70,7 @@ class TrainingCost:
 
 
 def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | None:
-    """Count the matmuls of `model`, adapters included, with the backward pass of weights that require a gradient.
+    """Count the matmuls of `model` and its adapters, with the backward pass of weights that require a gradient.
 
     `forward_passes`: passes without gradient over the same tokens, in each step.
 

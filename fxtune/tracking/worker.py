@@ -3,12 +3,12 @@
 Each tracker has a separate process, so its library cannot stop, slow or block training. To add a tracker, write a
 class here and list it in `TRACKERS`. Add its package to system/machine/facts.py and its key to tracker.py.
 
-Input, one JSON object a line: first `{"tracker", "options", "argv", "pid", "history"}`, at the end
+The input has one JSON object per line: first `{"tracker", "options", "argv", "pid", "history"}`, at the end
 `{"finish": exit_code, "summary": {...}}`. If the input ends without "finish", the training process died, and the run
 is marked as failed.
 
-Output, one JSON object a line: `{"imported": true}`, then `{"ready": {"url", "last"}}` or `{"failed": reason}`,
-later perhaps `{"lost": reason}`, at the end `{"done": true}` or `{"late": reason}`.
+The output has one JSON object per line: `{"imported": true}`, then `{"ready": {"url", "last"}}` or `{"failed":
+reason}`, later perhaps `{"lost": reason}`, at the end `{"done": true}` or `{"late": reason}`.
 
 This file imports nothing of fxtune: it runs by its path, whatever the working directory.
 """

@@ -1,9 +1,9 @@
-"""A learning-rate range test (arXiv 1506.01186): one short run of a recipe whose rate grows from step to step.
+"""A learning-rate range test (arXiv 1506.01186): one short run of a recipe, in which the rate grows from step to step.
 
 The test takes training steps of the recipe (TrainStep): its data in its order, its model, adapters, optimizer and
 clipping. In each step the rate grows by the same factor, from far too low to far too high, until the loss diverges.
 Low rates change nothing, higher rates lower the loss, and still higher rates destroy the model. The suggestion is the
-rate at which the loss falls fastest: at the lowest loss the rate is already too high for a whole run.
+rate at which the loss falls fastest. The rate at the lowest loss would be too high for a whole run.
 
 Nothing is written, and the weights are dropped. The same recipe and seed give the same curve.
 """

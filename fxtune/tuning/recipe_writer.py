@@ -1,5 +1,5 @@
-"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds
-on.
+"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe on which
+it builds.
 
 The new recipe builds on the user's recipe by name if that recipe is in ./recipes or ships with fxtune. Otherwise the
 new recipe repeats the keys of the user's recipe. Before the new recipe is written, it is composed and must give

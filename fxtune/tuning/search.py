@@ -1,9 +1,10 @@
-"""The search of `fxtune tune`: coordinate descent from the recipe as it is, one axis at a time.
+"""The search of `fxtune tune`: coordinate descent, one axis at a time, that starts from the recipe as it is.
 
 The axes are repeated until a round changes nothing or the time is up. Then the two fastest candidates are measured
 again if they are close. A candidate gets a verdict and cannot win if a check or the memory forecast rules it out, if
-it fails, or if its losses differ from the losses of the first trial. Of candidates within the spread of repeated
-measurements (at least NOISE), the candidate with the fewest changed keys wins: noise alone never replaces the recipe.
+it fails, or if its losses differ from the losses of the first trial. If speeds differ by no more than the spread of
+repeated measurements (at least NOISE), the candidate with the fewest changed keys wins. So noise alone never replaces
+the recipe.
 
 The search takes a few dozen trials of minutes each. A sampler such as Optuna's needs many more.
 """

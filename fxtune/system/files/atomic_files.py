@@ -1,10 +1,11 @@
 """Files that are either complete or detected as incomplete: written with their sha256, synced, and renamed into place.
 
-The bytes are hashed while they are written. `write_tensors` writes the safetensors format (github.com/huggingface/
-safetensors: eight bytes with the header's length, the header as JSON, the bytes of each tensor), one tensor at a time
-from any device. The library's `save_file` needs all tensors in host memory at once and does not expose the bytes.
+The bytes are hashed while they are written. `write_tensors` writes one tensor at a time, from any device, in the
+safetensors format: eight bytes with the header's length, the header as JSON, then the bytes of each tensor
+(github.com/huggingface/safetensors). The library's `save_file` needs all tensors in host memory at once and does not
+expose the bytes.
 
-Only regular files of the recorded size are read back. A link, a named pipe or a huge file is not opened."""
+Only regular files of the recorded size are read back. Links, named pipes and huge files are not opened."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def replace_text(path: Path, text: str, shared: bool = False) -> None:
 def replace_folder(staging: Path, final: Path, backup: Path) -> None:
     """Rename the complete folder `staging` to `final`. An old `final` is renamed to `backup` first and deleted last.
 
-    Raises OSError. After a kill between the two renames only `backup` exists: the caller restores it.
+    Raises OSError. After a kill between the two renames only `backup` exists, and the caller must restore it.
     """
     replaced = final.is_dir() and not final.is_symlink()
     if replaced:
@@ -227,7 +228,7 @@ def read_cached(path: Path) -> dict[str, Any]:
 
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:
-    """Add results to the file of read_cached(), under a lock. An error of the disk is ignored: the file is a cache."""
+    """Add results to the file of read_cached(), under a lock. Errors of the disk are ignored: the file is a cache."""
     from filelock import FileLock
 
     with contextlib.suppress(OSError):

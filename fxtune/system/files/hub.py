@@ -3,10 +3,10 @@
 All other code reads only local folders, so the network fails in one place and with one message. The small files
 (config, tokenizer) are fetched first, then the weights by name. All files are stored in the Hugging Face cache.
 
-For each file, huggingface_hub waits ten seconds for an answer and repeats some requests six times. Here a repository
-costs one request of at most REQUEST_SECONDS. After an unanswered request fxtune sends no request for PAUSE_SECONDS and
-uses the files of an earlier run, with a message. So without a network a run starts at most REQUEST_SECONDS later. A
-commit whose files are all on this disk needs no request.
+For each file, huggingface_hub waits ten seconds for an answer and repeats some requests six times. fxtune sends one
+request for a whole repository, and waits at most REQUEST_SECONDS. After an unanswered request fxtune sends no request
+for PAUSE_SECONDS and uses the files of an earlier run, with a message. So without a network a run starts at most
+REQUEST_SECONDS later. A commit whose files are all on this disk needs no request.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
 REQUEST_SECONDS = 4.0
-"""Timeout of a request: the name lookup, the connection and the complete answer together."""
+"""Timeout of a request. It covers the name lookup, the connection and the complete answer together."""
 PAUSE_SECONDS = 60.0
-"""Time without requests after an unanswered request."""
+"""Seconds without requests after an unanswered request."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -269,7 +269,7 @@ def _byte_counter(work: Phase) -> Any:
             super().__init__(*args, **{**options, "disable": False, "leave": False, "file": io.StringIO()})
 
         def display(self, *args: Any, **options: Any) -> bool:
-            if self.counts_bytes:  # two bars: bytes received, and bytes written
+            if self.counts_bytes:  # huggingface_hub has two such bars: bytes received, bytes written
                 work.total = max(work.total, (self.total or 0) / 1e9)
                 work.done = max(work.done, self.n / 1e9)
             return True

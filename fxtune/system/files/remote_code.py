@@ -48,7 +48,7 @@ def refusal(folder: str | os.PathLike[str], file: str) -> Exception:
 
 
 def install_guard() -> None:
-    """Guard transformers' loader: now, or when transformers is imported."""
+    """Guard transformers' loader now or, if it is not imported yet, when it is imported."""
     if LOADER in sys.modules:
         _guard(sys.modules[LOADER])
     else:

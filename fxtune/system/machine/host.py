@@ -34,7 +34,7 @@ def memory() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used) for each limit on this process: its address space and its control groups."""
+    """Yield (bytes allowed, bytes used) for each limit on this process: its address space and its control groups."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -43,7 +43,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used without page cache) for each control group of this process that has a limit."""
+    """Yield (bytes allowed, bytes used without page cache) for each limited control group of this process."""
     for two, folder in _group_folders("memory"):
         limit_file, used_file = (
             ("memory.max", "memory.current") if two else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -59,9 +59,9 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _group_folders(controller: str) -> Iterator[tuple[bool, Path]]:
-    """(whether the group is of version 2, its folder) for each control group that contains this process. Version 2 has
-    one tree of groups, version 1 has a tree for each controller. Groups above the group of a Slurm or systemd job may
-    have limits, too."""
+    """Yield (whether the group is of version 2, its folder) for each control group that contains this process. Version
+    2 has one tree of groups, version 1 has a tree for each controller. Groups above the group of a Slurm or systemd
+    job may have limits, too."""
     groups = [(two, Path("/")) for two in (True, False)]
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():

@@ -31,7 +31,7 @@ SOME_HEADS = Heads()
 
 
 class NotTriedError(Exception):
-    """The package, or its version, is not for this machine, but it is not broken. The message says why."""
+    """The package, or its version, is not for this machine, and so was not tested. The message says why."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ An error in the middle of a pass leaves these behind:
     side streams    They may still read memory that is about to be reused: free_cached_memory waits for the device.
     CUDA graphs     Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
 
-On a GPU torch raises OutOfMemoryError. CUDA's libraries and the CPU's allocator raise RuntimeError. Without a limit of
-the address space or strict accounting the kernel kills a CPU run without an error.
+On a GPU torch raises OutOfMemoryError. CUDA's libraries and the CPU's allocator raise RuntimeError. On a CPU the
+kernel kills the run without an error, unless the address space is limited or accounting is strict.
 """
 
 from __future__ import annotations

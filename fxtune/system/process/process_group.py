@@ -28,8 +28,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def run_process(command: Sequence[str], limit: float | None = None) -> tuple[int | None, str, float]:
-    """Run a process that can import this fxtune, for at most `limit` seconds, and kill its process group in any case.
-    Returns (exit code, or None at the limit; the end of its output; its run time in seconds)."""
+    """Run a process that can import this fxtune, for at most `limit` seconds. Its process group is always killed at
+    the end. Returns (exit code, or None at the limit; the end of its output; its run time in seconds)."""
     return Captured(command, subprocess.DEVNULL).result(limit)
 
 

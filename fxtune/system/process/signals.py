@@ -4,7 +4,7 @@ that closes.
 The first signal is recorded. Some phases can be interrupted, because a resumed run repeats them to the same bits:
 start-up, an evaluation, the forward and backward passes of a step. There the signal raises Stopped immediately, as
 Ctrl-C does. Elsewhere it takes effect when the loop calls check() after a step. So a weight update is never
-interrupted, and a signal never waits for a compiler.
+interrupted, and a signal does not wait until a compiler has finished.
 
 A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
 disk, a device). For this a thread reads each signal from a pipe to which the interpreter's C handler writes. A signal

@@ -1,4 +1,4 @@
-"""The console on standard output, and text and tables for it.
+"""The console on standard output, and functions that make text and tables for it.
 
 Messages go to standard output, whether it is a terminal, a pipe to `tee` or a file of Slurm; errors go to standard
 error. NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.

@@ -29,7 +29,7 @@ class TrainState:
     """The value of train.stop.metric at best_step, if the metric is not the loss."""
     branch_step: Optional[int] = None
     """The step at which a decay of the learning rate begins or has begun. The checkpoint of this step is kept, because
-    the run can be extended from it."""
+    the run can be extended from there."""
     schedule: dict[str, int] = field(default_factory=dict)
     """The lengths of the Schedule (optim/schedule.py), with later decisions about the end of the run."""
     ending: dict[str, Any] = field(default_factory=dict)

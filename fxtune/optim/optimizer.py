@@ -363,7 +363,7 @@ def undo_limit(config: OptimizerConfig) -> int:
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether a NonfiniteGuard undoes bad steps of `part`. `parameters`: all weights that are updated with it."""
+    """Whether a NonfiniteGuard undoes bad steps of `part`. `parameters`: the weights of a whole update."""
     small = sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
     return small and parameters[0].is_cuda and _can_undo(part)
 

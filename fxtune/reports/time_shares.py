@@ -1,7 +1,8 @@
 """Divides the time of a run, as the run recorded it, into start-up, parts of the steps, evaluations and saves.
 
 The time of a part of the steps is the part's mean time in a step, times the number of steps. A log line counts in the
-mean by its number of steps. A log line that a resumed run repeated counts once, so steps lost by a kill are not in it.
+mean by its number of steps. A log line that a resumed run repeated counts once, so steps that a kill lost do not
+count.
 """
 
 from __future__ import annotations

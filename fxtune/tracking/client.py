@@ -40,7 +40,8 @@ Notes = queue.SimpleQueue[str]
 
 
 class TrackerClient:
-    """Runs a session in each of `modes`, such as online and then offline, until one succeeds. A thread runs it."""
+    """Runs a session in each of `modes`, such as online and then offline, until one succeeds. A thread runs the
+    sessions."""
 
     def __init__(
         self, name: str, options: dict[str, Any], run_dir: Path, modes: tuple[str, ...], notes: Notes, patience: float

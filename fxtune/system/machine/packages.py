@@ -20,7 +20,7 @@ THESE_HEADS = "only with the heads of this model"
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads in an attention layer. FlashAttention-4 compiles kernels for them."""
+    """The heads in an attention layer. FlashAttention-4 compiles its kernels for these heads."""
 
     queries: int = 4
     keys: int = 2

@@ -123,7 +123,7 @@ class Signals:
             self._before.clear()
 
     def _restore_handlers(self) -> None:
-        """Restore the interpreter's handlers, in case a library replaced them. Each takes a microsecond."""
+        """Restore the interpreter's handlers, in case a library replaced them. A handler takes a microsecond."""
         if self._before and threading.current_thread() is threading.main_thread():
             for number in self._before:
                 signal.signal(number, self._handle)

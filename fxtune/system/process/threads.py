@@ -2,7 +2,7 @@
 
 A sum on a CPU depends on the number of threads. It also depends on whether torch.set_num_threads() was called, even
 with the same number. After the call MKL may not use fewer threads (MKL_DYNAMIC), and this changes the order of its
-sums. So every new or resumed run calls it.
+sums. So every new or resumed run calls the function.
 """
 
 from __future__ import annotations

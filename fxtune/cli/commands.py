@@ -26,7 +26,7 @@ class Command:
     options: dict[str, dict[str, Any]] | None = None
     """The command's own options, as argparse takes them. `run` gets the options that were given, by name."""
     gets_overrides: bool = False
-    """`run` also gets `overrides`: the recipes, groups and keys as typed, for the processes that the command starts."""
+    """`run` also gets `overrides`: the recipes, groups and keys as typed, to start processes with them."""
     space_prefix: str = ""
     """Words with this prefix are no keys. `run` gets them as `space`."""
     config_optional: bool = False

@@ -1,9 +1,9 @@
 """`fxtune train`: trains the recipe's model. `train` may be left out.
 
-    fxtune +recipe=quickstart                        # runs/quickstart: adapter, checkpoints, metrics, result.json
-    fxtune +recipe=quickstart                        # the same command continues an unfinished run
-    fxtune +recipe=quickstart run.resume=never       # start another run instead
-    fxtune +recipe=quickstart train.max_steps=100    # any key; fxtune help KEY explains it
+fxtune +recipe=quickstart                        # runs/quickstart: adapter, checkpoints, metrics, result.json
+fxtune +recipe=quickstart                        # the same command continues an unfinished run
+fxtune +recipe=quickstart run.resume=never       # start another run instead
+fxtune +recipe=quickstart train.max_steps=100    # any key; fxtune help KEY explains it
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     run = fxtune.train("quickstart", ["optimizer.lr=1e-3"])
     run.generate("Two large pizzas for Ann, please.")
 
-The functions are in fxtune/api.py, which is imported when one of them is used (docs/python.md).
+The functions are in fxtune/api.py. This file is imported when a function is first used (docs/python.md).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Run:
     """A run by its folder or name, finished or not. Each property reads the run's files when it is used."""
 
     def __init__(self, run: str | Path) -> None:
-        """Raises ConfigError if there is no such run."""
+        """Raises ConfigError if the run does not exist."""
         self.folder = run_folder(str(run))
         _ = self._files
         self._conversations: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict for each log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
+        """One dict for each log line, in order. `pandas.DataFrame(run.metrics)` makes a table of them."""
         return self._files.rows
 
     @property

@@ -5,7 +5,7 @@
                "suggestion": "optimizer.lr", "message": "recipes/mine.yaml:7: unknown ...", "also": []}}
 
 Results that were written before the error stay in the object. With `-`, or with `--json` as the last word, the JSON
-goes to standard output, and the text for people to standard error. The FILE of an earlier command is removed at once.
+goes to standard output, and the text for people to standard error. At its start a command removes an older FILE.
 
 Layers, jobs and ranks pass errors on as text of the form `PLACE: KEY ... REASON. CHANGE`, with a line for each
 mistake. Only this file takes such a text apart.
@@ -96,8 +96,8 @@ class Answer:
             self.file.write_text(as_json({"error": described(error, exit_code)} | found), encoding="utf-8")
 
     def end(self, exit_code: int = 0) -> None:
-        """Complete the file for a command that raised no error here. Exit codes from 1 to 9 are a failed rank's. A
-        command without results gets `{}`."""
+        """Complete the file for a command that has raised no error in this process. An exit code from 1 to 9 means
+        that a rank failed. Without results the file gets `{}`."""
         if 0 < exit_code < 10:
             self.fail(RuntimeError("a rank failed; its traceback is on standard error"), exit_code)
         elif self.file is not None and not self.file.exists():

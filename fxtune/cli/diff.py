@@ -1,4 +1,4 @@
-"""`fxtune diff RUN RUN`: how two runs differ, and from which step on their curves part.
+"""`fxtune diff RUN RUN`: shows how two runs differ, and the step at which their curves part.
 
     fxtune diff quickstart quickstart-2         # names of runs, or their folders
     fxtune diff runs/a runs/b --json diff.json

@@ -63,7 +63,7 @@ def _prepare(folder: Path, config: Config) -> str:
         alive = _is_alive(folder / ".lock")
         if not alive and not stored.paths(folder / CHECKPOINTS):
             raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
-        ranks = 1 if alive else ranks_of(config)  # raises, if it does, before the file is written
+        ranks = 1 if alive else ranks_of(config)  # an error here must come before the file is written
         (folder / FINISH).touch()
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error

@@ -1,4 +1,4 @@
-"""`fxtune help KEY`: a key of a recipe: its meaning, its allowed values, its default, and the files where it acts.
+"""`fxtune help KEY`: explains a key of a recipe, by its meaning, allowed values, default, and the files where it acts.
 
     fxtune help optimizer.lr            # a key
     fxtune help learning_rate           # the same key, by its name in other trainers
@@ -7,7 +7,7 @@
     fxtune help bench                   # a command: the same as fxtune bench --help
     fxtune help --json                  # all keys, for programs; --json also works with a key or a section
 
-The texts come from the dataclasses of the config. The files are found in the code, by where it reads the key.
+The texts come from the dataclasses of the config. A search for code that reads the key finds the files.
 """
 
 from __future__ import annotations

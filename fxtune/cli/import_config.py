@@ -1,4 +1,4 @@
-"""`fxtune import`: a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI's fine-tuning jobs.
+"""`fxtune import`: makes a recipe of a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI's fine-tuning jobs.
 
     fxtune import qlora.yaml                     # writes recipes/qlora.yaml, and says what became of each key
     fxtune import qlora.yaml mine --gpus 4       # recipes/mine.yaml; the config ran on 4 cards

@@ -86,8 +86,8 @@ def _words(own: dict[str, Any]) -> Iterator[str]:
 
 
 class _JobError(BaseException):
-    """Carries an error out of Hydra to end a sweep. For the error itself, Hydra would run the other jobs first and cut
-    the traceback."""
+    """Carries an error out of Hydra to end a sweep. If a job raised the error itself, Hydra would run the other jobs
+    first and cut the traceback."""
 
     def __init__(self, error: Exception):
         self.error = error

@@ -1,7 +1,7 @@
 """`fxtune lr`: tests learning rates in one short run, and suggests one.
 
     fxtune lr +recipe=quickstart                          # a table of the curve, and a suggestion
-    fxtune lr +recipe=quickstart --plot lr.svg            # also draw it
+    fxtune lr +recipe=quickstart --plot lr.svg            # also draw the curve
     fxtune lr +recipe=quickstart --lowest 1e-5 --highest 1e-1 --steps 100
 
 The rate grows with each step until the loss diverges. It goes from a hundredth to a hundred times the rate that

@@ -74,7 +74,7 @@ def _ended_by_signals(argv: list[str] | None) -> int:
                     stream.flush()
     if keeps_connections():
         os._exit(code)
-    if process_rank().size > 1:  # frees the process groups of a stopped run, whose threads may abort the process
+    if process_rank().size > 1:  # frees the process groups of a stopped run: their threads may abort the process
         gc.collect()
     return code
 

@@ -1,4 +1,4 @@
-"""`fxtune merge`: write a LoRA adapter and its base as one safetensors model, which plain transformers loads.
+"""`fxtune merge`: writes a LoRA adapter and its base as one safetensors model, for plain transformers.
 
     fxtune merge quickstart              # the adapter of a run, into runs/quickstart/merged
     fxtune merge quickstart FOLDER       # or into another folder

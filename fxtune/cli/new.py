@@ -6,8 +6,8 @@
     fxtune new support --data odd.csv --columns Frage=instruction,Antwort=output    # columns with other names
 
 The command reads the rows and says what they are: chats, texts, pairs of answers, judged answers, rows with images.
-From the lengths of the rows and the card's memory follow sequence length, batch and techniques. The command asks
-nothing. Each guess is a line of recipes/NAME.yaml.
+The lengths of the rows and the card's memory decide sequence length, batch and techniques. The command asks nothing.
+Each guess is a line of recipes/NAME.yaml.
 """
 
 from __future__ import annotations

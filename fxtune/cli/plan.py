@@ -1,6 +1,6 @@
 """`fxtune plan`: calculates memory, time, cost and disk of a run, for cards that need not be in this machine.
 
-    fxtune plan +recipe=llama_lora                                # every known card: does the run fit, how long is it
+    fxtune plan +recipe=llama_lora                                # every known card: does the run fit, and how long
     fxtune plan +recipe=llama_lora --gpu H200                     # one card: memory by part, time, tokens, disk
     fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two H200, at 3.5 an hour each
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens

@@ -24,7 +24,7 @@ EXIT_CODES = {PROMOTED: 0, NO_DRIFT: 10, REJECTED: 11, REPLACED: 12}
 
 
 def run(run: str, *overrides: str, force: bool = False, trust_remote_code: bool = False) -> None:
-    """Refresh `run` with `overrides`, and raise Ended with the decision's exit code. Also raises as refresh()."""
+    """Refresh `run` with `overrides`, and raise Ended with the decision's exit code, or the errors of refresh()."""
     entry = refresh(run, overrides, force, trust_remote_code)
     ANSWER.put(entry)
     raise Ended(EXIT_CODES[entry["decision"]])

@@ -33,7 +33,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """The file's first comment line, which says what the recipe does."""
+        """The first comment line of the file. It says what the recipe does."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 for line in file.read(4096).splitlines():

@@ -159,7 +159,7 @@ def _keys(section: Slot, prefix: str) -> Iterator[str]:
 
 
 def is_free(schema: type, keys: Keys) -> bool:
-    """Whether `keys` lead to or below a field that takes keys of any name (`model.architecture`). They must exist."""
+    """Whether `keys` lead to or below a field that takes keys of any name (`model.architecture`). The keys exist."""
     slot: Slot | None = Slot(schema)
     for key in keys:
         if slot is None or slot.takes_any_key:

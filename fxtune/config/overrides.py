@@ -53,7 +53,7 @@ class Choice:
     key: str
     sweeps: bool
     names: tuple[str, ...] = ()
-    """The recipes or group options that it chooses, in any job of a sweep."""
+    """The recipes or group options that the override chooses, in any job of a sweep."""
 
 
 class RecipeStore:
@@ -162,7 +162,7 @@ class RecipeStore:
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
         """The values of a group's option, and whether their keys start at the root instead of at the section."""
-        if (group, option) not in self.options and self.groups[group][option].suffix == ".py":  # a plugin's
+        if (group, option) not in self.options and self.groups[group][option].suffix == ".py":  # of a plugin
             self.options[group, option] = {"name": option}, False
         if (group, option) not in self.options:
             document = read(self.groups[group][option])

@@ -59,9 +59,9 @@ class RunConfig:
     device: Device = Device.auto
     """`auto`: the GPU if the machine has one, otherwise the CPU."""
     gpus: str = count_or_auto()
-    """How many GPUs of this machine train together, each with its own process (a rank). `auto`: the most that divide
-    the micro-batches of a step evenly. With run.device=cpu: the number of processes on the CPU. torchrun starts ranks
-    on several machines (docs/distributed.md)."""
+    """How many GPUs of this machine train together, each with its own process (a rank). `auto`: the largest number
+    that divides the micro-batches of a step. With run.device=cpu: the number of processes on the CPU. torchrun starts
+    ranks on several machines (docs/distributed.md)."""
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
     """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
     export: Export = Export.best
@@ -128,8 +128,8 @@ class StopConfig:
 @dataclass
 class TrainConfig:
     max_steps: Optional[int] = field(default=None, metadata={"min": 1})
-    """Number of optimizer steps. If train.epochs is also set, the run ends at the smaller of the two. If neither is
-    set, it trains one epoch."""
+    """Number of optimizer steps. If train.epochs is also set, the limit that comes first ends the run. If neither is
+    set, the run takes one epoch."""
     epochs: Optional[float] = field(default=None, metadata={"above": 0, "max": 10_000})
     """Number of passes over the data; may be a fraction."""
     micro_batch_size: int = field(default=1, metadata={"min": 1})

@@ -1,8 +1,8 @@
 """The links between the GPUs of this machine: what connects each pair (NVML), and the speed of an all-reduce over all.
 
 `fxtune doctor` runs this file as a program, because NVML and NCCL may hang: `python -m fxtune.diagnostics.links RANKS
-DEVICE` starts RANKS processes, which all-reduce numbers for a few seconds, and prints its answer as JSON. On a CPU
-the processes use gloo.
+DEVICE` starts RANKS processes. They all-reduce numbers for a few seconds (on a CPU through gloo), and the program
+prints the result as JSON.
 
 Bandwidth is the traffic over one rank's link, the "bus bandwidth" of NVIDIA's nccl-tests: if an all-reduce of B bytes
 over n ranks takes t seconds, it is 2 (n - 1) / n B / t bytes a second. By this measure NVLink between two H200 (18
@@ -220,7 +220,7 @@ def _rank(rank: int, links: Links, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as in a run
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a run sets the same
     cuda = links.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:

@@ -171,7 +171,7 @@ class PlainModel(LanguageModel):
             logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0]
             return logits, [of_router[first:] for of_router in found]
         finally:
-            self._logits_of_routers = None  # with checkpointing the backward pass runs the routers again: not noted
+            self._logits_of_routers = None  # checkpointing runs the routers again, and these outputs do not count
 
     def _note_router(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._logits_of_routers is not None:

@@ -267,7 +267,7 @@ def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
 
 
 def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
-    """Print the forecast of a step's memory and time on each rank. `facts`: a rank's, with each `auto` decided."""
+    """Print the forecast of a step's memory and time on each rank. `facts`: a rank's facts, with `auto` decided."""
     degrees, kept = facts.degrees, facts.execution.recompute
     need, own = forecast(facts, kept), -(-plan.micro_batches(0) // facts.degrees.data_ranks)
     fits = "fits" if need.device <= facts.free_memory else "may not fit"

@@ -28,7 +28,7 @@ class ShownDocument(NamedTuple):
         return table.placed_images(end - len(self.ids), len(self.ids))
 
     def after(self, first: ShownDocument) -> ShownDocument:
-        """The whole document, for an answer that shares its prompt: the row has the shared tokens only in `first`."""
+        """The whole document, if it shares a prompt with `first`: a row has the shared tokens only in `first`."""
         count = self.piece.shared
         return ShownDocument(
             self.piece,

@@ -48,7 +48,7 @@ class Finding:
 
 
 def gpus() -> list[Finding]:
-    """The GPUs and other processes on these, as the driver reports them. Empty without a driver."""
+    """The GPUs, and the processes that use them, as the driver reports. Empty without a driver."""
     found = []
     for row in _nvidia_smi("--query-gpu=index,name,memory.total,memory.free,driver_version,compute_cap", 6):
         index, name, total, free, driver, capability = row

@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 def newest_adapter(config: Config) -> Path:
-    """The adapter of the recipe's newest run. Raises ConfigError if there is none."""
+    """The adapter of the recipe's newest run. Raises ConfigError if no run has an adapter."""
     root = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
     folders = [root] if config.run.dir else [path for path in root.parent.glob("*") if is_run(path.name, root.name)]
     adapters = [path / "adapter" for path in folders if (path / "adapter").is_dir()]

@@ -5,10 +5,10 @@ base, or a whole model.
 1. **Drift.** A permutation test compares the mean loss of the new documents with the mean loss of the documents that
    the run held out. There is drift if the new documents have a higher loss, at refresh.alpha.
 2. **Training.** The model is trained further on a mixture of new rows and old rows (refresh.replay is the share of old
-   rows), so that it does not forget the old rows. Early stopping uses the held-out rows of both.
+   rows), so that it does not forget the old rows. Early stopping uses held-out rows of both kinds.
 3. **Gate.** Tests of paired differences compare the old and the new model on the same held-out documents. The new
    model must be better on the new documents by more than refresh.gain, and must not be worse on the old documents by
-   refresh.bound or more. Both must be shown at refresh.alpha: with too few documents no model is replaced.
+   refresh.bound or more. Tests must show both at refresh.alpha: with too few documents no model is replaced.
 
 For preferences a document is a pair, or an answer with a judgment, and the tests compare the objective's losses. If
 the objective has a reference, all models are compared with the model that the first run of the lineage started from.
@@ -210,7 +210,7 @@ class RefreshData:
             store_common_reference(self.config, self.start, (self.old, self.new), self.pad_id)
 
     def digests(self) -> list[dict[str, Any]]:
-        """Path, number of documents and digest of the tokens of each new source."""
+        """The path, the number of documents and the digest of the tokens, for each new source."""
         return [
             {"path": table.name, "documents": len(table.by_group), "digest": table.fingerprint}
             for table in self.new_tables

@@ -85,7 +85,7 @@ def run(
 
 
 def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths | None) -> RunForecast | str:
-    """The forecast, or the first reason why the recipe is refused on this card."""
+    """The forecast. If the recipe is refused on this card: the last line of the refusal."""
     try:
         return forecast_run(config, machine(name, host_gib, config.run.memory_gib), gpus, lengths)
     except ConfigError as error:

@@ -153,7 +153,7 @@ def describe_bounds(builder: RunBuilder, compared: list[Compared]) -> str:
 
 
 def precision_of(facts: Facts) -> str:
-    """What matmuls round to: float32, tf32, bfloat16 or float16."""
+    """The precision that matrix products round to: float32, tf32, bfloat16 or float16."""
     computed, precision = facts.compute_dtype, facts.techniques.precision
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
@@ -350,7 +350,7 @@ class _Comparison:
                 yield micro, build_batch(self.plan.tables, batch).to(self.world.device)
 
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
-        """The training step with the techniques of `pipeline`, once for each micro-batch size."""
+        """Take the training step with the techniques of `pipeline`. Yields a comparison for each micro-batch size."""
         builder = copy.copy(self.builder)
         # Compression and average_every are for slow links. They change the sum over ranks by design, so they are off.
         parallel = builder.config.parallel

@@ -61,7 +61,7 @@ class Verification:
         return lines + [f"  loss: {variant.name}: {', '.join(variant.beyond())}" for variant in off]
 
     def require_acted(self) -> None:
-        """Say that all is as asked for. Raises CheckError if something is not."""
+        """Print that everything is as asked for. Raises CheckError if something is not."""
         count = len(self.evidence) + len(self.compared)
         if failed := self.failed:
             raise CheckError(f"{len(failed)} of {count} are not as asked for:\n" + "\n".join(failed))

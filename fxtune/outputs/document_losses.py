@@ -85,7 +85,7 @@ def measure(
 ) -> list[DocumentLosses]:
     """Measure the losses of each entry of `documents` in this process. The model is the model of `config` with the
     weights in the folder `weights`, an export of a run. If the objective has a reference, call
-    store_common_reference() before.
+    store_common_reference() before this function.
 
     Raises NumbersError if a loss is not finite, and the errors of RunBuilder and its methods.
     """

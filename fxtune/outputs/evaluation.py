@@ -140,8 +140,8 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
 
 
 def _trained_techniques(config: Config) -> Pipeline:
-    """The techniques, without lora if its adapters would be untrained: they add nothing. A quantized base needs
-    adapters and keeps them."""
+    """The techniques, without lora if its adapters would be untrained, because these add nothing. With a quantized
+    base lora stays, because such a base needs adapters."""
     techniques = config.techniques
     if config.model.adapter or techniques.quantize.enabled:
         return techniques

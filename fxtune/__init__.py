@@ -4,7 +4,7 @@
     run = fxtune.train("quickstart", ["optimizer.lr=1e-3"])
     run.generate("Two large pizzas for Ann, please.")
 
-The functions are in fxtune/api.py, which is imported when one of them is used (docs/python.md).
+The functions are in fxtune/api.py. This file is imported when a function is first used (docs/python.md).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP threads that spin while they wait take a core from whatever else wants one: beside one busy process a CPU run
-# is up to six times slower. OpenMP reads this when torch loads it, and child processes inherit it.
+# By default OpenMP's threads spin while they wait. Beside one other busy process, a CPU run is then up to six times
+# slower. OpenMP reads this variable when torch loads OpenMP. Child processes inherit the variable.
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-# Here, because each child process imports fxtune before it reads a model's folder.
+# The guard is installed here, because each child process imports fxtune before it reads a model's folder.
 remote_code.install_guard()
 
 _MODULES = {
@@ -41,7 +41,7 @@ _MODULES = {
     "fxtune.plugins": ("Group", "load_plugin", "metric", "row_format", "technique"),
     "fxtune.techniques.base": ("Evidence", "Technique"),
 }
-"""The modules of the public names. The last four have what the author of a plugin needs (docs/plugins.md)."""
+"""The modules of the public names. All but fxtune.api are for authors of plugins (docs/plugins.md)."""
 __all__ = [
     "Evidence",
     "Group",
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python API when it is first used: torch and transformers take seconds."""
+    """Import a public name when it is first used, because torch and transformers take seconds to import."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -7,10 +7,10 @@
     run = fxtune.train(config)                                      # as `fxtune +recipe=quickstart train.epochs=2`
     run.metrics[-1]["train/loss"], run.result, run.output
     run.generate("Two large pizzas for Ann, please.")
-    fxtune.Run("runs/quickstart").evidence                          # of any run, also one that still trains
+    fxtune.Run("runs/quickstart").evidence                          # any run, even while it trains
 
-A recipe is a name, a YAML file or a config from load_recipe(). A mistake raises what the command line prints: a
-subclass of fxtune.errors.UserError.
+A recipe is a name, a YAML file or a config from load_recipe(). A mistake raises a subclass of fxtune.errors.UserError,
+with the message of the command line.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
-    """Train, or continue an unfinished run of the same recipe, and return the run. With several GPUs (`run.gpus`) each
-    has a process of its own. Raises what the command line reports: a UserError, or Stopped after Ctrl-C."""
+    """Train, or continue an unfinished run of the same recipe, and return the run. Each of several GPUs (`run.gpus`)
+    gets its own process. Raises the UserErrors that the command line reports, and Stopped after Ctrl-C."""
     from fxtune.settle.ranks import ranks_of
     from fxtune.training import trainer
 
@@ -59,8 +59,8 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> Run:
 def preview(
     recipe: str | Path | Config, overrides: Sequence[str] = (), *, html: Path | None = None, json: Path | None = None
 ) -> None:
-    """Print the first samples as the model will see them, and what a step needs. `html`, `json`: files to write the
-    page and the samples to. Raises as train(), and StorageError for a file that cannot be written."""
+    """Print the first samples as the model will see them, and what a step needs. `html`: a file for the page. `json`:
+    a file for the samples. Raises the errors of train(), and StorageError if a file cannot be written."""
     from fxtune.diagnostics import preview as page
 
     if json is not None:
@@ -72,7 +72,7 @@ def preview(
 
 def verify(recipe: str | Path | Config, overrides: Sequence[str] = (), *, loss: bool = False) -> None:
     """Build the model, take a step, and print what each option of the recipe did. `loss`: also compare loss and
-    gradients with plain transformers. Raises CheckError if something did not act, else as train()."""
+    gradients with plain transformers. Raises CheckError if something did not act, and the errors of train()."""
     from fxtune.diagnostics import verification
 
     verification.verify(_config(recipe, overrides), loss=loss).require_acted()
@@ -86,8 +86,9 @@ def plan(
     gpus: int = 1,
     tokens: int | None = None,
 ) -> Any:
-    """What a run takes on `gpus` cards of a kind, by arithmetic: a RunForecast (training/forecast/run_forecast.py).
-    `tokens`: of an epoch; None: counted in the data, if it is here. Raises ConfigError for what cannot run there."""
+    """The forecast of a run on `gpus` cards of the model `gpu`: a RunForecast (training/forecast/run_forecast.py).
+    `tokens`: tokens of an epoch; None: count them in the data, if it is on this machine. Raises ConfigError if the
+    recipe cannot run on these cards."""
     from fxtune.estimate.machines import machine
     from fxtune.training.forecast.run_forecast import forecast_run, with_lengths
 
@@ -101,7 +102,7 @@ class Run:
     """A run by its folder or name, finished or not. Each property reads the run's files when it is used."""
 
     def __init__(self, run: str | Path) -> None:
-        """Raises ConfigError if there is no such run."""
+        """Raises ConfigError if the run does not exist."""
         self.folder = run_folder(str(run))
         _ = self._files
         self._conversations: dict[str, Any] = {}
@@ -110,7 +111,7 @@ class Run:
         return f"Run({str(self.folder)!r}, {'finished' if self.finished else 'not finished'})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the last figures."""
+        """The last figures as HTML, for notebooks."""
         rows = self.result or (self.metrics[-1] if self.metrics else {})
         cells = "".join(
             f"<tr><td>{html.escape(name)}</td><td>{value:,.6g}</td></tr>"
@@ -121,7 +122,7 @@ class Run:
 
     @property
     def _files(self) -> RunFiles:
-        """The run's files as they are now: a run that still trains adds to them."""
+        """The run's files, opened again for each use, because a run that still trains adds to them."""
         return RunFiles(self.folder)
 
     @property
@@ -135,7 +136,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict for each log line, in order; `pandas.DataFrame(run.metrics)` is a table."""
+        """One dict for each log line, in order. `pandas.DataFrame(run.metrics)` makes a table of them."""
         return self._files.rows
 
     @property
@@ -145,7 +146,7 @@ class Run:
 
     @property
     def evidence(self) -> list[Evidence]:
-        """What each option was asked for and what was observed of it, before the first step."""
+        """What was asked of each option, and what was observed before the first step."""
         try:
             return [Evidence(**observation) for observation in self._files.evidence]
         except TypeError as error:
@@ -153,12 +154,13 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """The folder of the adapter, or of the whole model, as plain peft and transformers load it. Raises ConfigError
+        """The folder of the adapter or of the whole model. Plain peft and transformers can load it. Raises ConfigError
         before the run is finished."""
         return find_output(str(self.folder)).folder
 
     def report(self, file: str | Path | None = None) -> Path:
-        """Write the page about the run (docs/report.md) and return its path; None: report.html in the run's folder."""
+        """Write the page about the run (docs/report.md) to `file`, or else to report.html in the run's folder. Returns
+        the path."""
         from fxtune.reports.page import write_report
 
         path = Path(file) if file else self.folder / REPORT
@@ -174,9 +176,9 @@ class Run:
         max_new_tokens: int = 256,
         temperature: float = 0.0,
     ) -> str:
-        """The answer to `prompt`, which the run's chat template writes as in training. `images`: files that a model
-        which reads images sees before the prompt. `show`: `tuned`, or `base` for the model before training. The model
-        stays in memory for the next call. Raises as `fxtune chat`."""
+        """The model's answer to `prompt`. The run's chat template writes the prompt as in training. `images`: files
+        that the model sees before the prompt, if it reads images. `show`: `tuned`, or `base` for the model before
+        training. The model stays in memory for the next call. Raises the errors of `fxtune chat`."""
         from fxtune.outputs.conversation import Conversation
 
         if show not in ("tuned", "base"):
@@ -198,7 +200,7 @@ def _config(recipe: str | Path | Config, overrides: Sequence[str]) -> Config:
     if overrides:
         raise ConfigError("A config takes no overrides: set its fields, or give them to load_recipe().")
     values = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return compose.typed(OmegaConf.create(values))  # checked as a command line is
+    return compose.typed(OmegaConf.create(values))  # with all checks of a command line
 
 
 def _as_command(config: Config, file: Path) -> list[str]:

@@ -1,6 +1,6 @@
-"""Errors that a user can fix. Each class has an exit code; each message says what is wrong, where, and what to change.
+"""Errors that a user can fix. Each class has an exit code. Each message says what is wrong, where, and what to change.
 
-A bug of fxtune stays an `AssertionError`, or whatever Python raised, with its traceback.
+A bug of fxtune raises an `AssertionError` or another Python error, and shows its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something that the user gave is not usable. The message alone must be enough to fix it."""
+    """Something that the user gave cannot be used. The message alone must tell how to fix it."""
 
     exit_code = 2
 
@@ -24,14 +24,14 @@ class ConfigError(UserError):
 
 
 class UnavailableError(ConfigError):
-    """An option cannot act on this model, or with an installed version of a library.
+    """An option cannot act on this model, or with the installed version of a library.
 
-    The run goes on without an option that nobody demanded (techniques/withdrawal.py).
+    If nobody demanded the option, the run goes on without it (techniques/withdrawal.py).
     """
 
     def __init__(self, why: str, key: str = "") -> None:
-        """`key`: the technique that cannot act, or the technique and its option: `liger.rope`. Pipeline sets it to the
-        technique if it is empty."""
+        """`key`: the technique that cannot act, or the technique and its option, such as `liger.rope`. Pipeline sets
+        an empty `key` to the technique's name."""
         super().__init__(why)
         self.why, self.key = why, key
 
@@ -55,7 +55,7 @@ class HardwareError(UserError):
 
 
 class MemoryShortError(HardwareError):
-    """Memory ran out. Where it can, the caller repeats the work with fewer rows at once (system/process/oom.py)."""
+    """Memory ran out. If possible, the caller repeats the work with fewer rows at once (system/process/oom.py)."""
 
 
 class NumbersError(UserError):
@@ -71,7 +71,7 @@ class StorageError(UserError):
 
 
 class HubError(StorageError):
-    """Files of the hub are not on this disk, and the hub cannot be reached."""
+    """Files are not on this disk, and the hub that has them cannot be reached."""
 
     def __init__(self, *reasons: str) -> None:
         self.reasons = tuple(dict.fromkeys(reasons))
@@ -87,32 +87,33 @@ class RankError(UserError):
 
 
 class LostRankError(RankError):
-    """The connection to another rank broke because that rank ended. If it printed a message, that has the cause."""
+    """The connection to another rank broke because that rank ended. A message of that rank, if any, says why."""
 
 
 class CheckError(UserError):
-    """`fxtune verify` or `fxtune doctor` found something wrong. Their tables have shown what."""
+    """`fxtune verify` or `fxtune doctor` found something wrong. The command has shown it in a table before."""
 
     exit_code = 1
 
 
 class Ended(Exception):
-    """A command has printed how it ended. The process ends with `exit_code`."""
+    """A command has ended and printed its outcome. The process ends with `exit_code`."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal told this process to end, in an orderly way. Libraries let a KeyboardInterrupt pass.
+    """A signal told this process to end, and it ends in an orderly way. This is a KeyboardInterrupt because libraries
+    do not catch one.
 
-    The exit code tells a scheduler to run the command again: EX_TEMPFAIL of sysexits.h.
+    Except after Ctrl-C, the exit code is EX_TEMPFAIL of sysexits.h, which tells a scheduler to run the command again.
     """
 
     def __init__(self, number: signal.Signals, outcome: str = "") -> None:
         self.signal = number
         self.outcome = outcome
-        """What was saved, and what the same command will do. The trainer sets it."""
+        """A text on what was saved, and on what the same command will do. The trainer sets it."""
 
     @property
     def exit_code(self) -> int:
@@ -127,25 +128,25 @@ FILE, FOLDER = "a file", "a folder"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """The kind of file at `path`, links followed, in words: FILE, FOLDER, or one that must not be opened, because
-    reading it may never end. None if nothing can be seen there."""
+    """The kind of file at `path`, after links are followed: FILE, FOLDER, or words for a file that must not be opened
+    because reading it may never end. None if `path` does not exist or cannot be accessed."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # ValueError: a name that no file can have
+    except (OSError, ValueError):  # ValueError means that no file can have this name
         return None
     return FILE if stat.S_ISREG(mode) else FOLDER if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
 
 
 def first_line(error: BaseException) -> str:
-    """The class of an error and the first line of its message; with the second line if the first ends with a colon."""
+    """The class of an error and the first line of its message, with the second line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"]
     return f"{type(error).__name__}: {' '.join(lines[:2] if lines[0].endswith(':') else lines[:1])}".rstrip(".:")
 
 
 def not_written(what: str, problem: OSError, way_out: str = "") -> StorageError:
-    """The error of a file that the system did not write, with what to do about this kind of problem.
+    """Make the error for a file that the system did not write. Its message says how to solve such a problem.
 
-    `what`: a clause, such as "runs/a cannot be written". `way_out`: what else helps, as in "or set run.dir".
+    `what`: a clause, such as "runs/a cannot be written". `way_out`: another solution, such as "or set run.dir".
     """
     text = problem.strerror or str(problem)
     return StorageError(f"{what}: {text}. {_REMEDIES.get(problem.errno or 0, _REMEDY)}{way_out and f', {way_out}'}.")
@@ -163,14 +164,14 @@ _REMEDIES = {
 
 
 def shortened(value: object, limit: int = 60) -> str:
-    """A value as text in one line. Of a longer text than `limit`, its first and its last part."""
+    """A value as text in one line. A text longer than `limit` is cut to its first and its last part."""
     text = " ".join(str(value).split())
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name in `known` that is most similar to `word`, ignoring case; None if difflib rates all below `cutoff`. A
-    name with the same letters in another order comes before all others."""
+    """The name in `known` that is most similar to `word`, ignoring case. None if difflib rates all names below
+    `cutoff`. A name with the same letters in another order is preferred to all other names."""
     by_lower, word = {option.lower(): option for option in known}, word.lower()
     same_letters = [option for option in by_lower if sorted(option) == sorted(word)]
     close = difflib.get_close_matches(word, same_letters or by_lower, 1, cutoff)

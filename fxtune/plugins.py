@@ -1,4 +1,4 @@
-"""Plugins: row formats, objectives, metrics and techniques of a user, with the same interfaces as fxtune's own.
+"""Plugins: a user's row formats, objectives, metrics and techniques. They have the same interfaces as fxtune's own.
 
     import fxtune
 
@@ -7,12 +7,12 @@
         return {"prompt": row["question"], "completion": row["reply"]}
 
 A plugin is a Python file that the command line names (`--plugin tickets.py`), or an installed package with an entry
-point in the group `fxtune.plugins`. A recipe can use by name what a plugin registers, but it cannot load a plugin. A
-registry holds fxtune's own names and the names that plugins add, so one lookup serves both. The registry of objectives
-is objectives/registry.py.
+point in the group `fxtune.plugins`. A recipe can name what a plugin registers, but it cannot load a plugin. A registry
+holds fxtune's own names and the names that plugins add, so one lookup finds both. The registry of objectives is in
+objectives/registry.py.
 
-Plugins are loaded when a name is looked up for the first time in a process. The files of the command line are in an
-environment variable, so other processes, ranks and workers, find them, too.
+Plugins are loaded when a process looks up a name for the first time. An environment variable holds the files of the
+command line, so ranks and workers find them, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
 
 GROUP = "fxtune.plugins"
 FILES = "FXTUNE_PLUGINS"
-"""The environment variable with the files of the command line, as in PATH."""
+"""The environment variable with the files of the command line, separated as in PATH."""
 DIGEST = "sha256 "
-"""How the identity of a plugin's file begins."""
+"""The beginning of the identity of a plugin that is a file."""
 PLUGIN_ADDS = "A plugin adds others: --plugin FILE.py (docs/plugins.md)"
 Value = TypeVar("Value")
 
@@ -47,10 +47,10 @@ Value = TypeVar("Value")
 @dataclass(frozen=True)
 class Plugin:
     name: str
-    """The name of the file without its ending, or of the entry point."""
+    """The name of the file without its ending, or the name of the entry point."""
     file: Path
     identity: str
-    """The package and its version, or the sha256 of the file: a resumed run needs the same."""
+    """The package and its version, or the sha256 of the file. A resumed run needs a plugin with the same identity."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.identity})"
@@ -61,32 +61,32 @@ class Group:
     """Documents that stay together, for a row format to return: a preference, or a question with its candidates."""
 
     documents: Sequence[Mapping[str, Any]]
-    """Rows in fxtune's formats, one for each document, in the order in which an objective gets them."""
+    """A row in one of fxtune's formats for each document, in the order in which an objective gets the documents."""
     labels: Sequence[float | None] | None = None
-    """A number for each document, None for a document without one; None: no labels."""
+    """A number for each document, or None for a document without a label. None: the group has no labels."""
 
     def as_row(self) -> dict[str, Any]:
-        """The row of format `group` that says the same."""
+        """The same content as a row of format `group`."""
         row: dict[str, Any] = {"documents": [dict(document) for document in self.documents]}
         return row if self.labels is None else row | {"labels": list(self.labels)}
 
 
 REGISTRIES: list[Registry[Any]] = []
-"""All registries whose modules are imported."""
+"""All registries of the modules that are imported so far."""
 
 
 class Registry(Mapping[str, Value]):
     """The names of one kind that recipes may use: fxtune's own, and the names that plugins add."""
 
     def __init__(self, kind: str, **ours: str) -> None:
-        """`ours`: name -> "module:attribute", imported when it is used."""
+        """`ours`: name -> "module:attribute". The module is imported when the name is looked up."""
         self.kind, self._ours = kind, ours
         self._reserved: set[str] = {*ours, "auto"}
         self._added: dict[str, tuple[Value, Plugin]] = {}
         REGISTRIES.append(self)
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Names that no plugin may take."""
+        """Let no plugin register these names."""
         self._reserved.update(names)
 
     def add(self, name: str, value: Value) -> Value:
@@ -133,12 +133,12 @@ class Registry(Mapping[str, Value]):
         return self._added[name][0]
 
     def added(self) -> dict[str, Plugin]:
-        """The plugin of each name that a plugin has registered."""
+        """The names that plugins have registered, each with its plugin."""
         load_all()
         return {name: plugin for name, (_, plugin) in self._added.items()}
 
     def unknown(self, name: str) -> str:
-        """The message that there is no such name."""
+        """The message for a `name` that is not registered."""
         hint = did_you_mean(name, self) if [*self] else "."
         return f"there is no {self.kind} `{name}`{hint} {PLUGIN_ADDS}"
 
@@ -147,9 +147,9 @@ class Registry(Mapping[str, Value]):
 
 
 ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any] | Group]] = Registry("row format")
-"""A row of the data -> a row in one of fxtune's formats (data/formats), or a group of documents."""
+"""Functions: a row of the data -> a row in one of fxtune's formats (data/formats), or a group of documents."""
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
-"""(the model's answer, the right one) -> a number; their mean over the questions is logged."""
+"""Functions: (the model's answer, the right answer) -> a number. The log has the mean over the questions."""
 METRICS.reserve(["exact_match"])
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
@@ -157,7 +157,7 @@ TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 _loading: list[Plugin] = []
 _loaded: dict[str, Plugin] = {}
 _installed: list[bool] = []
-"""Whether the entry points were loaded."""
+"""Not empty once the entry points were loaded."""
 
 
 def row_format(name: str) -> Callable[[Any], Any]:
@@ -167,7 +167,7 @@ def row_format(name: str) -> Callable[[Any], Any]:
 
 
 def place_of(value: object) -> Path | str:
-    """Where `value` is defined: the file of the plugin that is being loaded."""
+    """The place where `value` is defined: the file of the plugin that is being loaded, or else a module's name."""
     return _loading[-1].file if _loading else getattr(value, "__module__", "a plugin")
 
 
@@ -182,7 +182,8 @@ def technique(name: str) -> Callable[[Any], Any]:
 
 
 def require_unchanged(plugin: Plugin) -> None:
-    """Raise ConfigError if the file of a plugin was edited since it was loaded: other processes load the new one."""
+    """Raise ConfigError if the file of a plugin was edited since it was loaded. Other processes would load the new
+    file."""
     if not plugin.identity.startswith(DIGEST):
         return
     try:
@@ -199,7 +200,8 @@ def _identity(source: bytes) -> str:
 
 @contextmanager
 def files_used(files: Sequence[str | Path]) -> Iterator[None]:
-    """Load these plugins for the body, and for the processes that it starts. Raises ConfigError."""
+    """A context manager that loads these plugins for its body and for the processes that the body starts. Raises
+    ConfigError."""
     before = os.environ.get(FILES)
     given = [path for path in (before or "").split(os.pathsep) if path] + [str(Path(file).resolve()) for file in files]
     mine: list[Plugin] = []
@@ -226,8 +228,9 @@ def load_plugin(file: str | Path) -> None:
 
 
 def load_all() -> None:
-    """Load the installed plugins and the files of the command line, once in this process. Raises ConfigError."""
-    if _loading:  # a plugin looks something up while it is being loaded
+    """Load the installed plugins and the files of the command line, unless this process has them. Raises
+    ConfigError."""
+    if _loading:  # a plugin that is being loaded looks up a name
         return
     for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         if not any(plugin.file == Path(path) for plugin in _loaded.values()):
@@ -239,7 +242,7 @@ def load_all() -> None:
 
 
 def load_file(path: Path) -> Plugin:
-    """Run the file of a plugin, which registers its parts. Raises ConfigError with its file and line."""
+    """Run the file of a plugin, which registers the plugin's parts. Raises ConfigError with the file and the line."""
     file = path.expanduser().resolve()
     try:
         source = file.read_bytes()
@@ -268,7 +271,7 @@ def _load_installed(point: Any) -> None:
 
 def _load(plugin: Plugin, run: Callable[[], object]) -> None:
     other = _loaded.get(plugin.name)
-    if other is not None and other.file == plugin.file and other != plugin:  # edited since, in a notebook
+    if other is not None and other.file == plugin.file and other != plugin:  # the file was edited while a notebook ran
         _drop(other)
         other = None
     if other is not None and other != plugin:
@@ -311,8 +314,8 @@ def summary() -> str:
 
 @contextmanager
 def _blamed(plugin: Plugin) -> Iterator[None]:
-    """An error of the body is one message that names the plugin's file and line. Memory that runs out is no error of
-    the plugin, and fxtune's own errors stay as they are."""
+    """A context manager that turns an error of its body into one message with the plugin's file and line. fxtune's own
+    errors stay the same, and so do errors because memory ran out, which is not the plugin's fault."""
     from fxtune.system.process.oom import out_of_memory_reason
 
     try:
@@ -338,7 +341,7 @@ def _line(plugin: Plugin, error: BaseException) -> str:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of the plugin that is being loaded, whose errors name the plugin's file and line."""
+    """Wrap `function` so that its errors name the file and line of the plugin that is being loaded."""
     plugin = _loading[-1] if _loading else None
     if plugin is None:
         return function

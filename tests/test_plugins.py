@@ -166,7 +166,7 @@ WRONG = {
     "nothing": ("x = 1\n", "registers nothing"),
     "taken": (
         "import fxtune\n@fxtune.row_format('messages')\ndef f(row): ...\n",
-        "a row format `messages` of its own",
+        "its own row format `messages`",
     ),
     "no name": ("import fxtune\n@fxtune.metric('a b')\ndef f(a, b): ...\n", "`a b` is no name of a metric"),
     "twice": (

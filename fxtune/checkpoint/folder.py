@@ -1,11 +1,11 @@
-"""One checkpoint as a folder: how it is written, and how it is verified before it is read.
+"""Writes a checkpoint as a folder, and verifies the folder before it is read.
 
     step-00000120/  weights.safetensors  optimizer.safetensors  state.json  manifest.json
 
 Ranks that hold different parts of the tensors write two files each (parts.py). A checkpoint is written under a name
-that begins with a dot, synced and renamed; the next save removes unfinished checkpoints. Only the user removes a
-checkpoint that was set aside (`aside-step-00000120`). No file that is read here contains code, and no name in a file
-is used as a path.
+that begins with a dot, synced and then renamed. The next save removes unfinished checkpoints. A checkpoint that was
+set aside (`aside-step-00000120`) is never removed by fxtune. No file that is read here contains code, and no name in a
+file is used as a path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxtune.system.files.atomic_files import (
 
 MANIFEST, STATE, WEIGHTS, MOMENTS = "manifest.json", "state.json", "weights.safetensors", "optimizer.safetensors"
 FORMAT, PARTS_FORMAT = 2, 3
-"""Versions of the manifest, without parts and with them. Raise one when an older fxtune cannot read the new files."""
+"""Versions of the manifest: without parts, and with parts. Raise one if an older fxtune cannot read new files."""
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"step-(\d{8,})")
 _OF_RANK = re.compile(r"rank-(\d+)/(.*)", re.DOTALL)
@@ -70,10 +70,10 @@ class Part:
     number: int = 1
     count: int = 1
     chunks: Mapping[str, Chunk] = field(default_factory=dict)
-    """By the name of the tensor; not read if there is one part."""
+    """The place of this part in each whole tensor, by the tensor's name. Not read if there is only one part."""
 
     def file_name(self, kind: str) -> str:
-        """weights-1-of-2.safetensors of WEIGHTS or MOMENTS; their plain name if there is one part."""
+        """The file's name: weights-1-of-2.safetensors for WEIGHTS, or `kind` itself if there is one part."""
         return kind if self.count == 1 else kind.replace(".", f"-{self.number}-of-{self.count}.")
 
 
@@ -103,8 +103,8 @@ def write(
 def complete(staging: Path, recipe: str, state: str, entries: Iterable[Mapping[str, Mapping[str, Any]]]) -> Path:
     """Make a checkpoint of the parts in `staging`, replacing an existing one, and return its path. Raises OSError.
 
-    `recipe`: config_digest() of the run's config. `state`: JSON. `entries`: what write() returned on each rank, empty
-    where it wrote nothing.
+    `recipe`: config_digest() of the run's config. `state`: JSON. `entries`: what write() returned on each rank; empty
+    for a rank that wrote nothing.
     """
     final = staging.with_name(staging.name.removeprefix(".staging-"))
     parts = [entry for entry in entries if entry]
@@ -130,7 +130,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so half a checkpoint never has a checkpoint's name."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed checkpoint never has a checkpoint's name."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -140,7 +140,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint: it stays on the disk, but is no longer one of the run. Returns its path. Raises OSError."""
+    """Rename a checkpoint. It stays on the disk but is no longer the run's. Returns the new path. Raises OSError."""
     aside, number = path.with_name(f"aside-{path.name}"), 1
     while os.path.lexists(aside):
         number += 1
@@ -151,7 +151,7 @@ def set_aside(path: Path) -> Path:
 def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
     """How the files of the checkpoint at `path` differ from its manifest; None for an intact checkpoint.
 
-    `share`: (n, m): read each m-th file, from the n-th on. Other ranks read the other files.
+    `share`: (n, m) reads each m-th file, beginning at file n. Other ranks read the other files.
     """
     if path.is_symlink():
         return Damage("it is a link")
@@ -179,16 +179,14 @@ def damage_of(path: Path, share: tuple[int, int] = (0, 1)) -> Damage | None:
 
 
 def open_tensors(path: Path, kind: str) -> StoredTensors:
-    """The tensors of the checkpoint at `path`, which damage_of() finds intact: its WEIGHTS or its MOMENTS. Raises
-    ValueError.
-    """
+    """The tensors of a checkpoint that damage_of() found intact. `kind`: WEIGHTS or MOMENTS. Raises ValueError."""
     files = _tensor_files(read_json(path / MANIFEST), kind)
     return StoredTensors({path / name: chunks for name, chunks in files.items()})
 
 
 def _tensor_files(manifest: Mapping[str, Any], kind: str) -> dict[str, Chunks | None]:
-    """The files of a checkpoint's WEIGHTS or MOMENTS, by the names that fxtune gives them, with the chunks of their
-    parts; None for a file of whole tensors.
+    """The chunks in each file of a checkpoint's WEIGHTS or MOMENTS, by file name; None for a file of whole tensors.
+    The file names are fxtune's own, and not read from the manifest.
 
     Raises KeyError, TypeError or AttributeError if the manifest does not describe a checkpoint.
     """
@@ -217,7 +215,7 @@ def rank_of(name: str) -> int | None:
 
 
 def of_all_ranks(moments: Mapping[str, Moment]) -> dict[str, Moment]:
-    """The `moments` that are not of one rank."""
+    """The `moments` that all ranks share."""
     return {name: tensor for name, tensor in moments.items() if not _OF_RANK.fullmatch(name)}
 
 

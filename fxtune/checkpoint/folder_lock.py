@@ -1,9 +1,9 @@
 """The lock of a run folder: the operating system's lock (flock), and a note about its holder.
 
 flock works for every path to the folder, and the death of a process releases it. On some network file systems a second
-host gets the lock, too. So the holder writes its host and a growing count next to the lock. A process that gets the
-lock and finds the note of another host waits to see whether the count grows. After an orderly end there is no note, so
-only a run that died on one host and continues on another has to wait.
+host gets the lock, too. So the holder writes a note next to the lock, with its host and a growing count. A process
+that gets the lock and finds the note of another host waits to see whether the count grows. An orderly end removes the
+note, so only a run that died on one host and continues on another host has to wait.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 
 LOCK, HOLDER = ".lock", ".holder"
 COUNT_SECONDS = 5.0
-"""Seconds between two counts of the holder."""
+"""Seconds after which the holder writes its next count."""
 WATCH_SECONDS = 3 * COUNT_SECONDS
-"""How long the count of another host must stand still before its run counts as dead."""
+"""If the count of another host stands still for this many seconds, its run counts as dead."""
 
 
 class FolderLock:
@@ -36,7 +36,7 @@ class FolderLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> bool:
-        """Take the lock; False if a process that is alive has it. Raises OSError."""
+        """Take the lock. Returns False if a living process has the lock. Raises OSError."""
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -60,7 +60,7 @@ class FolderLock:
         self._lock.release()
 
     def holder(self) -> str:
-        """The holder of the lock, if its note can be read: ` (process 7 on alpha)`."""
+        """The lock's holder, as the end of a message: ` (process 7 on alpha)`; empty if its note cannot be read."""
         note = self._read()
         return f" (process {note.get('process')} on {note.get('host')})" if note else ""
 
@@ -79,7 +79,7 @@ class FolderLock:
         count = 0
         while not self._over.wait(COUNT_SECONDS):
             count += 1
-            with suppress(OSError):  # a full disk ends no run
+            with suppress(OSError):  # a full disk does not end the run
                 self._note(count)
 
     def _note(self, count: int) -> None:
@@ -87,7 +87,7 @@ class FolderLock:
         (self.folder / HOLDER).write_text(json.dumps(note))
 
     def _read(self) -> dict[str, Any]:
-        """The note; empty without one. A note that is half written is read again."""
+        """The holder's note; empty if there is no note. A half-written note is read again."""
         until = time.monotonic() + COUNT_SECONDS
         while True:
             try:

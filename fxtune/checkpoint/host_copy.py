@@ -5,7 +5,7 @@ backward pass, which only read weights. The optimizer's update waits for the cop
 a CPU tensors are cloned.
 
 The cost is host memory of the checkpoint's size (LoRA of rank 16 on 8B: 0.5 GB; full fine-tuning of 8B in bfloat16: 48
-GB). If less than twice this size is free, `take` copies nothing and returns None, and the loop waits while the
+GB). If less than twice this size is free, `take` copies nothing and returns None. Then the loop waits while the
 checkpoint is written.
 """
 
@@ -25,7 +25,7 @@ power of two."""
 ALIGNMENT = 64
 
 Tensors = dict[Any, torch.Tensor]
-"""Tensors by any kind of name."""
+"""Tensors by name. A name may have any type."""
 
 
 class HostCopy:
@@ -44,7 +44,7 @@ class HostCopy:
     def take(self, tensors: Mapping[Any, torch.Tensor], sharers: int = 1) -> Tensors | None:
         """Copies of `tensors`, to be read after `wait_on_host`; None if this host has no memory for them.
 
-        `sharers`: the number of processes of this host that copy as much at the same time.
+        `sharers`: the number of processes of this host that make equally large copies at the same time.
         """
         on_gpu = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_cuda}
         on_host = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_cuda}
@@ -56,7 +56,7 @@ class HostCopy:
             self._pinned, self._layout = {}, {}
             try:
                 self._pinned = dict(_pinned_buffers(on_gpu))
-            except RuntimeError:  # the driver cannot pin more memory; torch has no exception class for that
+            except RuntimeError:  # the driver cannot pin more memory; torch has no other exception for this
                 return None
             self._layout = layout
         clones = catch_out_of_memory(
@@ -74,7 +74,7 @@ class HostCopy:
         self._sources = []
 
     def wait_on_device(self) -> None:
-        """Make work issued to the device from now on wait for the copies. The host does not wait."""
+        """Let the device begin later work only after the copies are complete. The host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
@@ -92,7 +92,7 @@ class HostCopy:
 
 
 def _pinned_buffers(tensors: Mapping[Any, torch.Tensor]) -> Tensors:
-    """A pinned buffer for each of `tensors`. Raises RuntimeError if the host cannot pin that much."""
+    """A pinned buffer for each of `tensors`. Raises RuntimeError if the host cannot pin this much memory."""
     sizes = {name: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for name, tensor in tensors.items()}
     left, block, used = sum(sizes.values()), torch.empty(0, dtype=torch.uint8), 0
     buffers = {}

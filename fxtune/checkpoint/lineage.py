@@ -1,4 +1,4 @@
-"""The lineage of a run: the refreshes of its model, and the model that serves now.
+"""The lineage of a run: the refreshes of its model, and which of these models serves now.
 
     runs/NAME                   the first run; it is never changed
     runs/NAME.refresh/
@@ -31,7 +31,7 @@ CURRENT, LINEAGE = "current", "lineage.json"
 
 @dataclass
 class Lineage:
-    """The lineage in `folder`, locked. `refreshes`: an entry for each refresh, as lineage.json has it."""
+    """The locked lineage in `folder`. `refreshes`: the entry of each refresh in lineage.json."""
 
     folder: Path
     lock: FolderLock
@@ -71,19 +71,20 @@ class Lineage:
         return 1 + max((entry["number"] for entry in self.refreshes), default=0)
 
     def release(self) -> None:
-        """Unlock the lineage. Without a lineage.json its folder is removed."""
+        """Unlock the lineage. If its folder has no lineage.json, remove the folder."""
         self.lock.release()
         if not (self.folder / LINEAGE).exists():
-            with contextlib.suppress(OSError):  # other files are there
+            with contextlib.suppress(OSError):  # the folder stays if it has other files
                 for name in (CURRENT, f".{CURRENT}", HOLDER, LOCK):
                     (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()
 
 
 def open_lineage(run: Path) -> Lineage:
-    """The lineage of `run`: the first run, its folder NAME.refresh, or `current` in it. Makes the folder if necessary.
+    """Lock and read the lineage of `run`; make its folder if necessary. `run`: the folder of a run, the folder
+    NAME.refresh, or `current` in NAME.refresh.
 
-    Raises ConfigError for a run in a lineage that does not serve, StorageError if the folder is in use or damaged.
+    Raises ConfigError if `run` is a refresh that does not serve, and StorageError if the folder is in use or damaged.
     """
     folder = _folder(run)
     try:
@@ -106,7 +107,7 @@ def open_lineage(run: Path) -> Lineage:
 
 
 def _folder(run: Path) -> Path:
-    """The folder of the lineage that `run` means."""
+    """The folder of the lineage to which `run` belongs."""
     absolute = Path(os.path.abspath(run))
     if absolute.name.endswith(SUFFIX):
         return run

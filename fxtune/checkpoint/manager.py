@@ -1,15 +1,15 @@
 """The checkpoints of a run: complete or absent, written in the background, as safetensors and JSON, never pickle.
 
-A checkpoint is the trained weights, the optimizer's moments and the `TrainState`. A batch is a function of (data plan,
-seed, step), and the step seeds dropout, so no random states and no positions in the data are saved.
+A checkpoint is the trained weights, the optimizer's moments and the `TrainState`. A batch depends only on data plan,
+seed and step, and the step seeds dropout. So no random states and no positions in the data are saved.
 
 The training loop stops only while the tensors are copied (host_copy.py). A thread writes them (save.py) and removes
 old checkpoints (retention.py); at most one save is in flight. A failed save is reported once, and the next save tries
 again. Only a run whose last save failed ends with an error (`wait`).
 
-The newest usable checkpoint is loaded, and each newer checkpoint is reported with the reason. When the run then saves,
-a newer checkpoint is removed if its bytes are known to be lost. Otherwise it is set aside: another version of fxtune,
-or the same version once the disk works again, may be able to read it.
+The newest usable checkpoint is loaded, and each newer checkpoint is reported with the reason why it is not usable. At
+the next save a newer checkpoint is removed if its bytes are known to be lost. Otherwise it is set aside, because
+another version of fxtune, or the same version once the disk works again, may be able to read it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fxtune.system.terminal.units import format_bytes
 @dataclass
 class CheckpointConfig:
     every: int = field(default=100, metadata={"min": 0})
-    """Save every so many steps; 0: only at the end. A killed run loses at most that many steps."""
+    """Steps between two saves; 0: save only at the end. A killed run loses at most this many steps."""
     keep: int = field(default=2, metadata={"min": 1})
-    """How many of the newest checkpoints stay; fewer where the disk has no room for the next one."""
+    """How many of the newest checkpoints stay. Fewer stay if the disk has no room for the next one."""
     keep_best: bool = True
     """Also save at each evaluation that is the best so far, and keep that checkpoint until a better one is saved."""
 
@@ -55,17 +55,18 @@ class Checkpoint:
     path: Path
     state: TrainState
     weights: dict[str, torch.Tensor]
-    """On the CPU; of a sharded weight, the part of this rank."""
+    """The weights, on the CPU. A sharded weight is only this rank's part."""
     moments: dict[str, torch.Tensor]
-    """On the CPU; of a moment that is sharded like its weight, the part of this rank."""
+    """The moments, on the CPU. A moment that is sharded like its weight is only this rank's part."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`. As a context manager it waits at the end for the save in flight.
+    """The checkpoints of one run, in `folder`. As a context manager it waits for the save in flight when the body
+    ends.
 
     `recipe`: run_folder.config_digest() of the run; checkpoints with another digest are not loaded. `note` gets
-    one-line messages for the user, always in the thread that calls this object. `ranks`: the ranks of the run, which
-    call each method together; None means this process alone.
+    one-line messages for the user, always in the thread that calls this object. `ranks`: the ranks of the run, None
+    for this process alone. All ranks call each method together.
     """
 
     def __init__(
@@ -85,15 +86,15 @@ class Checkpoints:
         """The save in flight."""
         self._timings: dict[str, float] = {}
         self._saved_state: dict[str, Any] = {}
-        """The latest state on the disk, without the clock, which always differs. save() skips an equal state: a signal
-        may come right after a save."""
+        """The latest state on the disk, without the clock, which always differs. save() skips an equal state, because
+        a signal may arrive right after a save."""
         self._step: int | None = None
-        """The step that was loaded or saved last. Checkpoints of later steps in the folder are not of this run."""
+        """The step that was loaded or saved last. This run did not write checkpoints of later steps in the folder."""
         self._noted_memory = False
         self._holders: dict[Coordinates, int] = {(): 0}
-        """The first rank that holds each part of sharded tensors; rank 0 holds all others."""
+        """The first rank that holds each part of the sharded tensors. Rank 0 holds all other tensors."""
         self._writers = [0]
-        """The ranks that write."""
+        """The ranks that write files."""
 
     @property
     def sharded(self) -> bool:
@@ -101,7 +102,7 @@ class Checkpoints:
         return len(self._writers) > 1
 
     def prepare(self, weights: Mapping[str, torch.Tensor], all_write: bool = False) -> None:
-        """Find out which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
+        """Decide which rank writes which part of `weights` and of their moments. Raises StorageError on all ranks if
         several ranks write and a rank does not see the folder of rank 0.
 
         `all_write`: moments differ from rank to rank. Each rank names its moments by folder.name_of_rank().
@@ -143,14 +144,14 @@ class Checkpoints:
         since: float | None = None,
         alone: bool = False,
     ) -> None:
-        """Copy a checkpoint and write it in the background. Waits for the previous save first.
+        """Wait for the previous save, copy a checkpoint, and write the copy in the background.
 
-        Weights and moments may change afterwards; on a GPU only by work issued after wait_for_copy(). `since`: the
-        time.perf_counter() at which the loop stopped for this save. `alone`: only rank 0, which holds everything,
-        calls this. Does not raise disk errors: see `failure`, `wait`.
+        Weights and moments may change after this call; on a GPU only by work that is issued after wait_for_copy().
+        `since`: the time.perf_counter() at which the loop stopped for this save. `alone`: only rank 0, which holds
+        everything, calls this. Disk errors are not raised here; see `failure` and wait().
         """
         since = time.perf_counter() if since is None else since
-        text = json.dumps(asdict(state), indent=1)  # not in the thread, because the loop changes the state
+        text = json.dumps(asdict(state), indent=1)  # written in this thread, because the loop changes the state
         self._end_save()
         unchanged = without_clock(text) == self._saved_state
         if unchanged and self.ranks.size == 1:
@@ -188,7 +189,7 @@ class Checkpoints:
     def _own_part(
         self, tensors: Mapping[tuple[str, str], torch.Tensor]
     ) -> tuple[Part, dict[tuple[str, str], torch.Tensor]]:
-        """(where this rank's parts lie in the whole tensors, the parts that this rank writes)."""
+        """The parts that this rank writes, as (their places in the whole tensors, their tensors)."""
         own = {
             (kind, name): tensor
             for (kind, name), tensor in tensors.items()
@@ -204,7 +205,7 @@ class Checkpoints:
         return part, {key: local(tensor) for key, tensor in own.items() if not chunks[key].empty}
 
     def _writer(self, name: str, tensor: torch.Tensor) -> int:
-        """The rank that writes its part of a tensor."""
+        """The rank that writes this part of the tensor `name`."""
         owner = stored.rank_of(name)
         return self._holders[coordinates(tensor)] if owner is None or not self.sharded else owner
 
@@ -219,9 +220,9 @@ class Checkpoints:
     def check_room(self, size: int, exported: int, saves: int, evaluates: bool) -> None:
         """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run.
 
-        A checkpoint has `size` bytes. A run that saves several needs room for two, because a new checkpoint is
-        complete before an older one is removed. `saves`: checkpoints that the run writes. `evaluates`: the run keeps
-        the best checkpoint, too. Warns if fewer checkpoints fit than are kept.
+        A checkpoint has `size` bytes. A run that saves several checkpoints needs room for two, because a new
+        checkpoint is complete before an older one is removed. `saves`: how many checkpoints the run writes.
+        `evaluates`: whether the run can have a best checkpoint. Warns if fewer checkpoints fit than should stay.
         """
 
         def check() -> str:
@@ -235,14 +236,15 @@ class Checkpoints:
             self.note(warning)
 
     def wait_for_copy(self) -> None:
-        """Call before weights or moments change: makes later work on a GPU wait, on the device, for the copy."""
+        """Call this before weights or moments change. Later work on a GPU then waits for the copy; the host does
+        not."""
         self._host_copy.wait_on_device()
 
     def save_timings(self) -> dict[str, float]:
-        """Timings of the saves that ended since the last call; reports a failed save.
+        """Timings of the saves that ended since the last call. A failed save is reported here.
 
-        `checkpoint/stall_seconds`: how long the loop stopped for these saves. `checkpoint/seconds`: until the last of
-        them was on the disk.
+        `checkpoint/stall_seconds`: how long the loop stopped for these saves. `checkpoint/seconds`: how long the last
+        of them took to be on the disk.
         """
         if self._save and not self._save.is_alive():
             self._end_save()
@@ -296,10 +298,10 @@ class Checkpoints:
         self.failure.__cause__ = save.error
 
     def load_newest(self, model: Mapping[str, torch.Tensor] | None = None) -> Checkpoint | None:
-        """The newest usable checkpoint; None if there is no checkpoint. `model`: the weights that it must fit, as they
-        are sharded here; None: all its tensors, whole.
+        """The newest usable checkpoint; None if there is no checkpoint. `model`: the weights that the checkpoint must
+        fit, sharded as in this run. None: any weights fit, and all tensors are read whole.
 
-        Raises StorageError if there are checkpoints and none is usable, or if the ranks see different ones.
+        Raises StorageError if no existing checkpoint is usable, or if the ranks see different checkpoints.
         """
         self._end_save()
         self._saved_state = {}  # the saved checkpoint may have been damaged since, so save an equal state again
@@ -326,9 +328,9 @@ class Checkpoints:
         return None
 
     def _common_paths(self) -> list[Path]:
-        """The paths of all checkpoints, newest first. Raises StorageError unless all ranks see the same."""
+        """The paths of all checkpoints, newest first. Raises StorageError unless all ranks see the same paths."""
         doing = "comparing checkpoints"
-        self.ranks.gather(None, doing)  # rank 0 has removed leftovers
+        self.ranks.gather(None, doing)  # wait until rank 0 has removed leftovers
         own = [step_of(path) for path in reversed(stored.paths(self.folder))]
         seen = self.ranks.gather(own, doing)
         if any(steps != seen[0] for steps in seen):
@@ -341,12 +343,12 @@ class Checkpoints:
 
     def read(self, step: int, model: Mapping[str, torch.Tensor], with_moments: bool = False) -> Checkpoint:
         """The checkpoint of `step`. Raises ValueError, on all ranks, if it is not usable."""
-        self._end_save(report=False)  # wait() raises it
+        self._end_save(report=False)  # wait() raises a failed save
         return read(self.folder / f"step-{step:08d}", model, self.recipe, with_moments, self.ranks)
 
     def make_room(self, size: int, best_step: int | None, branch_step: int | None = None) -> None:
-        """Remove the oldest checkpoints if `size` bytes would not fit on their disk; never the best, the newest, and
-        the checkpoint of `branch_step`."""
+        """Remove the oldest checkpoints if `size` bytes would not fit on their disk. The newest checkpoint and the
+        checkpoints of `best_step` and `branch_step` stay."""
         self._end_save(report=False)
         with contextlib.suppress(OSError):  # the caller's write reports a full disk
             paths = stored.paths(self.folder)
@@ -362,8 +364,9 @@ def read(
 ) -> Checkpoint:
     """Verify and read the checkpoint at `path`. Raises ValueError with the reason if it is not usable.
 
-    `model`: the weights that it must fit. `recipe`: the digest that it must have; None: any. `ranks`: the ranks that
-    read it together; each rank hashes some of the files, and all ranks raise the reason that one rank found.
+    `model`: the weights that the checkpoint must fit. `recipe`: the digest that it must have; None: any digest.
+    `ranks`: the ranks that read it together. Each rank hashes some of the files, and all ranks raise a reason that one
+    rank found.
     """
     group = ranks or BackgroundGroup()
 
@@ -383,7 +386,7 @@ def read(
 def _load(
     path: Path, model: Mapping[str, torch.Tensor], any_model: bool, recipe: str | None, with_moments: bool
 ) -> Checkpoint:
-    """read() of a checkpoint whose files are intact."""
+    """Read a checkpoint whose files are intact. `any_model`: whether it may have any weights."""
     if recipe is not None and read_json(path / MANIFEST)["recipe"] != recipe:
         raise ValueError("it is of a run of another recipe")
     state = TrainState.of(read_json(path / STATE))

@@ -1,16 +1,16 @@
-"""The tensors of a checkpoint in its files: whole, or in a part for each rank that writes.
+"""The tensors in a checkpoint's files. A file has whole tensors, or the parts of tensors that one rank wrote.
 
-    step-00000120/  weights-1-of-2.safetensors  optimizer-1-of-2.safetensors    of rank 0, with all that is not sharded
+    step-00000120/  weights-1-of-2.safetensors  optimizer-1-of-2.safetensors    of rank 0, with all unsharded tensors
                     weights-2-of-2.safetensors  optimizer-2-of-2.safetensors    of rank 1
                     state.json  manifest.json
 
-The manifest has the shape of each whole tensor and the offset of each part. Ranks of any number, and one process, read
-only the rectangles that they need: the files are memory maps.
+The manifest has the shape of each whole tensor and the offset of each part. Any number of ranks can read the files. A
+rank reads only the rectangles that it needs, because the files are memory maps.
 
 `torch.distributed.checkpoint` promises less: its writers hash nothing, its safetensors writer does not record which
 files belong together, and its default format is a pickle. So fxtune writes and verifies the files itself (folder.py,
-save.py). The format is shared: each part has torch's record of offsets (`DCP_SHARDING_INFO`), so
-torch.distributed.checkpoint.load() with a HuggingFaceStorageReader reads it.
+save.py). torch can still read them: each part has torch's record of offsets (`DCP_SHARDING_INFO`) for
+torch.distributed.checkpoint.load() with a HuggingFaceStorageReader.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxtune.system.files.atomic_files import DTYPES
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
 Chunks = dict[str, dict[str, list[int]]]
-"""The manifest's entry of the tensors of one file: `shape` and `offset` by name."""
+"""The entry for one file in the manifest: for each tensor name, the whole `shape` and the part's `offset`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StoredTensor:
     dtype: str
     """The dtype's name in safetensors."""
     parts: tuple[tuple[Any, Chunk], ...]
-    """(open file, chunk of its part)."""
+    """(open file, place of the file's part in the whole tensor) for each part."""
 
 
 class StoredTensors(Mapping[str, StoredTensor], AbstractContextManager["StoredTensors"]):
@@ -118,7 +118,7 @@ class StoredTensors(Mapping[str, StoredTensor], AbstractContextManager["StoredTe
 
 
 def chunks_of(chunks: Mapping[str, Chunk]) -> Chunks:
-    """The manifest's entry of a file with these parts."""
+    """The entry in the manifest for a file with these parts."""
     return {name: {"shape": list(chunk.shape), "offset": list(chunk.offset)} for name, chunk in chunks.items()}
 
 

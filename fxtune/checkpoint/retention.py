@@ -1,6 +1,6 @@
 """Which checkpoints of a run stay on the disk, and whether the disk has room for them.
 
-The newest checkpoints stay, and beside them the best one and the one before a decay of the learning rate. A new
+The newest checkpoints stay, and also the best checkpoint and the checkpoint before a decay of the learning rate. A new
 checkpoint is complete before an older one is removed.
 """
 
@@ -22,15 +22,15 @@ SPARE = 2**20
 
 @dataclass(frozen=True)
 class Retention:
-    """The last `newest` checkpoints stay, the checkpoint of `branch_step`, and the best checkpoint: of `best_step`,
-    the step of the best evaluation, unless it is None."""
+    """The last `newest` checkpoints stay, and also the checkpoints of `best_step`, the step of the best evaluation,
+    and of `branch_step`. A step of None keeps no checkpoint."""
 
     newest: int
     best_step: int | None = None
     branch_step: int | None = None
 
     def kept(self, paths: Sequence[Path]) -> set[Path]:
-        """The checkpoints in `paths`, lowest step first, that stay however old they are."""
+        """The checkpoints that stay even if they are old. `paths`: all checkpoints, lowest step first."""
         best = None
         if self.best_step is not None:
             # The save of best_step may have failed, so the newest checkpoint that was the best when saved also counts.
@@ -39,13 +39,14 @@ class Retention:
         return {path for path in paths if path == best or step_of(path) == self.branch_step}
 
     def removable(self, paths: Sequence[Path]) -> list[Path]:
-        """The checkpoints in `paths`, lowest step first, that do not stay."""
+        """The checkpoints that do not stay. `paths`: all checkpoints, lowest step first."""
         kept = self.kept(paths)
         return [path for path in paths[: -self.newest] if path not in kept]
 
     def make_room(self, folder: Path, paths: Sequence[Path], need: int) -> None:
-        """Remove as many of the checkpoints `paths`, lowest step first, as a write of `need` bytes takes; never kept()
-        and the newest complete one. Raises OSError, and removes none, if that frees too little.
+        """Remove old checkpoints until `need` bytes fit on the disk. `paths`: all checkpoints, lowest step first. The
+        newest complete checkpoint and the checkpoints of kept() stay. If the others are too small, it removes none and
+        raises OSError.
         """
         need += SPARE
         missing = need - shutil.disk_usage(folder).free
@@ -68,9 +69,9 @@ class Retention:
 def require_room(folder: Path, own: int, size: int, exported: int, saves: int, keep: int, best: bool) -> str:
     """Raise StorageError if the disk cannot take an export of `exported` bytes and the checkpoints of a run.
 
-    `own`: the run's checkpoints in `folder`. `size`: bytes of a checkpoint. `saves`: checkpoints that the run will
-    write. `keep`, `best`: the newest checkpoints stay, and the best one. Returns a warning if the disk has room for
-    fewer checkpoints than stay; otherwise "".
+    `own`: how many checkpoints the run has in `folder`. `size`: bytes of a checkpoint. `saves`: how many checkpoints
+    the run will write. `keep`: how many of the newest checkpoints stay. `best`: whether the best one stays, too.
+    Returns a warning if the disk has no room for all checkpoints that should stay; otherwise "".
     """
     try:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
@@ -78,7 +79,7 @@ def require_room(folder: Path, own: int, size: int, exported: int, saves: int, k
         raise StorageError(
             f"The disk of {folder} cannot be looked at: {error}. Set run.dir to another disk."
         ) from error
-    free += max(own - 1, 0) * size - SPARE  # all but the newest may be removed
+    free += max(own - 1, 0) * size - SPARE  # all of the run's checkpoints but the newest may be removed
     need = f"a checkpoint takes {format_bytes(size)} and the export at the end {format_bytes(exported)}"
     if free < size + exported:
         raise StorageError(

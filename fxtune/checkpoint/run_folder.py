@@ -1,4 +1,4 @@
-"""Finds, creates and locks the folder of a run: no run is overwritten, and no two runs write to one folder.
+"""Finds, creates and locks the folder of a run, so that no run is overwritten and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html
@@ -27,7 +27,7 @@ from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, ki
 from fxtune.system.files.atomic_files import read_json, replace_text
 
 FREE_ON_RESUME = (
-    "run.deterministic",  # setting.json has what it decided
+    "run.deterministic",  # setting.json has its decision
     "run.dir",
     "run.resume",
     "run.device",
@@ -49,8 +49,8 @@ FREE_ON_RESUME = (
     "data.cache_dir",
     "data.questions",
     "data.eval_limit",
-    "data.on_overlap",  # the fingerprint of the plan has the rows that it leaves out
-    "data.template_time",  # and the tokens that it changes
+    "data.on_overlap",  # the plan's fingerprint covers the rows that this key leaves out
+    "data.template_time",  # the plan's fingerprint covers the tokens that this key changes
 )
 """Keys that may differ when a run is resumed, because they do not change the trained weights."""
 LENGTH = ("max_steps", "epochs")
@@ -71,7 +71,7 @@ EVIDENCE = "evidence.json"
 ABOUT = "about.json"
 """The command of the run, its versions, and its data in figures, for reports."""
 TEMPLATE_TIME = "template_time"
-"""The key in about.json of the time that chat templates wrote into the tokens."""
+"""The key in about.json. Its value is the time that chat templates wrote into the tokens."""
 PICTURES = "question_images"
 """The folder with small copies of the images of the first questions: DIGEST.jpg, by the hash of an image's file."""
 REPORT = "report.html"
@@ -86,11 +86,11 @@ class RunFolder:
     resumed: bool
     """Whether the folder holds an unfinished run of the same config."""
     lock: FolderLock | None
-    """None: another process, rank 0, has the lock and writes; this process only reads."""
+    """None on ranks that only read: rank 0 has the lock and writes."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config that the run was started with, as config.yaml has it."""
     extends: bool = False
-    """Whether the config differs from the config of the run in the folder, finished or not, in its length alone."""
+    """Whether the config differs only in its length from the config of the run in the folder, finished or not."""
 
     @property
     def finished(self) -> bool:
@@ -112,12 +112,12 @@ class RunFolder:
         self.write(RESULT, result)
 
     def write(self, name: str, value: Any) -> None:
-        """write_json() in the run's folder, by rank 0."""
+        """Let rank 0 write a JSON file in the run's folder; see write_json()."""
         if self.lock is not None:
             write_json(self.path / name, value)
 
     def first_config(self) -> dict[str, Any]:
-        """The config that the run had before it was extended; else `config`. Raises StorageError."""
+        """The config before the run was extended; `config` if it was not extended. Raises StorageError."""
         return read_config(self.path, "config-1.yaml") or self.config
 
     def extend(self, config: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 Completed = Callable[[dict[str, Any]], dict[str, Any]]
-"""Adds the defaults of the keys that a config of an earlier version lacks."""
+"""A function that adds the defaults of keys which a config of an earlier version lacks."""
 
 
 def claim(
@@ -172,7 +172,7 @@ def claim(
 
     Without `folder` the run's folder is runs/NAME, runs/NAME-2 and so on. resume: `auto` resumes the newest unfinished
     run of the same config or takes a new folder; `never` always takes a new folder; `must` fails if there is no run to
-    resume. A `folder` with other contents than this run is an error.
+    resume. It is an error if `folder` has other contents than this run.
     """
     root = Path(os.path.expanduser(folder)) if folder else RUNS / name
     with _usable(root):
@@ -191,9 +191,9 @@ def claim(
 
 
 def sweep_folder(root: Path, resume: str, config: dict[str, Any], completed: Completed = dict) -> Path:
-    """The folder of one job of `fxtune -m`: the newest of ROOT, ROOT-2 and so on with a run of this config, finished
-    or not; otherwise, or with resume=never, the next free folder. So the same command continues where it stopped, and
-    a command with other settings gets new folders. Raises StorageError."""
+    """The folder of one job of `fxtune -m`. It is the newest of ROOT, ROOT-2 and so on with a run of this config,
+    finished or not. Without such a run, or with resume=never, it is the next free folder. So the same command
+    continues where it stopped, and a command with other settings gets new folders. Raises StorageError."""
     with _usable(root):
         taken = {number: path for number, path in _existing(root).items() if (path / "config.yaml").exists()}
         for _, path in sorted(taken.items(), reverse=True) if resume != "never" else ():
@@ -214,7 +214,7 @@ def _usable(root: Path) -> Iterator[None]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """A digest of the keys that change the trained weights. Configs with equal digests can resume each other's
+    """A digest of the values that change the trained weights. Two configs with equal digests can resume one another's
     runs."""
     return hashlib.sha256(json.dumps(_learned(config), sort_keys=True).encode()).hexdigest()
 
@@ -273,7 +273,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             f"run.resume=must, but no unfinished run of this config lies in {root}*."
             + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else "")
         )
-    while True:  # another process may take the same number: mkdir fails for the second
+    while True:  # another process may take the same number, but mkdir then fails for one of them
         taken += 1
         path = _numbered(root, taken)
         try:
@@ -313,13 +313,13 @@ def _write_config(path: Path, config: dict[str, Any]) -> None:
 
 
 def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the keys of LENGTH of `other`."""
+    """`config` with the values of `other` for the keys of LENGTH."""
     length = {key: (other.get("train") or {}).get(key) for key in LENGTH}
     return {**config, "train": {**(config.get("train") or {}), **length}}
 
 
 def read_template_time(path: Path) -> str | None:
-    """The time that chat templates wrote into the tokens of the run in `path`; None before the run has tokens."""
+    """The time that chat templates wrote into the tokens of the run in `path`; None if the run has no tokens yet."""
     try:
         time = read_json(path / ABOUT).get(TEMPLATE_TIME)
     except ValueError:
@@ -363,8 +363,8 @@ def holds_run(path: Path) -> bool:
 
 
 def metric_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of the metrics of the run in `path`, in order: the run may be writing the last line. Raises
-    StorageError for a file that cannot be read."""
+    """Yield the complete lines of the run's metrics, in order. The run may be writing the last line. Raises
+    StorageError if the file cannot be read."""
     file = path / METRICS
     if not file.exists():
         return
@@ -379,8 +379,8 @@ def metric_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def require_own_files(path: Path) -> None:
-    """Raise StorageError if the run folder has a link that leads out of it (except to checkpoints on another disk), or
-    a pipe or a device, which would block when opened."""
+    """Raise StorageError if the run folder has a pipe or a device, which would block when opened, or a link that leads
+    out of the folder. A link to checkpoints on another disk is allowed."""
     for entry in path.iterdir():
         if entry.is_symlink() and entry.name != CHECKPOINTS and not entry.resolve().is_relative_to(path.resolve()):
             raise StorageError(
@@ -399,7 +399,7 @@ def require_own_files(path: Path) -> None:
 
 
 def _require_simple_yaml(text: str) -> None:
-    """Raise ValueError for YAML with deep nesting or aliases, which can make a few lines endless. fxtune writes
+    """Raise ValueError for YAML with deep nesting or aliases. They can make a few lines endless. fxtune writes
     neither."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -421,7 +421,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _learned(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of `config` by dotted key, without the keys that may differ when a run is resumed."""
+    """The values of `config` by dotted key, without the keys of FREE_ON_RESUME."""
     if any(f"{prefix}.".startswith(f"{free}.") for free in FREE_ON_RESUME):
         return {}
     if not isinstance(config, (dict, list)):

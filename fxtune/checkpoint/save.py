@@ -1,7 +1,7 @@
 """One save of a checkpoint, in a thread.
 
-With several ranks, the first rank that holds a part writes it, and all ranks write at the same time. Rank 0 makes the
-folder and room for all parts. Each rank writes its parts and sends the digests. Only then does rank 0 write the
+With several ranks, the first rank that holds a part writes this part. All ranks write at the same time. Rank 0 makes
+the folder and room for all parts. Each rank writes its parts and sends the digests. Only then does rank 0 write the
 manifest and rename the folder. The threads of the ranks agree on every phase over a separate process group
 (distributed/background.py). So a save succeeds or fails on all ranks, and a rank that dies in between leaves no
 checkpoint."""
@@ -31,7 +31,8 @@ SHOWN_WITHIN = 15.0
 
 
 class Save(threading.Thread):
-    """One save. It is a daemon thread, so a process can exit at once: the unfinished folder has a name with a dot."""
+    """One save. The thread is a daemon, so the process can exit at once. An unfinished folder's name has a dot
+    first."""
 
     def __init__(
         self,
@@ -46,14 +47,14 @@ class Save(threading.Thread):
         copied: Callable[[], None],
         own_step: int | None,
     ) -> None:
-        """`text`: the TrainState as JSON. `part`, `tensors`: the part of this rank. `copied` waits until `tensors` are
-        on the host. `own_step`: the step that the run loaded or saved last."""
+        """`text`: the TrainState as JSON. `part` and `tensors`: the part that this rank writes. `copied`: waits until
+        `tensors` are on the host. `own_step`: the step that the run loaded or saved last."""
         super().__init__(name="checkpoint", daemon=True)
         self.folder, self.recipe, self.retention, self.ranks = folder, recipe, retention, ranks
         self.step, self.text, self.part, self.tensors = step, text, part, tensors
         self.copied, self.own_step = copied, own_step
         self.size = self.total = sum(tensor.nbytes for tensor in tensors.values())
-        """Bytes of the tensors of this rank, and of all ranks."""
+        """Bytes of this rank's tensors, and of all ranks' tensors."""
         self.unchanged = False
         """Whether this state was already on the disk."""
         self.waits = False
@@ -61,7 +62,7 @@ class Save(threading.Thread):
         self.written = False
         """Whether the checkpoint is now on the disk."""
         self.waiting: str | None = None
-        """A rank whose training waits for this save."""
+        """The name of another rank whose training waits for this save."""
         self.error: BaseException | None = None
         self.notes: list[str] = []
         self.stall = self.seconds = 0.0
@@ -98,7 +99,7 @@ class Save(threading.Thread):
         except BaseException as error:
             if self.ranks.main and staging is not None:
                 shutil.rmtree(staging, ignore_errors=True)
-            if isinstance(error, OSError):  # all ranks have this error
+            if isinstance(error, OSError):  # an OSError is raised on all ranks
                 self.ranks.gather(None, "removing an unfinished checkpoint")
             raise
         self.written = True
@@ -106,7 +107,7 @@ class Save(threading.Thread):
             self._remove_old()
 
     def _together(self, work: Callable[[], Result], doing: str) -> list[Result]:
-        """The results of work() on all ranks, which raise OSError if the disk or the memory of one refuses."""
+        """Call work() on all ranks and return all results. If one rank lacks disk or memory, all raise OSError."""
 
         def named() -> Result:
             try:
@@ -149,7 +150,7 @@ class Save(threading.Thread):
     def _remove_old(self) -> None:
         paths = stored.paths(self.folder)
         own = [path for path in paths if step_of(path) <= self.step]
-        lost = paths[len(own) :]  # of later steps: _set_newer_aside() has renamed all checkpoints that are not lost
+        lost = paths[len(own) :]  # later checkpoints: _set_newer_aside() has renamed all that are not lost
         try:
             for path in [*self.retention.removable(own), *lost]:
                 stored.remove(path)
@@ -157,7 +158,7 @@ class Save(threading.Thread):
             self.notes.append(f"An old checkpoint in {self.folder} cannot be removed: {error}. Remove it by hand.")
 
     def _set_newer_aside(self) -> None:
-        """Set aside checkpoints of this step or later from which the run did not resume. Skips lost checkpoints."""
+        """Set aside checkpoints of this step or later, unless they are lost or the run resumed from them."""
         for path in stored.paths(self.folder):
             own = step_of(path) < self.step or (step_of(path) == self.step and self.own_step in (None, self.step))
             if own or ((damage := damage_of(path)) and damage.lost):
@@ -171,7 +172,7 @@ class Save(threading.Thread):
 
 
 def appears(path: Path, text: str | None = None) -> bool:
-    """Whether `path` is there, with this text. A network disk may show it some seconds after another host made it."""
+    """Whether `path` exists and has this `text`. A network disk may show it seconds after another host made it."""
     until = time.monotonic() + SHOWN_WITHIN
     while True:
         with contextlib.suppress(OSError):

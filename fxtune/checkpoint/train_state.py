@@ -20,20 +20,20 @@ class TrainState:
     numbers: dict[str, Any] = field(default_factory=dict)
     """The state of training/step_monitor.py: skipped steps, and the losses that spike detection keeps."""
     evaluation_due: bool = False
-    """Whether a signal interrupted the evaluation due at this step."""
+    """Whether the evaluation of this step is still due, because a signal interrupted it."""
     best_loss: Optional[float] = None
     """Lowest evaluation loss so far."""
     best_step: Optional[int] = None
-    """The step of the best evaluation: the lowest loss, or the best value of train.stop.metric."""
+    """The step of the best evaluation. It has the lowest loss, or the best value of train.stop.metric."""
     best_match: Optional[float] = None
-    """The value of train.stop.metric at best_step, if it is not the loss."""
+    """The value of train.stop.metric at best_step, if the metric is not the loss."""
     branch_step: Optional[int] = None
-    """The step at which a decay of the learning rate begins or has begun. Its checkpoint is kept: from it the run can
-    be extended."""
+    """The step at which a decay of the learning rate begins or has begun. The checkpoint of this step is kept, because
+    the run can be extended from there."""
     schedule: dict[str, int] = field(default_factory=dict)
-    """The lengths of optim/schedule.py's Schedule: where the run ends, and later decisions about its end."""
+    """The lengths of the Schedule (optim/schedule.py), with later decisions about the end of the run."""
     ending: dict[str, Any] = field(default_factory=dict)
-    """The state of training/run/end.py: how long no evaluation has been better, and why the run ends early."""
+    """The state of training/run/end.py: for how long evaluations have not improved, and why the run ends early."""
     clock: dict[str, float] = field(default_factory=dict)
     """The state of training/monitors/clock.py: seconds of the run so far."""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -44,8 +44,8 @@ class TrainState:
     optimizer: dict[str, Any] = field(default_factory=dict)
     """The parts of the optimizer's state that are not tensors."""
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows per batch of `training`, `evaluation` and `questions`, if running out of memory reduced them
-    (system/process/oom.py)."""
+    """Rows per forward pass of `training`, `evaluation` and `questions`; only the numbers that running out of memory
+    reduced (system/process/oom.py)."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """float16's loss scale and its count of good steps; empty for other dtypes."""
 

@@ -1,14 +1,14 @@
-"""`--json FILE`, on every command: its results, or the error that ended it, as one JSON value for programs.
+"""`--json FILE` on every command: writes the command's results, or the error that ended it, as one JSON value.
 
     {"error": {"code": "config", "exit_code": 2, "key": "optimizer.lrr", "file": "recipes/mine.yaml", "line": 7,
                "reason": "unknown key `optimizer.lrr`", "change": "did you mean `optimizer.lr`?",
                "suggestion": "optimizer.lr", "message": "recipes/mine.yaml:7: unknown ...", "also": []}}
 
-Results from before the error stand beside it. `-`, or `--json` as the last word, is standard output; what people read
-goes to standard error then. An earlier command's FILE is removed first.
+Results that were written before the error stay in the object. With `-`, or with `--json` as the last word, the JSON
+goes to standard output, and the text for people to standard error. At its start a command removes an older FILE.
 
-Errors cross layers, jobs and ranks as text, of the form `PLACE: KEY ... REASON. CHANGE`, with a line for each mistake.
-Their parts are read from this text, here and nowhere else.
+Layers, jobs and ranks pass errors on as text of the form `PLACE: KEY ... REASON. CHANGE`, with a line for each
+mistake. Only this file takes such a text apart.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fxtune.system.terminal.redact import redact_text
 
 CODES = {1: "check", 2: "config", 3: "data", 4: "hardware", 5: "numbers", 6: "storage", 7: "rank"}
 CODES |= {75: "stopped", 130: "stopped"}
-"""Exit code -> the name of the error. An error with a traceback is a `bug`."""
+"""The name of the error for each exit code. An error with a traceback is a `bug`."""
 SECTIONS = "run|model|data|objective|train|optimizer|schedule|techniques|parallel|loader|checkpoint|tracking|refresh"
-"""The sections of a config, which takes seconds to import."""
+"""The sections of a config. The class Config has them, too, but takes seconds to import."""
 
 _KEY = re.compile(rf"unknown key `([^`]+)`|(?<![\w./-])((?:{SECTIONS})(?:(?:\.\w+)+|(?==)))(?![/(])")
 _PLACE = re.compile(r"(?P<said>on the command line|in the config): |(?P<file>[^\s:`][^:`\n]*?)(:(?P<line>\d+))?: ")
@@ -43,14 +43,14 @@ _SUGGESTION = re.compile(r"[Dd]id you mean `?([^`?]+)`?\?")
 
 
 class Answer:
-    """The file of --json of this process's command; no file without --json."""
+    """The file of --json for the command of this process. Without --json there is no file."""
 
     def __init__(self) -> None:
         self.file: Path | None = None
         self._rank = ProcessRank(0, 1, 0)
-        """As the process was started: a command may act_alone()."""
+        """The rank with which the process was started. A command may call act_alone() later."""
         self._stdout: int | None = None
-        """The descriptor of standard output, while it goes to standard error."""
+        """A copy of the descriptor of standard output, while standard output leads to standard error."""
 
     def begin(self, argv: list[str]) -> list[str]:
         """Take `--json FILE` out of a command line, and return the rest. Raises ConfigError or StorageError."""
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def words(self) -> list[str]:
-        """The option as the ranks of this command get it."""
+        """The option --json as words for the command line of this command's ranks."""
         return ["--json", str(self.file)] if self.file else []
 
     def put(self, value: Any) -> None:
@@ -84,7 +84,7 @@ class Answer:
             write_json(self.file, value)
 
     def fail(self, error: BaseException, exit_code: int) -> None:
-        """Write the error that ends the command, beside the results that are there."""
+        """Write the error that ends the command. Results that are already in the file stay beside the error."""
         if self.file is None:
             return
         found: Any = {}
@@ -92,11 +92,12 @@ class Answer:
             if self._rank.size == 1 and self.file.is_file():
                 found = json.loads(self.file.read_text(encoding="utf-8"))
         found = found if isinstance(found, dict) else {"results": found}
-        with suppress(OSError):  # the error itself is on standard error
+        with suppress(OSError):  # the error is printed to standard error in any case
             self.file.write_text(as_json({"error": described(error, exit_code)} | found), encoding="utf-8")
 
     def end(self, exit_code: int = 0) -> None:
-        """The command has ended with `exit_code`, and has printed why."""
+        """Complete the file for a command that has raised no error in this process. An exit code from 1 to 9 means
+        that a rank failed. Without results the file gets `{}`."""
         if 0 < exit_code < 10:
             self.fail(RuntimeError("a rank failed; its traceback is on standard error"), exit_code)
         elif self.file is not None and not self.file.exists():
@@ -119,7 +120,7 @@ ANSWER = Answer()
 
 
 def described(error: BaseException, exit_code: int) -> dict[str, Any]:
-    """The object of an error, with the parts of its message."""
+    """The JSON object of an error: its code and the parts of its message."""
     told = isinstance(error, (UserError, KeyboardInterrupt))
     message = redact_text(str(error) if told else first_line(error))
     head, *below = message.split("\n")

@@ -6,10 +6,10 @@
     fxtune bench +recipe=quickstart --profile             # also where the time of a step goes, kernel by kernel
     fxtune bench +recipe=quickstart --json bench.json     # all figures, for programs
 
-Only the file of --json is written. Several GPUs (run.gpus) share each step: speed and energy are of all GPUs, memory
-is of the fullest GPU, and kernels are of the first GPU. --ablate replaces attention by torch's own kernel, because
-packed rows need a kernel that isolates documents. If the recipe is refused or does not fit without a technique, the
-row of that technique says why.
+No file is written except FILE of --json. Several GPUs (run.gpus) share each step: speed and energy count all GPUs,
+memory is the fullest GPU's, and the kernels are the first GPU's. --ablate cannot switch attention off, because packed
+rows need a kernel that isolates documents; it measures torch's own kernel instead. If the recipe is refused or does
+not fit without a technique, the technique's row says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxtune.system.terminal.startup import SHOWN
 TOP_KERNELS = 25
 
 Figures = dict[str, Any]
-"""The fields of Measured, with the price if there is one; or `{"error": reason}`."""
+"""The fields of Measured, with price fields if --price is given; or `{"error": reason}`."""
 
 
 def run(
@@ -41,11 +41,11 @@ def run(
     warm_up: int = WARM_UP,
     price: Optional[float] = None,
 ) -> None:
-    """Measure and print.
+    """Measure the recipe and print the figures.
 
-    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts; `price`: per hour. Raises
-    StorageError for a file that cannot be written, CheckError if `ablate` cannot measure the recipe as it is;
-    otherwise as training does.
+    `overrides`: the recipe and keys as typed, for the processes that `ablate` starts. `price`: the cost of an hour.
+    Raises StorageError for a file that cannot be written, CheckError if `ablate` cannot measure the recipe as it is,
+    and the errors of training.
     """
     if ablate and profile:
         raise ConfigError("--profile measures the recipe as it is, and --ablate also others: give one of them.")
@@ -139,12 +139,12 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
             without[name] = {"keys": keys, **figures}
             speed = "{tokens_per_second:,.0f} tokens/s, {memory_gib:.1f} GiB"
             say(f"  {figures.get('error') or speed.format(**figures)}")
-        ANSWER.put({**base, "without": without})  # after each, so that killing the command loses nothing
+        ANSWER.put({**base, "without": without})  # after each measurement, so that a killed command keeps its results
     say(ablation_table(base, without))
 
 
 def switched_off(techniques: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (what is off, the overrides for it) for each technique, switch and kernel that is on."""
+    """Yield (name, the overrides that switch it off) for each technique, switch and kernel that is on."""
     for name, options in techniques.items():
         if name == "attention":
             if options["backend"] != "sdpa":

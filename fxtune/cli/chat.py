@@ -2,15 +2,16 @@
 
     fxtune chat runs/quickstart                # or its name: fxtune chat quickstart
     fxtune chat quickstart --show both         # the base and the tuned model, side by side
-    fxtune chat quickstart/step-87             # a checkpoint of it
+    fxtune chat quickstart/step-87             # a checkpoint of the run
     fxtune chat quickstart < prompts.txt       # answers each line of a file or a pipe, and ends
 
-RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Prompts are written as
-in training, by the run's chat template. In a terminal the conversation goes on; /new starts another one, Ctrl-D ends.
-Each line of a pipe is a separate conversation. Answers are the most likely tokens, unless --temperature is above 0.
+RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. The run's chat template
+writes the prompts, as in training. In a terminal all prompts belong to one conversation, until /new starts another
+one or Ctrl-D ends the chat. With a pipe each line is a separate conversation. The model answers with the most likely
+tokens, unless --temperature is above 0.
 
-`/image FILE` shows a file to a model that reads images. The image belongs to the prompt on the same line, or else to
-the next prompt:
+`/image FILE` shows a file to a model that reads images. The image belongs to the prompt on the same line. On a line
+without a prompt, it belongs to the next prompt:
 
     > /image receipt.jpg What is the total?
     > /image "before the storm.png" /image after.png
@@ -49,8 +50,8 @@ def run(
     temperature: float = 0.0,
     trust_remote_code: bool = False,
 ) -> None:
-    """Answer the prompts of standard input until it ends. Raises ConfigError for a missing run, or one that has no
-    base to show."""
+    """Answer the prompts of standard input until the input ends. Raises ConfigError if the run does not exist, or has
+    no base for --show."""
     output = find_output(run)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -75,7 +76,7 @@ class Chat:
         self.pending_images: list[str] = []
         """Image files for the next prompt."""
         self.said: list[dict[str, Any]] = []
-        """Each prompt with what each speaker answered, for --json."""
+        """One dict for each prompt, with the answers of all speakers, for --json."""
         if conversation.continues_text:
             say(conversation.continues_text)
 
@@ -99,8 +100,8 @@ class Chat:
         say("")
 
     def handle_line(self, line: str) -> bool:
-        """Answer the prompt of a line, and return whether the line has a prompt. Images of the line (`/image FILE`)
-        belong to its prompt, or else to the next prompt."""
+        """Answer the prompt of a line, and return whether the line has a prompt. The images of a line without a prompt
+        (`/image FILE`) are kept for the next prompt."""
         try:
             files, prompt = _files_and_prompt(line)
             for file in files:
@@ -119,7 +120,7 @@ class Chat:
         ANSWER.put({"answers": self.said})
 
     def reply(self, prompt: str) -> None:
-        """Print what each speaker answers, as it writes."""
+        """Print the answer of each speaker while the speaker writes it."""
         shown, self.pending_images = self.pending_images, []
         answers: dict[str, Any] = {}
         if len(self.speakers) > 1 and console().is_terminal:
@@ -151,8 +152,8 @@ class Chat:
 
 
 def _files_and_prompt(line: str) -> tuple[list[str], str]:
-    """(the files of a line, each as `/image FILE`; the prompt after them). A name with spaces is in quotes, or has a
-    backslash before each space. Raises RowError if a name is missing."""
+    """(the files that a line names by `/image FILE`, the prompt after these). A file name with spaces is in quotes, or
+    has a backslash before each space. Raises RowError if a file name is missing."""
     files = []
     while line.split(maxsplit=1)[:1] == [COMMAND]:
         rest = io.StringIO(line.removeprefix(COMMAND))

@@ -1,4 +1,4 @@
-"""The commands of the command line: the file that each calls, its options, and the help text."""
+"""The commands of the command line: the module and the options of each command, and the help text."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from fxtune.cli.options import positive_number, whole_number
 @dataclass(frozen=True)
 class Command:
     module: str
-    """Its `run(config)` is called, and its docstring is the command's help."""
+    """The module whose function `run(config)` is called. The module's docstring is the command's help."""
     summary: str
     reads_data: bool = False
     """A config without data.sources is refused."""
     positional: str | None = None
-    """The module's function for words that are not keys (`fxtune merge ADAPTER FOLDER`): each is an argument."""
+    """The module's function that is called instead of `run` if there are words that are no keys
+    (`fxtune merge ADAPTER FOLDER`). Each word is an argument."""
     positional_only: bool = False
-    """It takes no config: each word is an argument of `run`."""
+    """The command takes no config: each word is an argument of `run`."""
     options: dict[str, dict[str, Any]] | None = None
-    """The command's own options, as argparse takes them. `run` gets the options of the command line by name."""
+    """The command's own options, as argparse takes them. `run` gets the options that were given, by name."""
     gets_overrides: bool = False
-    """`run` also gets `overrides`, the recipes, groups and keys as they were typed, to start processes with them."""
+    """`run` also gets `overrides`: the recipes, groups and keys as typed, to start processes with them."""
     space_prefix: str = ""
-    """Words that begin with this are no keys: `run` gets them as `space`."""
+    """Words with this prefix are no keys. `run` gets them as `space`."""
     config_optional: bool = False
     """Without a recipe or key, `run(None)` is called."""
     ranks: bool = False
-    """It works on the ranks of `run.gpus`. Other commands run in one process, also if torchrun starts several."""
+    """The command works on all ranks of `run.gpus`. Others run in one process, even if torchrun starts several."""
     alone_with: tuple[str, ...] = ()
-    """With one of these options it runs in one process, and starts the processes that have ranks itself."""
+    """Options with which the command runs in one process. It then starts the processes of the ranks itself."""
 
 
 def _flag(text: str) -> dict[str, Any]:
@@ -294,7 +295,7 @@ exit codes: 0 done, 1 verify or doctor found a problem (with a traceback: a bug 
 
 
 def print_result(result: Any) -> None:
-    """Say where the model is that a command has written."""
+    """Print where a command has written a model, if its result is a folder."""
     if isinstance(result, Path):
         kind = "adapter" if (result / "adapter_config.json").exists() else "merged model"
         ANSWER.put({"folder": str(result), "kind": kind})

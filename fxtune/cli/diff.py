@@ -1,10 +1,10 @@
-"""`fxtune diff RUN RUN`: how two runs differ, and from which step on their curves part.
+"""`fxtune diff RUN RUN`: shows how two runs differ, and the step at which their curves part.
 
     fxtune diff quickstart quickstart-2         # names of runs, or their folders
     fxtune diff runs/a runs/b --json diff.json
 
-It compares the recipes, the data by its content, the decisions of `auto`, the machine and its packages, and each
-metric step by step. The exit code is 0 also for runs that differ.
+The command compares the recipes, the content of the data, the decisions of `auto`, the machine and its packages, and
+each metric step by step. The exit code is 0 even if the runs differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxtune.system.terminal.console import say, table
 
 
 def run(first: str, second: str) -> None:
-    """Print the difference of two runs. Raises ConfigError if one of them is no run, StorageError if it cannot be
+    """Print the difference of two runs. Raises ConfigError if a name means no run, StorageError if a run cannot be
     read."""
     folders = run_folder(first), run_folder(second)
     difference = compare_runs(*folders)

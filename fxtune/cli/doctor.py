@@ -3,11 +3,11 @@
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
 
-Each package is checked in a separate process, so a package that crashes or hangs costs a line of the page, not the
-page. Between several GPUs an all-reduce of a few seconds measures the links; with a recipe, between the GPUs that the
-recipe trains on. Training on a GPU reuses the results of the package checks until a package, the driver or the GPU
-changes. The page says whether a secret is set, and never prints the secret. Exit code 1: an installed package or the
-links do not work, or the recipe cannot run here.
+Each package is checked in a separate process, so a package that crashes or hangs spoils only its own line. With
+several GPUs an all-reduce of a few seconds measures the links between them; with a recipe, only the recipe's GPUs take
+part. Training on a GPU reuses the results of the package checks until a package, the driver or the GPU changes. The
+page says whether a secret is set, and never prints the secret. Exit code 1 means that an installed package or the
+links do not work, or that the recipe cannot run here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:  # Config imports torch, and doctor must also run with a broke
 TIMEOUT = 45.0
 """Seconds for a package check on a machine without a GPU."""
 BATCH_TOKENS = 2**18
-"""Tokens of a micro-batch in shared memory, if there is no recipe."""
+"""Assumed tokens of a micro-batch in shared memory, without a recipe."""
 TOKEN_BYTES = 3 * 8
 """Bytes of a token in a batch: ids, targets, positions."""
 DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-"""Files that show a GPU if nvidia-smi is not installed."""
+"""Device files. One of them shows that there is a GPU, even if nvidia-smi is not installed."""
 
 
 INSTALL_COMPILER = "apt install g++ python3-dev"
@@ -62,7 +62,8 @@ REMEDIES = {State.broken: "To repair", State.warning: "To look at", State.missin
 
 
 def run(config: Optional[Config] = None) -> None:
-    """Print the page, and with a recipe whether the recipe can run. Raises CheckError if something is broken."""
+    """Print the page; with a recipe, it also says whether the recipe can run. Raises CheckError if something is
+    broken."""
     findings: list[Finding] = []
     for title, section in _sections(config):
         # The name of a package or a folder may hold a secret.
@@ -92,7 +93,7 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
         packages = [_package(package, checks[package.name].result()) for package in PACKAGES.values()]
         yield "Packages", [_compiler(checks["torch.compile"].result()), *packages, *tested_range()]
     facts = checks["torch"].result().get("facts") or {}
-    if facts.get("device") == "cuda":  # for the runs that follow
+    if facts.get("device") == "cuda":  # later runs on this GPU reuse the results
         package_checks.record({name: check.result() for name, check in checks.items()}, facts["device_name"])
     if ranks := _ranks(config, facts):
         yield "Links", links.check(*ranks)
@@ -101,7 +102,7 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
 
 
 def tested_range() -> Iterator[Finding]:
-    """The packages that are refused, and the packages with a version outside the tested range."""
+    """Yield a finding for each version that is refused, and one for all versions outside the tested range."""
     for line in refusals({name: version for name in WITHIN if (version := _version(name))}):
         yield Finding(f"version of {line.partition(' ')[0]}", line, State.broken, line.partition(": ")[2])
     if line := outside_tested_range():
@@ -135,7 +136,7 @@ def _torch(answer: dict[str, Any], has_gpu: bool) -> Iterator[Finding]:
 
 def _package(package: Package, answer: dict[str, Any]) -> Finding:
     name, version, seen = package.name, _version(*(package.distributions or (package.name,))), answer["seen"]
-    if answer["state"] == "missing" and version:  # as apex on PyPI, which is not NVIDIA's
+    if answer["state"] == "missing" and version:  # apex on PyPI, for example, is not NVIDIA's apex
         seen = f"{version} is another project with the same name ({package.purpose})"
         return Finding(name, seen, State.missing, f"pip uninstall {name}; {package.install}")
     if answer["state"] == "missing":
@@ -173,7 +174,8 @@ def _shared_memory(config: Optional[Config]) -> Iterator[Finding]:
 
 
 def _ranks(config: Optional[Config], facts: dict[str, Any]) -> tuple[int, str] | None:
-    """(ranks, device) of the recipe, or of this machine without a recipe; None for a single rank."""
+    """(number of ranks, device) of the recipe, or without a recipe of this machine. None for one rank: it has no
+    links."""
     device = "cpu" if not facts.get("gpus") or (config and config.run.device.value == "cpu") else "cuda"
     ranks = facts.get("gpus", 1)
     if config is not None:

@@ -5,10 +5,10 @@
     fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
     fxtune eval quickstart                        # what a run has exported, on the held-out data of its config
     fxtune eval quickstart/step-87                # any checkpoint, adapter or model of a run
-    fxtune eval quickstart 'data.eval_sources=[{path: new.jsonl}]'              # the same on other data; any key
+    fxtune eval quickstart 'data.eval_sources=[{path: new.jsonl}]'              # on other data; any key can be set
 
-Data, masks and loss are made as in training, so the figures compare with the figures of a run. Several GPUs share the
-held-out data of a recipe; the first GPU answers the questions.
+Data, masks and loss are made as in training, so the figures can be compared with a run's figures. Several GPUs share
+the held-out data of a recipe; the first GPU answers the questions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fxtune.system.terminal.console import answers_table, say, table
 
 
 def of_output(output: str, *keys: str, trust_remote_code: bool = False) -> dict[str, float]:
-    """Print and return the figures of a run's output. Raises as evaluate_output(); NumbersError for a loss that is not
-    finite."""
+    """Print and return the figures of a run's output. Raises the errors of evaluate_output(), and NumbersError if the
+    loss is not finite."""
     return _show(evaluate_output(output, *keys, trust_remote_code=trust_remote_code))
 
 
 def run(config: Config, trust_remote_code: bool = False) -> dict[str, float]:
-    """Print and return the figures of a recipe's model by metric name. Raises as evaluate(); NumbersError for a loss
-    that is not finite."""
+    """Print and return the figures of a recipe's model, by metric name. Raises the errors of evaluate(), and
+    NumbersError if the loss is not finite."""
     return _show(evaluate(config, trust_remote_code=trust_remote_code))
 
 

@@ -1,12 +1,12 @@
 """`fxtune finish RUN`: end a run before its last step, with a finished model.
 
     fxtune finish quickstart              # a run's name (the newest of runs/quickstart, runs/quickstart-2, ...)
-    fxtune finish runs/quickstart-2       # or its folder
+    fxtune finish runs/quickstart-2       # a run's folder
 
-With schedule.name=wsd the learning rate decays first, from the best weights so far; with other schedules the run ends
-at once. Then the run ends as always: it evaluates, exports and answers its questions. A run that is alive ends by
-itself, and this command returns at once. A run that was stopped goes on in this command until it is done, with the
-ranks of its recipe, or with the ranks that torchrun or srun has started.
+With schedule.name=wsd the run takes its best weights so far, and the learning rate decays before the run ends. With
+other schedules the run ends at once. It ends as always: it evaluates, exports and answers its questions. If the run is
+alive, this command asks it to end and returns at once. If the run was stopped, this command continues the run to its
+end, on the ranks of the recipe or on the ranks that torchrun or srun has started.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fxtune.system.terminal.console import say
 from fxtune.training.run.end import FINISH
 
 DONE = "done"
-"""The answer of _prepare() for a run that needs no training by this command."""
+"""_prepare() returns this for a run that needs no training by this command."""
 
 
 def run(run: str, *, trust_remote_code: bool = False) -> None:
-    """End the run `run`. Raises ConfigError if there is none, or if it has no checkpoint to go on from; StorageError
-    if its folder cannot be written; and, for a stopped run, the errors of training.
+    """End the run `run`. Raises ConfigError if the run does not exist or has no checkpoint to continue from,
+    StorageError if its folder cannot be written, and for a stopped run the errors of training.
     """
     folder = run_folder(run)
     config = compose.of_run(folder, trust_remote_code)
     config.run.dir, config.run.resume = str(folder), Resume.must
-    # A rank that this command has started does not prepare the run again.
+    # A rank that this command has started does not call _prepare() again.
     ranks = "1" if LAUNCHER in os.environ else choice.of_rank_0(lambda: _prepare(folder, config))
     if ranks == DONE:
         return
@@ -54,7 +54,7 @@ def run(run: str, *, trust_remote_code: bool = False) -> None:
 
 
 def _prepare(folder: Path, config: Config) -> str:
-    """Tell the run in `folder` to end. Returns how many ranks to start for it; DONE if there is nothing else to do."""
+    """Ask the run in `folder` to end. Returns the number of ranks that must continue it, or DONE if none must."""
     if (folder / RESULT).exists():
         say(f"{folder} is finished already: there is nothing to do.")
         return DONE
@@ -63,7 +63,7 @@ def _prepare(folder: Path, config: Config) -> str:
         alive = _is_alive(folder / ".lock")
         if not alive and not stored.paths(folder / CHECKPOINTS):
             raise ConfigError(f"{folder} has no checkpoint yet, so there is nothing to finish. Give its command.")
-        ranks = 1 if alive else ranks_of(config)  # an error here comes before the file is written
+        ranks = 1 if alive else ranks_of(config)  # an error here must come before the file is written
         (folder / FINISH).touch()
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}. Change its permissions.") from error

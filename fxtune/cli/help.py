@@ -1,13 +1,13 @@
-"""`fxtune help KEY`: what a key of a recipe means, what it may be, its default, and the files where it acts.
+"""`fxtune help KEY`: explains a key of a recipe, by its meaning, allowed values, default, and the files where it acts.
 
     fxtune help optimizer.lr            # a key
     fxtune help learning_rate           # the same key, by its name in other trainers
     fxtune help data.sources.path       # a key of each entry of a list
     fxtune help techniques.lora         # a section: its keys, a line each
     fxtune help bench                   # a command: the same as fxtune bench --help
-    fxtune help --json                  # all keys, for programs; also after a key or a section
+    fxtune help --json                  # all keys, for programs; --json also works with a key or a section
 
-Everything is read from the dataclasses that hold the config, and from the code that reads them.
+The texts come from the dataclasses of the config. A search for code that reads the key finds the files.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SHOWN_FILES = 4
 
 
 class NoDefault(str):
-    """Why a key has no default."""
+    """The reason why a key has no default, in place of the default."""
 
 
 def run(key: str = "") -> None:
-    """Print the page of `key`; with --json also write it, with the keys below it, or without a key all keys. Raises
-    ConfigError if there is no such key; the error names a similar key."""
+    """Print the page of `key`. With --json also write the pages of `key` and of all keys below it; without a key, the
+    pages of all keys. Raises ConfigError, with a similar key, if `key` does not exist."""
     keys = _entries(key) if key else ()
     validator = Validator(Config, lambda _: "", from_file=False)
     slot = validator.find(keys)
@@ -74,8 +74,8 @@ def run(key: str = "") -> None:
 
 
 def _entries(key: str) -> tuple[str, ...]:
-    """The key as it is typed: `data.sources.path` names the path of each entry, `data.sources.0.path`. A name that
-    other trainers use becomes fxtune's."""
+    """The parts of a key as it is typed. `data.sources.path`, the path of each entry, becomes `data.sources.0.path`. A
+    name from another trainer becomes fxtune's key."""
     slot: Slot | None = Slot(Config)
     keys: list[str] = []
     known = key if key in Slot(Config).fields else OTHER_NAMES.get(key, key)
@@ -89,8 +89,8 @@ def _entries(key: str) -> tuple[str, ...]:
 
 
 def _owners(keys: tuple[str, ...]) -> dict[type, list[str]]:
-    """The dataclass with the field `keys[-1]`; for a key of any name, the dataclass of the section above. If several
-    variants of a section define the field, all of them, with the names of these variants."""
+    """The dataclass with the field `keys[-1]`; for a key of any name, the dataclass of the section above. If variants
+    of a section define the field differently, all their dataclasses, each with the names of its variants."""
     slot = Slot(Config)
     owners: dict[type, list[str]] = {Config: []}
     for key in keys:
@@ -104,7 +104,7 @@ def _owners(keys: tuple[str, ...]) -> dict[type, list[str]]:
 
 
 def _pages(keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """What is known of a key; several times, if variants of its section define the key each for themselves."""
+    """Yield the page of a key. If variants of its section define the key differently, yield a page for each."""
     name, slot = ".".join(keys), Validator(Config, lambda _: "").find(keys)
     assert slot is not None, "the key was found"
     section = slot.below("0") if slot.container is list else slot
@@ -147,7 +147,7 @@ def _listed(prefix: str, section: Slot) -> Iterator[list[str]]:
 
 
 def _metrics() -> Iterator[list[str]]:
-    """The metrics of the objectives: name, the objectives that have it, and what it is."""
+    """Yield [name, its objectives, its meaning] for each metric of the objectives."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, objective in OBJECTIVES.items():
         assert issubclass(objective, Objective)
@@ -187,14 +187,15 @@ def _text(value: Any) -> str:
 
 
 def acts_in(keys: list[str], owner: Any) -> list[str]:
-    """The files whose code reads a key: `config.train.log_every`, or `.log_every` of a name that holds the section."""
+    """The files whose code reads a key. Code reads `train.log_every` as `config.train.log_every`, or as `.log_every`
+    of a variable that holds the section."""
     section, name = next((key for key in reversed(keys[:-1]) if not key.isdigit()), ""), keys[-1]
     classes = {base.__name__ for base in _classes(owner)}
     defined = Path(inspect.getfile(owner))
     found = [file for file in _files() if _reads(file, section, name, classes, file == defined)]
     found = [file for file in found if file.relative_to(PACKAGE).parts[0] not in ("config", "cli")] or found
     found.sort(key=lambda file: (file.parent != defined.parent, file == defined, file))
-    if not found and not defined.is_relative_to(PACKAGE):  # of a plugin
+    if not found and not defined.is_relative_to(PACKAGE):  # a plugin defines the key
         return [discovery.place(defined)]
     return [f"fxtune/{file.relative_to(PACKAGE).as_posix()}" for file in (found or [defined])[:SHOWN_FILES]]
 
@@ -211,7 +212,8 @@ def _nodes(file: Path) -> list[ast.AST]:
 
 
 def _reads(file: Path, section: str, name: str, classes: set[str], own: bool) -> bool:
-    """Whether the code of `file` reads `name` of something that holds the section. `own`: it defines the section."""
+    """Whether the code of `file` reads the attribute `name` of a variable that holds the section. `own`: `file`
+    defines the section, so `self` holds it."""
     if not re.search(rf"\.{name}\b", _files()[file]):
         return False
     nodes = _nodes(file)
@@ -247,7 +249,7 @@ def _classes(owner: Any) -> list[Any]:
 
 
 def _doc(owner: Any, name: str) -> str | None:
-    """The string under a field, which documents it."""
+    """The docstring of a field: the string under it."""
     for base in _classes(owner):
         (parsed,) = ast.parse(inspect.getsource(base)).body
         body = parsed.body if isinstance(parsed, ast.ClassDef) else []

@@ -1,13 +1,13 @@
-"""`fxtune import`: a recipe from a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI's fine-tuning jobs.
+"""`fxtune import`: makes a recipe of a config of Axolotl, LLaMA-Factory, ms-swift, TRL or OpenAI's fine-tuning jobs.
 
     fxtune import qlora.yaml                     # writes recipes/qlora.yaml, and says what became of each key
     fxtune import qlora.yaml mine --gpus 4       # recipes/mine.yaml; the config ran on 4 cards
-    fxtune import dpo.yaml --method dpo          # TRL has its method in the command, and not in the file
+    fxtune import dpo.yaml --method dpo          # TRL names its method on the command line, not in the file
     fxtune import job.json --model Qwen/Qwen3-8B --data chats.jsonl  # another model, other data
-    fxtune import qat.yaml --without qat         # leave a key out that fxtune cannot do, after reading why
+    fxtune import qat.yaml --without qat         # leave out a key that fxtune refused
 
-Every key is translated, or has no effect here and the reason is said, or is refused. With a refused key no recipe is
-written. What the recipe trains otherwise than the other tool stands in its first lines.
+Each key is translated, is left out because it has no effect here, or is refused. A table says which, and why. If a key
+is refused, no recipe is written. The first lines of the recipe say how its training differs from the other tool's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxtune.migration.account import Fate, read
 from fxtune.system.terminal.console import say, table
 
 TOOLS = {module.TOOL.name: module.TOOL for module in (axolotl, openai, trl, llamafactory, swift)}
-"""In the order in which they are tried: tools with unmistakable keys first."""
+"""The tools by name, in the order in which they are tried: tools with unmistakable keys come first."""
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     gpus: int = 1,
     without: str = "",
 ) -> None:
-    """Write the recipe. Raises ConfigError for a config that cannot be translated, StorageError for files."""
+    """Write the recipe. Raises ConfigError if the config cannot be translated, StorageError if it cannot be read."""
     if not 1 <= len(words) <= 2:
         raise ConfigError("fxtune import FILE [NAME]: name the config, and if you like the recipe.")
     file = Path(words[0])

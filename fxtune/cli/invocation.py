@@ -1,7 +1,7 @@
-"""What a command line runs: its config composed and validated, and the command called with it, once or for each job
+"""Runs a parsed command line: composes and validates the config, and calls the command with it, once or for each job
 of a multirun.
 
-main.py imports this when the command line has been read, because the config's libraries take seconds.
+main.py imports this file only after it has parsed the command line, because the config's libraries take seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fxtune.system.terminal.startup import STARTUP
 
 
 def invoke(command: Command, options: argparse.Namespace, own: dict[str, Any]) -> None:
-    """Call the command with its config, print the config (--cfg, --info), or call it for each job of a multirun."""
+    """Call the command with its config, once or for each job of a multirun; or print the config (--cfg, --info)."""
     if options.cfg or options.info:
         choices = compose.prepare(options.overrides, register_all=bool(options.info))
         text = compose.inspect(choices, options.cfg, options.info, options.package, options.resolve)
@@ -78,7 +78,7 @@ def _call(command: Command, config: Config, own: dict[str, Any], overrides: list
 
 
 def _words(own: dict[str, Any]) -> Iterator[str]:
-    """A command's own options as they are typed."""
+    """Yield a command's own options as words of a command line."""
     for name, value in own.items():
         if name != "overrides":
             yield f"--{name.replace('_', '-')}"
@@ -86,16 +86,17 @@ def _words(own: dict[str, Any]) -> Iterator[str]:
 
 
 class _JobError(BaseException):
-    """Carries an error that ends a sweep out of Hydra, which would run the other jobs first and cut the traceback."""
+    """Carries an error out of Hydra to end a sweep. If a job raised the error itself, Hydra would run the other jobs
+    first and cut the traceback."""
 
     def __init__(self, error: Exception):
         self.error = error
 
 
 def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None:
-    """Call the command for each job of a multirun, each with its own run.dir. A job that fails stops no other job."""
+    """Call the command for each job of a multirun, each with its own run.dir. After a UserError the next job runs."""
     swept = {choice.key for choice in choices if choice.sweeps}
-    # Not the errors themselves: their tracebacks would keep each failed job's model in memory.
+    # The list has only the classes of the errors. The traceback of an error would keep a failed job's model in memory.
     failures: list[type[UserError]] = []
     runs: list[SweepRun] = []
     parent = Path()
@@ -109,18 +110,18 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
         try:
             config = compose.typed(cfg)
             parent = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / config.run.name
-            as_written = redact(json.loads(json.dumps(asdict(config))))  # as config.yaml of the run's folder has it
+            as_written = redact(json.loads(json.dumps(asdict(config))))  # equals config.yaml in the run's folder
             root, resume = parent / title, config.run.resume.value
             folder = choice.of_rank_0(lambda: str(sweep_folder(root, resume, as_written, completed)))
             run.folder = config.run.dir = folder
             if process_rank().rank == 0:
                 print(f"\nrun {len(runs)}: {title} -> {config.run.dir}", file=sys.stderr, flush=True)
             result = _call(command, config, own, [*overrides, compose.path_override("run.dir", config.run.dir)])
-            if result is None and (Path(run.folder) / RESULT).exists():  # several ranks trained it
+            if result is None and (Path(run.folder) / RESULT).exists():  # ranks in other processes trained it
                 result = read_json(Path(run.folder) / RESULT)
             run.figures = result if isinstance(result, dict) else {}
         except UserError as error:
-            if keeps_connections():  # this rank can join no other run
+            if keeps_connections():  # this rank cannot take part in another run
                 raise _JobError(error) from error
             if conclude(error)[0]:
                 show_error(error)
@@ -146,10 +147,11 @@ def _sweep(command: Command, own: dict[str, Any], choices: list[Choice]) -> None
 
 
 def title_of(overrides: list[str], number: int) -> str:
-    """A job's folder name: what it changes (`optimizer.lr=0.001,train.epochs=2`), as every file system allows it."""
+    """The name of a job's folder: the keys that the job changes (`optimizer.lr=0.001,train.epochs=2`), in characters
+    that every file system allows."""
     changes = ",".join(text.lstrip("+") for text in overrides) or f"job-{number}"
     title = re.sub(r"[^\w.=,+-]+", "_", changes)
     if title == changes and len(title) <= 120:
         return title
-    # The hash keeps apart two titles that are cut to the same text.
+    # Two titles may be cut to the same text. The hash makes them differ.
     return f"{title[:100]}-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"

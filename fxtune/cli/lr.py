@@ -1,12 +1,12 @@
 """`fxtune lr`: tests learning rates in one short run, and suggests one.
 
     fxtune lr +recipe=quickstart                          # a table of the curve, and a suggestion
-    fxtune lr +recipe=quickstart --plot lr.svg            # also draw it
+    fxtune lr +recipe=quickstart --plot lr.svg            # also draw the curve
     fxtune lr +recipe=quickstart --lowest 1e-5 --highest 1e-1 --steps 100
 
-The rate grows with each step, from a hundredth to a hundred times the rate that optimizer.lr=auto would choose, until
-the loss has diverged. The steps have the recipe's data, batch and seed. Only the files of --plot and --json are
-written. Several GPUs (run.gpus) share each step.
+The rate grows with each step until the loss diverges. It goes from a hundredth to a hundred times the rate that
+optimizer.lr=auto would choose. The test uses the recipe's data, batch and seed. No files are written except those of
+--plot and --json. Several GPUs (run.gpus) share each step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def run(
     highest: Optional[float] = None,
     plot: Optional[Path] = None,
 ) -> None:
-    """Test and print. Raises ConfigError for what cannot be tested or drawn, StorageError for a file that cannot be
-    written, and as training does.
+    """Test learning rates and print the curve. Raises ConfigError if the recipe cannot be tested or the plot cannot be
+    drawn, StorageError for a file that cannot be written, and the errors of training.
     """
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot {plot}: the plot is an SVG file. Give a name that ends in .svg.")
@@ -58,7 +58,7 @@ def run(
 
 
 def verdict(found: RangeTest) -> str:
-    """The suggestion in one line, with the rates that it competes with."""
+    """The suggestion in one line, beside the recipe's rate and the rate of optimizer.lr=auto."""
     others = f"The recipe has {found.present:g}"
     if found.auto is not None:
         others += "" if found.auto == found.present else f", optimizer.lr=auto would be {found.auto:g}"
@@ -90,7 +90,7 @@ def _bar(share: float) -> str:
 
 
 def draw(found: RangeTest, title: str, unit: str) -> str:
-    """The curve as the text of an SVG file. `unit`: of the loss."""
+    """The curve as the text of an SVG file. `unit`: the unit of the loss."""
     smoothed = list(zip(found.rates, found.smoothed, strict=True))
     low = min((mean for mean in found.smoothed if math.isfinite(mean)), default=math.nan)
     marked = [("suggestion", found.suggestion), ("recipe", found.present)]

@@ -1,7 +1,7 @@
 """The command line: `python -m fxtune [COMMAND] +recipe=NAME key=value ...`, also installed as `fxtune`.
 
-It is composed and validated once (fxtune/config/compose.py), and the command's `run(config)` is called. Nothing slow
-is imported before it is needed: help answers at once, and a mistake is reported before a model or data is touched.
+The config is composed and validated once (fxtune/config/compose.py), and the command's `run(config)` is called. Slow
+libraries are imported late, so help appears at once, and a mistake is reported before a model or data is read.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (by default this process's own) and return the exit code.
 
-    A rank that failed on a GPU ends here: Python's own end would wait for other ranks as it closes connections.
+    A rank that failed on a GPU ends inside this call: on its own exit, Python would close connections, and wait for
+    other ranks.
     """
     try:
         return _ended_by_signals(argv)
-    except KeyboardInterrupt as stop:  # a signal while the handlers of signals were set
+    except KeyboardInterrupt as stop:  # a signal came while the signal handlers were set or removed
         stop = stop if isinstance(stop, Stopped) else Stopped(signal.SIGINT)
         print(f"\nfxtune: {stop}", file=sys.stderr)
         return stop.exit_code
 
 
 def _ended_by_signals(argv: list[str] | None) -> int:
-    # Until all is printed: a second signal also ends a process that a stopped terminal blocks.
+    # The handlers stay until all is printed. A second signal ends a process that a stopped terminal blocks.
     with SIGNALS, redacted_output():
         try:
             code = _main(argv)
-        except Stopped as stop:  # before the command began, or while an error was printed
+        except Stopped as stop:  # a signal came before the command began, or while an error was printed
             if process_rank().rank == 0:
                 print(f"\nfxtune: {stop}", file=sys.stderr)
             code = stop.exit_code
@@ -69,11 +70,11 @@ def _ended_by_signals(argv: list[str] | None) -> int:
             code = 1
         with SIGNALS.held():
             for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):  # nobody reads it any more
+                with suppress(OSError, ValueError):  # the reader of the stream may be gone
                     stream.flush()
     if keeps_connections():
         os._exit(code)
-    if process_rank().size > 1:  # a stopped run's frames held its groups, and a process with their threads may abort
+    if process_rank().size > 1:  # frees the process groups of a stopped run: their threads may abort the process
         gc.collect()
     return code
 
@@ -109,10 +110,10 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _told(error: BaseException) -> UserError | Stopped | None:
-    """The error to show; None for one that ends the process with a traceback, or with an exit code of its own."""
+    """The error to show. None for an error that ends the process with a traceback or with an exit code of its own."""
     if isinstance(error, (UserError, Stopped)):
         return error
-    if isinstance(error, KeyboardInterrupt):  # without our signal handlers, as in a thread
+    if isinstance(error, KeyboardInterrupt):  # fxtune's signal handlers are not set, as in a thread
         return Stopped(signal.SIGINT, "interrupted. The same command continues from the newest checkpoint.")
     if not isinstance(error, (MemoryError, RuntimeError)):
         return None
@@ -132,7 +133,7 @@ def _show(error: UserError | Stopped) -> None:
 
 @contextmanager
 def _leaving() -> Iterator[None]:
-    """A rank that ends with an error ignores signals from here on: see Signals.ignore()."""
+    """If the body raises in one of several ranks, ignore signals until the process ends: see Signals.ignore()."""
     try:
         yield
     except BaseException:
@@ -147,7 +148,7 @@ def _run(argv: list[str]) -> None:
     except OSError as error:
         raise StorageError("The working directory does not exist any more. Change to one that does.") from error
     name, words = _split_command(argv)
-    # train is also a section of keys, and without words --json asks for all keys.
+    # `help train` explains the section of keys, and `help --json` without a key writes all keys.
     if name == "help" and (words[0] in COMMANDS.keys() - {"train"} if words else not ANSWER.file):
         name, words = words[0] if words else "train", ["--help"]
     command = COMMANDS[name]
@@ -187,12 +188,12 @@ def _run_parsed(
 
 
 def _is_key(text: str) -> bool:
-    """Whether a word is a recipe, a group or a key, and names no run, adapter or model."""
+    """Whether a word sets a recipe, a group or a key. Other words name a run, an adapter or a model."""
     return text.startswith(("+", "~")) or ("=" in text and not _in_folder(text))
 
 
 def _in_folder(text: str) -> bool:
-    """Whether a word is a path below a folder with `=` in its name, as a sweep makes them."""
+    """Whether a word is a path below a folder with `=` in its name. A sweep makes such folders."""
     folder = os.path.dirname(text)
     return "=" in folder and os.path.isdir(folder)
 
@@ -220,7 +221,7 @@ def _help() -> str:
 
 
 def _explained(parser: argparse.ArgumentParser, command: Command) -> str:
-    """The help of one command: the docstring of its file, read without an import, and its options."""
+    """The help of one command: the docstring of its module, and its options. The module is parsed, not imported."""
     spec = importlib.util.find_spec(command.module)
     source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
     parser.description = ast.get_docstring(ast.parse(source))
@@ -264,7 +265,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
-    """The command's options, and Hydra's options that read no unchecked files (so no --config-dir)."""
+    """A parser of the command's options, and of Hydra's options except those that read unchecked files
+    (--config-dir)."""
     what = "WORD ..." if command.positional_only else "+recipe=NAME key=value ..."
     parser = _Parser(
         prog=f"fxtune {name}",
@@ -316,17 +318,18 @@ def _run_command(command: Command, options: argparse.Namespace, own: dict[str, A
         return
     from fxtune.system.terminal import progress
 
-    # A recipe may set the display, too, but that is known only when the libraries are there.
+    # A recipe may set the display, too, but no recipe is read before the libraries are loaded.
     typed = [text.partition("=")[2] for text in options.overrides if text.startswith("tracking.display=")]
     with progress.shown("none" if options.cfg or options.info or process_rank().rank else (typed or ["auto"])[-1]):
-        # Not announced: a mistake in the command is answered first, with one message.
+        # The phase is not announced, so that a mistake in the command prints one message and nothing before it.
         with progress.phase("Loading the libraries", announce=False, part="imports"):
             from fxtune.cli.invocation import invoke
         invoke(command, options, own)
 
 
 def _complete(arguments: list[str]) -> None:
-    """Shell completion of the line in COMP_LINE: commands, recipes and groups here, keys by Hydra."""
+    """Print the shell completion of the line in COMP_LINE. Hydra completes keys; this function completes commands,
+    recipes and groups."""
     if not any(text.startswith("query=") for text in arguments):
         from fxtune.config import compose
 
@@ -358,7 +361,7 @@ def _complete_keys(program: str, rest: str, arguments: list[str]) -> None:
         overrides = [text for text in rest.split(" ")[:-1] if "=" in text]
         choices = compose.prepare(overrides, multirun=True, register_all=True)
     except ConfigError:
-        choices = compose.prepare([], register_all=True)  # a half-typed line is no error
+        choices = compose.prepare([], register_all=True)  # the line is not complete yet, so it may be wrong
     os.environ["COMP_LINE"] = " ".join([program, *(choice.text for choice in choices), rest.split(" ")[-1]])
     compose.complete(arguments)
 

@@ -1,4 +1,4 @@
-"""`fxtune merge`: write a LoRA adapter and its base as one safetensors model, which plain transformers loads.
+"""`fxtune merge`: writes a LoRA adapter and its base as one safetensors model, for plain transformers.
 
     fxtune merge quickstart              # the adapter of a run, into runs/quickstart/merged
     fxtune merge quickstart FOLDER       # or into another folder
@@ -6,7 +6,7 @@
     fxtune merge me/lamps FOLDER         # an adapter of the hub, or the folder of an adapter
     fxtune merge +recipe=NAME            # the adapter of the recipe's newest run
 
-The checkpoint of a full fine-tuning is written as a model, with nothing to merge.
+A checkpoint of a full fine-tuning has nothing to merge. It is written as a model.
 
 A weight W becomes W + alpha/r * B A. The sum is computed in float32 and rounded once to the base's stored dtype, one
 layer at a time, so merging needs no more memory than the model.
@@ -22,7 +22,7 @@ from fxtune.outputs.merge import merge, newest_adapter
 
 
 def run(config: Config, unmerged: bool = False, trust_remote_code: bool = False) -> Path:
-    """Merge the adapter of the recipe's newest run into its run folder. Raises ConfigError if there is none."""
+    """Merge the adapter of the recipe's newest run into the run's folder. Raises ConfigError if no run has one."""
     if unmerged:
         raise ConfigError("--unmerged writes the adapter of a checkpoint: fxtune merge RUN/step-70")
     adapter = newest_adapter(config)
@@ -32,5 +32,6 @@ def run(config: Config, unmerged: bool = False, trust_remote_code: bool = False)
 def of_output(
     adapter: str, folder: str | None = None, *, trust_remote_code: bool = False, unmerged: bool = False
 ) -> Path:
-    """Merge the adapter of a run, a checkpoint, a folder or the hub into a new folder. Raises as merge()."""
+    """Merge the adapter of a run, a checkpoint, a folder or the hub into a new folder. Raises the errors of
+    merge()."""
     return merge(adapter, folder, trust_remote_code=trust_remote_code, unmerged=unmerged)

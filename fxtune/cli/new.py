@@ -5,9 +5,9 @@
     fxtune new support --data rows/ --model org/model      # your model
     fxtune new support --data odd.csv --columns Frage=instruction,Antwort=output    # columns with other names
 
-It reads the rows and says what they are: chats, texts, pairs of answers, judged answers, rows with images. The row
-length, the batch and the techniques follow from their lengths and from the card's memory. Nothing is asked; each guess
-is a line of recipes/NAME.yaml.
+The command reads the rows and says what they are: chats, texts, pairs of answers, judged answers, rows with images.
+The lengths of the rows and the card's memory decide sequence length, batch and techniques. The command asks nothing.
+Each guess is a line of recipes/NAME.yaml.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(
 
 
 def written(name: str, words: Sequence[str], found: dict[str, Any]) -> None:
-    """Say that the recipe is written, and which commands are next. `found`: what else --json gets."""
+    """Print that the recipe is written, and the next commands. `found`: more fields for --json."""
     path, following = f"{discovery.LOCAL / name}.yaml", [f"fxtune {word}+recipe={name}" for word in words]
     ANSWER.put({"path": path, **found, "next": following})
     say("\n  ".join([f"{path} is written. Next:", *following]))

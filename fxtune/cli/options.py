@@ -1,4 +1,4 @@
-"""Types of the options of commands, for argparse."""
+"""Functions that make parsers of option values, for argparse's `type`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 def positive_number(what: str) -> Callable[[str], float]:
-    """A number above 0. `what`: its meaning, for the message."""
+    """A parser of numbers above 0. `what`: the meaning of the number, for the error message."""
 
     def parse(text: str) -> float:
         try:

@@ -1,14 +1,14 @@
-"""`fxtune plan`: what a run will take, by arithmetic, on cards that need not be in this machine.
+"""`fxtune plan`: calculates memory, time, cost and disk of a run, for cards that need not be in this machine.
 
-    fxtune plan +recipe=llama_lora                                # every card that fxtune knows: does it fit, how long
+    fxtune plan +recipe=llama_lora                                # every known card: does the run fit, and how long
     fxtune plan +recipe=llama_lora --gpu H200                     # one card: memory by part, time, tokens, disk
-    fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two of them, at 3.5 an hour each
+    fxtune plan +recipe=llama_lora --gpu H200 --gpus 2 --price 3.5  # two H200, at 3.5 an hour each
     fxtune plan +recipe=llama_lora --gpu L4 --tokens 20e6         # without the data: an epoch of 20 million tokens
-    fxtune plan +recipe=quickstart --gpu cpu                      # on the cores of this machine, timed by a product
+    fxtune plan +recipe=quickstart --gpu cpu                      # this machine's CPU, timed by a matrix product
 
-No weight is loaded and no GPU is needed, and without the hub the configs that ship with fxtune are enough.
-docs/performance.md compares the forecasts with measurements. Time counts the start, the steps and the evaluations; the
-first start compiles for a minute more.
+No weights are loaded and no GPU is needed. Without the hub, the configs of models that ship with fxtune are enough.
+docs/performance.md compares the forecasts with measurements. The time includes the start, the steps and the
+evaluations. The first start takes a minute longer, to compile.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def run(
     tokens: Optional[float] = None,
     host_gib: float = HOST_GIB,
 ) -> None:
-    """Print the plan. `price`: of one GPU for an hour; `tokens`: in an epoch. Raises ConfigError for a card that
-    is not known or that the recipe cannot run on, and the errors of reading the model's config and the data."""
+    """Print the plan. `price`: what one GPU costs for an hour. `tokens`: number of tokens in an epoch. Raises
+    ConfigError if the card is unknown or cannot run the recipe, and the errors of reading config and data."""
     gpu = card_name(gpu) if gpu else None
-    # Whether rows share prompts depends on the card, but among these no card differs.
+    # Whether rows share prompts depends on the card, but all cards of CARD_MODELS agree.
     card = machine(gpu or next(iter(CARD_MODELS)), host_gib, config.run.memory_gib)
     config, counted = with_lengths(config, card, tokens)
     lengths = None if isinstance(counted, str) else counted
@@ -85,7 +85,7 @@ def run(
 
 
 def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths | None) -> RunForecast | str:
-    """The forecast, or the first reason why the recipe is refused on this card."""
+    """The forecast. If the recipe is refused on this card: the last line of the refusal."""
     try:
         return forecast_run(config, machine(name, host_gib, config.run.memory_gib), gpus, lengths)
     except ConfigError as error:
@@ -93,7 +93,7 @@ def _try(config: Config, name: str, gpus: int, host_gib: float, lengths: Lengths
 
 
 def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | None) -> dict[str, Any]:
-    """What `--json` writes; memory in GiB, times in seconds."""
+    """The fields that `--json` writes. Memory is in GiB, time in seconds."""
     if isinstance(forecast, str):
         return {"gpu": name, "gpus": gpus, "refused": forecast}
     need, seconds = forecast.need, forecast.seconds
@@ -126,7 +126,7 @@ def _figures(name: str, forecast: RunForecast | str, gpus: int, price: float | N
 
 
 def _bar(forecast: RunForecast) -> Text:
-    """The memory of one card as a bar, and what its parts are."""
+    """The memory of one card as a coloured bar, with a legend of its parts."""
     whole = max(forecast.facts.free_memory, forecast.need.device)
     block, empty = ("█", "░") if unicode() else ("#", ".")
     bar, legend, shown = Text(), Text(), 0
@@ -147,7 +147,8 @@ def _bar(forecast: RunForecast) -> Text:
 
 
 def _reference(forecast: RunForecast) -> str:
-    """What a stored reference takes; empty for a reference that each step computes, which `a step` counts."""
+    """Time and disk of a stored reference, as text. Empty if no reference is stored: the row `a step` includes a
+    reference that each step computes."""
     if not forecast.reference_bytes:
         return ""
     seconds, size = format_seconds(forecast.reference_seconds), format_bytes(forecast.reference_bytes)
@@ -155,7 +156,7 @@ def _reference(forecast: RunForecast) -> str:
 
 
 def _images(lengths: Lengths | None) -> str:
-    """The images of an epoch; empty for rows without images."""
+    """The images of an epoch, as text. Empty for rows without images."""
     if lengths is None or lengths.images is None:
         return ""
     images, share = lengths.images, lengths.images.features / lengths.epoch
@@ -232,7 +233,7 @@ def _say_lengths(counted: Lengths | str, assumed: str) -> None:
 
 
 def _say_changes(config: Config, forecast: RunForecast, gpus: int, host_gib: float, lengths: Lengths | None) -> None:
-    """What would make it fit: changes of the recipe, more cards, or other cards."""
+    """Print what would help the run to fit: changes of the recipe, a larger card, or more cards."""
     say("What would help it to fit:")
     for change, enough in changes_to_fit(config, forecast):
         saved = f"{change.saved_bytes / GIB:,.1f} GiB less"

@@ -1,7 +1,7 @@
-"""`fxtune preview`: prints the first samples as the model will see them, after template, split and packing, and what a
-step will need and take by arithmetic, on each of several GPUs if there are some.
+"""`fxtune preview`: prints the first samples as the model will see them, after template, split and packing. It also
+prints a forecast of the memory and time of a step, on each GPU if there are several.
 
-The page is read back from the first batches of the training run. It shows the mistakes by which most runs learn
+The samples are read back from the first batches of the training run. They show the mistakes by which most runs learn
 nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a template that is applied
 twice, rows that are mostly padding.
 """
@@ -19,7 +19,7 @@ from fxtune.diagnostics.preview import preview
 
 
 def run(config: Config, console: Optional[Console] = None, html: Optional[Path] = None) -> dict[str, Any]:
-    """Print and return samples and statistics. Raises as preview()."""
+    """Print and return samples and statistics. Raises the errors of diagnostics' preview()."""
     found = preview(config, console, html)
     ANSWER.put(found)
     return found

@@ -1,13 +1,13 @@
 """`fxtune push RUN org/name`: upload what a run has trained to the Hugging Face hub, with its model card.
 
     fxtune push quickstart me/lamps                # the adapter, into a private repository
-    fxtune push quickstart me/lamps --merged       # the base with the adapter in its weights, as one model
-    fxtune push quickstart me/lamps --public       # for everyone to see, if the repository is new
-    fxtune push quickstart/step-87 me/lamps        # a checkpoint, written as an adapter or a model first
+    fxtune push quickstart me/lamps --merged       # base and adapter merged into one model
+    fxtune push quickstart me/lamps --public       # a new repository is for everyone to see
+    fxtune push quickstart/step-87 me/lamps        # a checkpoint; it is exported before the upload
 
-RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Only the files that load
-a model are uploaded: weights, configs, tokenizer, model card. Checkpoints, metrics and data are not, and a file with a
-secret in it is refused. It needs a token that may write: hf auth login, or HF_TOKEN.
+RUN is a run's folder or name, a checkpoint of a run, or the folder of an adapter or a model. Only files that are
+needed to load the model are uploaded: weights, configs, tokenizer, model card. Checkpoints, metrics and data stay
+here, and a file that contains a secret is refused. The hub needs a token that may write: hf auth login, or HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ UPLOADED = (
     "chat_template.jinja",
     "*processor_config.json",
 )
-"""The files of a folder that are uploaded, by name."""
+"""Patterns of the names of the files that are uploaded."""
 
 
 def run(run: str, name: str, *, merged: bool = False, public: bool = False, trust_remote_code: bool = False) -> None:
-    """Upload the output of `run` to the hub's model `name`.
+    """Upload the output of `run` to the hub's model repository `name`.
 
-    Raises ConfigError for a missing run, a wrong name, a missing or refused token or a repository of another kind,
-    StorageError for a file that must not be uploaded, HubError if the hub cannot be reached.
+    Raises ConfigError for a missing run, a wrong name, a missing or refused token, or a repository of another kind;
+    StorageError for a file that must not be uploaded; HubError if the hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import enable_progress_bars
@@ -97,13 +97,14 @@ def run(run: str, name: str, *, merged: bool = False, public: bool = False, trus
 
 
 def _require_same_kind(api: Any, name: str, as_adapter: bool) -> bool:
-    """Whether the repository exists. Raises ConfigError if it is not a model's, or holds the other kind of model."""
+    """Whether the repository exists. Raises ConfigError if it is no repository of a model, or if it holds an adapter
+    and the upload is a whole model, or the reverse."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         found = {file.rfilename for file in api.model_info(name).siblings or ()}
     except RepositoryNotFoundError as error:
-        if error.response.status_code == 401:  # the hub's answer to a token that it does not know
+        if error.response.status_code == 401:  # the hub does not know the token
             raise
         for kind in ("dataset", "space"):
             if api.repo_exists(name, repo_type=kind):
@@ -118,7 +119,7 @@ def _require_same_kind(api: Any, name: str, as_adapter: bool) -> bool:
 
 
 def _operations(folder: Path, name: str) -> list[Any]:
-    """The files to upload. Raises StorageError for links out of the folder, and for files with a secret in them."""
+    """The uploads, one for each file. Raises StorageError for a link out of the folder or a file with a secret."""
     from huggingface_hub import CommitOperationAdd
 
     operations = []
@@ -130,7 +131,7 @@ def _operations(folder: Path, name: str) -> list[Any]:
         content: Any = str(file)
         if file.suffix != ".safetensors":
             text = file.read_text(encoding="utf-8", errors="replace")
-            cleaned = redact({"revision": text})["revision"]  # 40 hexadecimal digits are commits here
+            cleaned = redact({"revision": text})["revision"]  # in a revision, 40 hexadecimal digits are no secret
             if file.name == CARD:
                 title = name.partition("/")[2]
                 cleaned = cleaned.replace(f"\n# {folder.name}\n", f"\n# {title}\n", 1).replace(str(Path.home()), "~")
@@ -144,7 +145,7 @@ def _operations(folder: Path, name: str) -> list[Any]:
 
 
 def _local_base(folder: Path) -> str | None:
-    """The base of an adapter, if it is a folder of this machine."""
+    """The base that an adapter names, if the base is a folder of this machine."""
     try:
         base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError) as error:
@@ -162,7 +163,7 @@ def _figures(output: RunOutput) -> dict[str, Any]:
 
 @contextmanager
 def _hub_errors(endpoint: str, name: str) -> Iterator[None]:
-    """Make one message of each way in which the hub does not take the model."""
+    """A context manager that turns errors of the hub's library into a ConfigError or HubError with one message."""
     from huggingface_hub import errors
 
     try:
@@ -184,7 +185,7 @@ def _hub_errors(endpoint: str, name: str) -> Iterator[None]:
         reason = str(redact(error.server_message or first_line(error)))
         raise HubError(f"The hub refused {name} ({endpoint} answered {status}: {reason}).") from error
     except Exception as error:
-        # The classes differ between versions of the library.
+        # Versions of the library have different classes for these errors, so the module decides.
         if not isinstance(error, OSError) and not type(error).__module__.startswith(("httpx", "requests")):
             raise
         raise HubError(

@@ -50,7 +50,7 @@ def listing() -> str:
 
 
 def copy(name: str, target: Path) -> Path:
-    """Copy the recipe `name` to the file or into the folder `target`. Never overwrites a file."""
+    """Copy the recipe `name` to `target`, a file or a folder. Never overwrites a file."""
     source = discovery.find(name)
     if target.is_dir():
         target = target / f"{source.name}.yaml"

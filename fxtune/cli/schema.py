@@ -3,8 +3,8 @@
     fxtune schema                                      # print it
     fxtune schema --json recipes/fxtune.schema.json    # write it
 
-`# yaml-language-server: $schema=fxtune.schema.json` names it in a recipe. `fxtune new`, `import` and `recipes copy`
-write the line and the file.
+An editor finds the schema by the line `# yaml-language-server: $schema=fxtune.schema.json` in a recipe. `fxtune new`,
+`import` and `recipes copy` write this line, and the schema beside the recipe.
 """
 
 from __future__ import annotations

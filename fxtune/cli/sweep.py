@@ -2,19 +2,19 @@
 
     fxtune sweep +recipe=quickstart data.eval_fraction=0.1 sweep.lr='loguniform(1e-3,2e-2)' sweep.r='choice(8,16,32)'
     fxtune sweep ... --trials 16 --workers 2             # sixteen configurations; two runs at a time
-    fxtune sweep ... --method median                     # how the losers are found
+    fxtune sweep ... --method median                     # another way to find the losers
 
 sweep.KEY takes loguniform(LOW,HIGH), uniform(LOW,HIGH) or choice(A,B,C). KEY may be shortened to the end of its name.
-Optuna draws the configurations: eight at random, then where losses were low. Its pruners stop losers at the eighths of
-a run.
+Optuna draws the first eight configurations at random, and later ones where losses were low. After each eighth of a
+run, Optuna's pruner may stop it.
 
 methods: halving (the default: successive halving; at 1/8 and 3/8 of a run the best third goes on), hyperband (several
-brackets of halving), median (configurations below the median go on), none (each configuration runs to its end). Each
-of several GPUs trains another configuration.
+brackets of halving), median (configurations below the median loss go on), none (each configuration runs to its end).
+With several GPUs, each GPU trains a different configuration.
 
-The sweep's folder is runs/NAME_sweep, or run.dir: a run for each configuration, optuna.db for optuna-dashboard,
-sweep.json and curves.svg. The sweep ends with the winner's recipe, recipes/NAME_swept.yaml. After a kill the same
-command goes on; with more --trials it draws more configurations.
+The sweep's folder is runs/NAME_sweep, or run.dir. It holds a run for each configuration, optuna.db for
+optuna-dashboard, sweep.json and curves.svg. At its end the sweep writes the winner's recipe, recipes/NAME_swept.yaml.
+After a kill the same command goes on. With more --trials it draws more configurations.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def run(
     workers: Optional[int] = None,
     output: Optional[str] = None,
 ) -> None:
-    """Sweep, print the table, write the recipe of the winner. `overrides`: the recipe and keys as typed. `space`: the
-    words that begin with `sweep.`.
+    """Run the sweep, print the table, and write the winner's recipe. `overrides`: the recipe and keys as typed.
+    `space`: the words that begin with `sweep.`.
 
-    Raises ConfigError for a bad option or if nothing runs, StorageError for a file that cannot be written.
+    Raises ConfigError for a bad option or if no configuration ends, StorageError for a file that cannot be written.
     """
     dimensions = sweep_space.parse(space)
     if not dimensions:
@@ -110,7 +110,7 @@ def run(
 
 
 def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]:
-    """Environment variables for each process that trains: its card or, on the CPU, its share of the threads."""
+    """The environment variables of each training process: its card, or on the CPU its share of the threads."""
     if torch.cuda.is_available() and config.run.device.value != "cpu":
         cards = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         cards = cards or [str(index) for index in range(torch.cuda.device_count())]
@@ -128,7 +128,8 @@ def environments(config: Config, workers: Optional[int]) -> list[dict[str, str]]
 
 @contextmanager
 def _shown(sweep: Sweep, kind: DisplayKind) -> Iterator[Any]:
-    """Show the sweep: a live table on a terminal, lines elsewhere. Yields a function to call again and again."""
+    """Show the sweep while it runs: a live table on a terminal, lines elsewhere. Yields a function that updates the
+    display, to be called again and again."""
     live = None
     if kind in (DisplayKind.auto, DisplayKind.rich) and console.is_live():
         progress.hide()
@@ -145,7 +146,7 @@ def _shown(sweep: Sweep, kind: DisplayKind) -> Iterator[Any]:
 
 
 def table(sweep: Sweep) -> Any:
-    """The configurations: the farthest first, then the lowest loss."""
+    """The table of configurations: finished runs first, then longer runs, then lower losses. Failed runs are last."""
     rows = []
     for trial in sweep.ranking():
         state = trial.state.value + (f": {trial.reason.strip().splitlines()[0]}" if trial.reason else "")
@@ -159,7 +160,7 @@ def table(sweep: Sweep) -> Any:
 
 
 def results(sweep: Sweep) -> dict[str, Any]:
-    """The content of sweep.json: the plan, and each configuration, best first."""
+    """The content of sweep.json: the plan, and all configurations with the best one first."""
     best, cost = sweep.winner(), sweep.config.tracking.cost
     rows = [
         {
@@ -197,7 +198,7 @@ def _write_curves(sweep: Sweep) -> None:
 
 
 def winning_config(sweep: Sweep, best: Trial) -> Config:
-    """The config of the winner's run, without the names and folders that the sweep gave the run."""
+    """The config of the winner's run, without the folders that the sweep set for the run."""
     return load([word for word in sweep.words(best) if word.partition("=")[0].lstrip("+") not in OUTPUT_KEYS])
 
 

@@ -1,4 +1,4 @@
-"""The results of a sweep (`fxtune -m`): a table of its runs, lowest held-out loss first, also as sweep.json."""
+"""Shows the results of a sweep (`fxtune -m`): a table of its runs, lowest held-out loss first, and sweep.json."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ COLUMNS = {
     "exact match": ("questions/exact_match",),
     "training loss": ("train/loss",),
 }
-"""Column -> the figures of a run that it shows: the first one that the run has."""
+"""The figures that each column may show. A column shows the first figure that a run has."""
 
 
 @dataclass
 class SweepRun:
     changes: str
-    """What it changes, as its folder is named: `optimizer.lr=0.001`."""
+    """The keys that the run changes, also the name of its folder: `optimizer.lr=0.001`."""
     folder: str
     error: str | None = None
-    """Why it failed."""
+    """Why the run failed."""
     figures: dict[str, Any] = field(default_factory=dict)
 
     def value(self, column: str) -> float | None:
@@ -40,8 +40,8 @@ class SweepRun:
 
 
 def show_results(runs: list[SweepRun], folder: Path) -> None:
-    """Print the table and write it to `folder`. Runs without held-out loss come last, by training loss; then failed
-    runs. Raises StorageError."""
+    """Print the table and write sweep.json to `folder`. Runs without a held-out loss follow the others, in the order
+    of their training loss. Failed runs are last. Raises StorageError."""
     runs = sorted(runs, key=lambda run: (run.error is not None, *run.order()))
     shown = [column for column in COLUMNS if any(run.value(column) is not None for run in runs)]
     failed = ["failed", *[""] * (len(shown) - 1)]

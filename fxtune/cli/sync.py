@@ -1,7 +1,7 @@
-"""`fxtune sync RUN`: send the trackers of a run the rows that they do not have yet.
+"""`fxtune sync RUN`: sends a run's metrics to its trackers.
 
-The rows come from the run's metrics.jsonl. Rows that a tracker has are left out, so the command can be repeated, and a
-run that was partly online becomes complete, with each step once.
+The rows come from the run's metrics.jsonl. Rows that a tracker already has are left out, so the command can be
+repeated. A run that was partly offline becomes complete, with each step once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fxtune.tracking import tracker
 
 
 def run(run: str) -> None:
-    """Upload the missing rows. Raises ConfigError without a run or an API key, StorageError if the upload fails."""
+    """Upload the missing rows. Raises ConfigError if the run or an API key is missing, StorageError if the upload
+    fails."""
     try:
         titles = tracker.upload(run_folder(run), say)
     except Timeout as error:

@@ -2,7 +2,7 @@
 
 fxtune +recipe=quickstart                        # runs/quickstart: adapter, checkpoints, metrics, result.json
 fxtune +recipe=quickstart                        # the same command continues an unfinished run
-fxtune +recipe=quickstart run.resume=never       # or starts another one
+fxtune +recipe=quickstart run.resume=never       # start another run instead
 fxtune +recipe=quickstart train.max_steps=100    # any key; fxtune help KEY explains it
 """
 
@@ -19,7 +19,7 @@ from fxtune.training.run.log import next_commands
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train, and return the run's last figures. Raises as trainer.run()."""
+    """Train, and return the run's last figures. Raises the errors of trainer.run()."""
     folder, figures = trainer.train(config)
     finished = (folder / RESULT).exists()
     ANSWER.put(

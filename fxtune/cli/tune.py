@@ -1,12 +1,12 @@
 """`fxtune tune`: searches for the fastest settings of a recipe on this machine, at the same loss.
 
     fxtune tune +recipe=quickstart                                  # short trials, then recipes/quickstart_tuned.yaml
-    fxtune tune +recipe=quickstart --dry-run                        # what would be tried, what would not, and why
+    fxtune tune +recipe=quickstart --dry-run                        # which settings would be tried or not, and why
     fxtune tune +recipe=quickstart --axes micro_batch,checkpointing --minutes 10 --steps 5 --output recipes/fast.yaml
 
-It starts with the recipe as it is and varies one axis at a time from the best setting so far, until nothing improves
-or the minutes are over. A setting that the memory forecast or a technique's check rules out costs no trial; the table
-says why. With several GPUs (run.gpus), each trial runs on all of them, and its figures are of all.
+The search starts with the recipe as it is. It varies one axis at a time, from the best setting so far, until nothing
+improves or the minutes are over. Settings that the memory forecast or a technique's check rules out are not tried; the
+table says why. With several GPUs (run.gpus), each trial runs on all GPUs, and its figures count all GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(
     dry_run: bool = False,
     again: bool = False,
 ) -> None:
-    """Search, print the table, write the recipe. `overrides`: the recipe and keys as typed.
+    """Search, print the table, and write the recipe. `overrides`: the recipe and keys as typed.
 
     Raises ConfigError for a bad option, HardwareError if no setting runs, StorageError for a file that cannot be
     written.
@@ -69,7 +69,7 @@ def run(
 
     def tell(text: str) -> None:
         say(text)
-        ANSWER.put(results(search))  # after every trial, so that killing the search loses nothing
+        ANSWER.put(results(search))  # after every trial, so that a killed search keeps its results
 
     search = Search(config, typed, context, names, minutes * 60, steps, TrialCache(cache_home() / "tune", again), tell)
     if dry_run:
@@ -112,7 +112,8 @@ def parse_axes(text: Optional[str]) -> list[str]:
 
 
 def survey(overrides: list[str], config: Config, with_data: bool) -> SearchContext:
-    """The context of the search. On a GPU another process collects it, since CUDA holds GPU memory."""
+    """The context of the search. On a GPU a separate process collects it, because CUDA keeps GPU memory in a process
+    that has used it."""
     if not torch.cuda.is_available() or config.run.device.value == "cpu":
         return _survey_here(config, with_data)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -126,7 +127,7 @@ def _survey_there(overrides: list[str], with_data: bool) -> SearchContext:
 
 
 def _survey_here(config: Config, with_data: bool) -> SearchContext:
-    """Refuse a recipe that cannot run as configured, and tokenize the data once for all trials."""
+    """The context of the search. Refuses a recipe that cannot run as it is, and tokenizes the data for all trials."""
     from fxtune.diagnostics.parity import precision_of
     from fxtune.training.builder import RunBuilder
 

@@ -2,13 +2,13 @@
 
     fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step
     fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
-    fxtune verify +recipe=quickstart --each    # the same with each technique off in turn
-    fxtune verify quickstart                   # are its adapter, model and merged model still what was proven?
+    fxtune verify +recipe=quickstart --each    # as --loss, and again with each technique off in turn
+    fxtune verify quickstart                   # are a run's adapter, model and merged model still what was proven?
 
 The first rows are the evidence that training itself requires before its first step. The other rows need data or a
 backward pass: which tokens are supervised, which weights are trained, whether the documents of a real row are
-isolated, what a step costs. All that a run builds before its first step is built. Nothing is written. Exit code 1: a
-technique did not act, or a file has changed since it was proven.
+isolated, what a step costs. Everything that a run builds before its first step is built, and nothing is written. Exit
+code 1 means that a technique did not act, or that a file has changed since it was proven.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxtune.system.terminal.console import say
 
 
 def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any]:
-    """Print and return what was observed. Raises CheckError if something did not act, otherwise as training does."""
+    """Print and return what was observed. Raises CheckError if something did not act, and the errors of training."""
     seen = verify(config, loss, each)
     found = {
         "acted": not seen.failed,
@@ -42,10 +42,10 @@ def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any
 
 
 def saved(run: str) -> None:
-    """Compare what a run has saved, or the folder of an adapter or a model, with the proof in it (proof.json); the
-    files of a checkpoint with the digests that were taken as it was written.
+    """Check that saved files have not changed. The exports of a run, or the folder of an adapter or a model, are
+    compared with the proof.json in the folder. A checkpoint is compared with the digests from when it was written.
 
-    Needs no base and no GPU. Raises CheckError for a file that changed since, StorageError for a folder without proof.
+    Needs no base and no GPU. Raises CheckError for a file that has changed, StorageError for a folder without proof.
     """
     folder = find_folder(run)
     if folder is None:

@@ -1,10 +1,10 @@
-"""`fxtune why RUN`: what the time of a run is made of, and which keys would change it, the largest share first.
+"""`fxtune why RUN`: says where the time of a run went, largest part first, and which keys would save some of it.
 
     fxtune why quickstart                # the newest of runs/quickstart, runs/quickstart-2, ...; also while it trains
     fxtune why runs/a --json why.json
 
-Each sentence has its share of the run's time, from times that the run measured; where nothing was measured, nothing is
-said. With several ranks a step lasts as long as the step of the slowest rank.
+Each sentence gives a share of the run's time, from times that the run measured. Parts that it did not measure are left
+out. With several ranks a step lasts as long as the step of the slowest rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxtune.system.terminal.console import say
 
 
 def run(run: str) -> None:
-    """Print the sentences. Raises ConfigError if no run has this name, StorageError if a file of it cannot be read."""
+    """Print the sentences. Raises ConfigError if `run` means no run, StorageError if its files cannot be read."""
     files = RunFiles(run_folder(run))
     with as_written(files.folder):
         lines, parts = list(sentences(files)), [asdict(part) for part in time_shares(files)]

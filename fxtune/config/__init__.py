@@ -1,1 +1,1 @@
-"""YAML and command line to typed dataclasses."""
+"""Turns YAML files and command lines into typed dataclasses."""

@@ -1,9 +1,9 @@
-"""From recipes and the command line to one typed config.
+"""Makes one typed config from recipes and the command line.
 
-`prepare` checks the command line and every recipe and group that it names, Hydra composes them once, and `typed`
-validates the merged result once and returns dataclasses. No DictConfig leaves this file. The precedence, lowest first:
+`prepare` checks the command line and every recipe and group that it names. Hydra composes them once. `typed` validates
+the merged result once and returns dataclasses. Only sweep() hands out a DictConfig. The precedence, lowest first:
 
-    the dataclasses' defaults < the recipe (after what its `defaults:` build on) < groups < keys of the command line
+    defaults of the dataclasses < `defaults:` of the recipe < the recipe < groups < keys of the command line
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fxtune.facts.options import AUTO
 _ROOT = "train"
 """Name of the primary config: configs/train.yaml."""
 _CHECKED_JOBS = 20
-"""How many jobs of a multirun are checked before the first one starts. Each costs 0.1 s."""
+"""Number of jobs of a multirun that are checked before the first job starts. Each check takes 0.1 s."""
 
 
 def load(overrides: list[str]) -> Config:
@@ -73,7 +73,7 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
         except ConfigError as error:
             problems.append(str(error))
     refuse(problems)
-    if multirun:  # a recipe's grid, unless the command line sets the same key
+    if multirun:  # the recipes' grids apply, except for keys that the command line sets
         set_here = {choice.key for choice in choices}
         choices += [choice for choice in store.grid if choice.key not in set_here]
     for choice in choices:
@@ -84,12 +84,12 @@ def prepare(overrides: list[str], multirun: bool = False, register_all: bool = F
 
 
 def typed(cfg: DictConfig) -> Config:
-    """The composed config as dataclasses. Raises one ConfigError for all that is unknown, unset or out of range."""
+    """The composed config as dataclasses. Raises one ConfigError for all keys that are unknown, unset or wrong."""
     validator = Validator(Config, lambda _: "in the config", from_file=False)
     try:
         values = OmegaConf.to_container(cfg, enum_to_str=True)
         validator.check(Slot(Config), values, ())
-        refuse(validator.problems)  # also a pointer to the environment, before it could be followed
+        refuse(validator.problems)  # also refuses a pointer to the environment, before anything resolves it
         resolved = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
         if resolved != values:
             validator.check(Slot(Config), resolved, ())
@@ -106,9 +106,9 @@ def typed(cfg: DictConfig) -> Config:
 
 
 def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[str] = ()) -> Config:
-    """The config of the run in `folder`. A stranger may have written it: only `trust_remote_code` lets it run code,
-    and the folders that it names for output are ignored. `overrides`: keys of a command line, which override it.
-    Raises ConfigError if there is no run, or if a key is wrong."""
+    """The config of the run in `folder`, changed by `overrides`, the keys of a command line. A stranger may have
+    written the folder: its config may run code only with `trust_remote_code`, and its output folders are ignored.
+    Raises ConfigError if the folder holds no run, or if a key is wrong."""
     values = read_config(folder)
     if values is None:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
@@ -134,7 +134,7 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
 
 
 def as_recipe(config: Config) -> tuple[dict[str, Any], list[str]]:
-    """`config` as the plain values of a recipe, and as words of a command line for the keys that no recipe may set."""
+    """(the plain values of a recipe for `config`, the words of a command line for the keys that no recipe may set)."""
     values, words = json.loads(json.dumps(asdict(config))), list[str]()
     for key in filter(command_line_only, all_keys(Config)):
         *path, name = key.split(".")
@@ -150,7 +150,7 @@ def path_override(key: str, path: Path | str) -> str:
 
 
 def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -> None:
-    """Call `job(composed config, its overrides)` for each job of a multirun."""
+    """Call `job(composed config, overrides of the job)` for each job of a multirun."""
 
     def task(cfg: DictConfig) -> None:
         job(cfg, list(HydraConfig.get().overrides.task))
@@ -162,11 +162,11 @@ def sweep(choices: list[Choice], job: Callable[[DictConfig, list[str]], None]) -
 
 
 def check_jobs(choices: list[Choice]) -> None:
-    """Compose and validate each job of a multirun (the first 20): a mistake must not show after hours."""
+    """Compose and validate the first 20 jobs of a multirun, so that a mistake shows at once and not after hours."""
     values: dict[str, list[str]] = {}
     for parsed in OverridesParser.create().parse_overrides([choice.text for choice in choices]):
         if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
-            continue  # a sweeper plugin draws from it
+            continue  # a sweeper plugin draws the values later
         key = parsed.get_key_element()
         texts = parsed.sweep_string_iterator() if parsed.is_sweep_override() else [parsed.get_value_element_as_str()]
         values[key] = [f"{key}={text}" for text in texts]
@@ -175,7 +175,7 @@ def check_jobs(choices: list[Choice]) -> None:
 
 
 def inspect(choices: list[Choice], cfg: str | None, info: str | None, package: str | None, resolve: bool) -> str:
-    """What `--cfg` prints, the composed config (`package`: only this key), or `--info`, how it was composed."""
+    """The text of `--cfg` (the composed config, or only its key `package`), or of `--info` (how it was composed)."""
     texts = [choice.text for choice in choices]
     with _session() as hydra, contextlib.redirect_stdout(io.StringIO()) as printed:
         if cfg:
@@ -193,14 +193,14 @@ def complete(arguments: list[str]) -> None:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Config as an OmegaConf schema, which takes 50 ms to make. Do not change it: all callers share it."""
+    """Config as an OmegaConf schema. Making it takes 50 ms, so all callers share one schema. Do not change it."""
     schema = OmegaConf.structured(Config)
     assert isinstance(schema, DictConfig)
     return schema
 
 
 def _register(store: RecipeStore, everything: bool) -> None:
-    """Give Hydra the schema and the checked recipes and groups by name, so that it reads no file itself."""
+    """Give Hydra the schema and the checked recipes and groups by name, so that Hydra reads no file itself."""
     if everything:
         for group, options in store.groups.items():
             for option in options:
@@ -221,7 +221,7 @@ def _register(store: RecipeStore, everything: bool) -> None:
 
 @functools.cache
 def _register_root() -> None:
-    """Give Hydra the schema, which it copies, and configs/train.yaml."""
+    """Give Hydra the schema and configs/train.yaml. Hydra copies the schema."""
     known = ConfigStore.instance()
     known.store(name="schema", node=_schema())
     known.store(name=_ROOT, node=OmegaConf.load(discovery.shipped("configs") / f"{_ROOT}.yaml"))
@@ -229,8 +229,9 @@ def _register_root() -> None:
 
 @contextlib.contextmanager
 def _session() -> Iterator[Any]:
-    """Hydra, with what prepare() registered. Its errors become ConfigErrors. Hydra has one global instance; one that
-    exists is put aside meanwhile, because `fxtune tune` composes a config inside a job of a multirun."""
+    """A context manager that yields Hydra with all that prepare() registered. Errors of Hydra become ConfigErrors.
+    Hydra has one global instance. If it exists already, it is put aside, because `fxtune tune` composes a config
+    inside a job of a multirun."""
     instance = GlobalHydra.instance()
     outer, instance.hydra = instance.hydra, None
     try:
@@ -253,14 +254,14 @@ def _composed(overrides: list[str]) -> DictConfig:
             if indexed:
                 _check_indices(indexed, compose([text for text in overrides if text not in indexed]))
             raise
-    # prepare() lets none of these through. If it ever does, Hydra must not act on them.
+    # prepare() refuses all of these settings. If one ever comes through, Hydra must not act on it.
     if cfg.hydra.callbacks or cfg.hydra.searchpath or cfg.hydra.job.env_set or cfg.hydra.job.env_copy:
         raise ConfigError("the composed config sets hydra.callbacks, searchpath or env: refused")
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
 def _check_indices(overrides: list[str], cfg: DictConfig) -> None:
-    """Refuse `data.sources.3.path=x` where the recipe has two sources."""
+    """Refuse `data.sources.3.path=x` if the recipe has only two sources."""
     for text in overrides:
         key = text.lstrip("+").partition("=")[0]
         name, index = re.match(r"(.*?)\.(\d+)(?:\.|$)", key).groups()  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
-"""Finds recipes and config groups: in ./recipes of the working directory first, then among those that ship.
+"""Finds recipes and config groups. The user's recipes in ./recipes hide shipped recipes of the same name.
 
-It imports neither torch nor Hydra, so that `fxtune recipes` answers at once.
+This module imports neither torch nor Hydra, so that `fxtune recipes` answers at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LOCAL = Path("recipes")
 """The user's own recipes, relative to the working directory."""
 ENDINGS = (".yaml", ".yml")
 SCHEMA = "fxtune.schema.json"
-"""The JSON Schema of recipes, in each folder with recipes that fxtune has written, and where it ships its own."""
+"""The file of the recipes' JSON Schema, in the folder of the shipped recipes and wherever fxtune writes a recipe."""
 SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA}"
 """The line of a recipe by which an editor finds the schema."""
 NAME_CHARACTERS = "letters, digits, `_`, `-` and `.`"
-"""What a recipe's name may have."""
+"""The characters that a recipe's name may have."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """The file's first comment line, which says what the recipe does."""
+        """The first comment line of the file. It says what the recipe does."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 for line in file.read(4096).splitlines():
@@ -48,13 +48,13 @@ class Recipe:
 
 
 def shipped(kind: str) -> Path:
-    """The folder of `recipes` or `configs` that ships: next to the package in a checkout, inside it in a wheel."""
+    """The shipped folder `recipes` or `configs`: beside the package in a checkout, inside the package in a wheel."""
     package = Path(__file__).resolve().parents[1]
     return package / kind if (package / kind).is_dir() else package.parent / kind
 
 
 def put_schema(folder: Path) -> None:
-    """Put the schema that ships into a folder of recipes. Raises OSError."""
+    """Copy the shipped schema into a folder of recipes. Raises OSError."""
     if folder.resolve() != shipped("recipes").resolve():
         shutil.copyfile(shipped("recipes") / SCHEMA, folder / SCHEMA)
 
@@ -62,7 +62,7 @@ def put_schema(folder: Path) -> None:
 def recipes() -> dict[str, Recipe]:
     """Every recipe that `+recipe=NAME` finds from this working directory, by name.
 
-    A name in two subfolders of ./recipes is not among them: find() asks for the path.
+    Names that occur in two subfolders of ./recipes are left out: find() asks for the path.
     """
     found = {path.stem: Recipe(path.stem, path, shipped=True) for path in _files(shipped("recipes"))}
     if LOCAL.resolve() != shipped("recipes").resolve():
@@ -76,7 +76,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _own() -> dict[str, list[Path]]:
-    """The user's recipes by name, also in subfolders. A recipe at the top hides recipes of the same name below."""
+    """The user's recipes by name, at the top of ./recipes and in its subfolders. A recipe at the top hides recipes of
+    the same name in subfolders."""
     found = {path.stem: [path] for path in _files(LOCAL)}
     for folder, subfolders, _ in os.walk(LOCAL):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
@@ -91,7 +92,7 @@ def is_name(text: str) -> bool:
 
 
 def find(name: str) -> Recipe:
-    """The recipe called `name` (`mine`, or `team/mine` for recipes/team/mine.yaml), or the one in the file `name`.
+    """The recipe called `name` (`mine`, or `team/mine` for recipes/team/mine.yaml), or the recipe in the file `name`.
 
     Raises ConfigError.
     """
@@ -121,7 +122,7 @@ def find(name: str) -> Recipe:
 def groups() -> dict[str, dict[str, Path]]:
     """The config groups and their options: {"optimizer": {"muon": .../configs/optimizer/muon.yaml, ...}, ...}.
 
-    The option of a plugin's objective is the plugin's own file.
+    The path of an objective from a plugin is the plugin's file.
     """
     folders = sorted(path for path in shipped("configs").iterdir() if path.is_dir())
     found = {folder.name: {path.stem: path for path in sorted(folder.glob("*.yaml"))} for folder in folders}

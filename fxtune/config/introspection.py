@@ -1,12 +1,12 @@
 """Reads the keys of a config from the dataclasses, with the type and the range of each value.
 
-A range is the metadata of a number's field: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and `max`
-are allowed values, `above` and `below` are not. The range of a list's field holds for each entry. A field that holds a
-value of one kind or a word is `Any` for OmegaConf, with the metadata {"kind": bool, "words": ("auto",)}, and
-"nullable": True where it may also be null. A section whose keys depend on its `name` has the classes by name in the
-metadata "variants".
+The metadata of a number's field is its range: `lr: float = field(default=2e-4, metadata={"above": 0})`. `min` and
+`max` are allowed values, `above` and `below` are not. The range of a list's field applies to each entry. A field that
+takes a word beside values of one type is `Any` for OmegaConf. Its metadata is {"kind": bool, "words": ("auto",)}, with
+"nullable": True if it may also be null. If the keys of a section depend on its `name`, the metadata "variants" has the
+section's class for each name.
 
-Each number has a lower limit. One without an upper limit ends at LARGEST, so that no value overflows further on.
+Each number has a lower limit. A number without an upper limit is at most LARGEST, so that no calculation overflows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 
 
 LARGEST: dict[Any, float] = {int: 2**31 - 1, float: 1e9}
-"""The largest number of a field that names no upper limit."""
+"""The largest number that a field without an upper limit takes."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Slot:
     """What one key may hold."""
 
     kind: Any
-    """Its type; X where the field's type is Optional[X]."""
+    """The type of the value; X if the field's type is Optional[X]."""
     nullable: bool = False
     limits: Mapping[str, float] = field(default_factory=dict)
     words: Iterable[str] = ()
-    """Words that it may also hold, such as `auto`, or names that plugins have registered."""
+    """Words that the key may also hold, such as `auto`, or names that plugins have registered."""
     variants: Mapping[str, type] = field(default_factory=dict)
     """The dataclass of a section for each value of its key `name`. All derive from `kind`."""
     takes: str = ""
-    """What a text may be, in words, where the section that has it checks it; empty: any text."""
+    """A description of the texts that the key takes, if its section checks them. Empty if any text is allowed."""
 
     @property
     def fields(self) -> dict[str, Slot]:
-        """The keys of a section, in any variant; empty for anything else."""
+        """The keys of a section in all its variants. Empty if the slot is no section."""
         if not (isinstance(self.kind, type) and dataclasses.is_dataclass(self.kind)):
             return {}
         found = dict(_fields(self.kind))
@@ -64,7 +64,7 @@ class Slot:
         return found
 
     def chosen(self, values: Mapping[str, Any]) -> Slot:
-        """The section in the variant that `values` name; this one where they name none."""
+        """The section in the variant that `values` choose by their `name`. This slot, if they choose none."""
         name = values.get("name")
         return Slot(self.variants[name]) if isinstance(name, str) and name in self.variants else self
 
@@ -74,7 +74,7 @@ class Slot:
         return next((owner for owner in owners if key in _fields(owner)), owners[0])
 
     def definitions(self, key: str) -> dict[type, list[str]]:
-        """The dataclasses that define the field `key` of a section, each with the variants that have it from there."""
+        """The dataclasses that define the field `key` of a section, each with the variants that inherit it there."""
         found: dict[type, list[str]] = {}
         for name, kind in {"": self.kind, **self.variants}.items():
             if key in _fields(kind):
@@ -84,12 +84,13 @@ class Slot:
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """The keys of a section that a word in place of the section sets to true: `data.learn=since_last_question`."""
+        """The keys that a word in place of the whole section sets to true. `data.learn=since_last_question` sets
+        data.learn.since_last_question."""
         return getattr(self.kind, "SWITCHES", ()) if self.fields else ()
 
     @property
     def choices(self) -> list[str]:
-        """The members of an enum and what plugins add to it, or the words of a text; empty for anything else."""
+        """All allowed values, for an enum (with the names that plugins add) or a text with words. Otherwise empty."""
         if self.kind is str:
             return [*self.words]
         is_enum = isinstance(self.kind, type) and issubclass(self.kind, Enum)
@@ -97,16 +98,16 @@ class Slot:
 
     @property
     def container(self) -> Any:
-        """`list` or `dict`, if it is one of these."""
+        """`list` or `dict`, if the slot holds one of these."""
         return typing.get_origin(self.kind)
 
     @property
     def takes_any_key(self) -> bool:
-        """Whether OmegaConf's schema leaves its keys open."""
+        """Whether OmegaConf's schema allows keys of any name in this slot."""
         return self.kind is Any or self.container is dict or bool(self.variants)
 
     def below(self, key: str) -> Slot | None:
-        """The slot under `key`; None if there is none."""
+        """The slot under `key`; None if the key does not exist."""
         if self.kind is Any:
             return self
         if self.container is dict or (self.container is list and key.isdigit()):
@@ -115,11 +116,11 @@ class Slot:
 
     @property
     def range(self) -> str:
-        """The numbers that it may hold, in words: `at least 0 and below 1`."""
+        """The numbers that the slot may hold, in words: `at least 0 and below 1`."""
         return " and ".join(f"{_LIMITS[name][1]} {limit}" for name, limit in self.limits.items())
 
     def range_broken(self, number: float) -> str | None:
-        """The range that `number` is outside of, in words; None if it is inside."""
+        """The range in words, if `number` is outside of it; None if `number` is inside."""
         largest = LARGEST.get(self.kind)
         if largest is not None and number > largest and not {"max", "below"} & self.limits.keys():
             return f"at most {largest:,.0f}"
@@ -158,7 +159,7 @@ def _keys(section: Slot, prefix: str) -> Iterator[str]:
 
 
 def is_free(schema: type, keys: Keys) -> bool:
-    """Whether `keys`, which exist, lead to or below a field that takes keys of any name (`model.architecture`)."""
+    """Whether `keys` lead to or below a field that takes keys of any name (`model.architecture`). The keys exist."""
     slot: Slot | None = Slot(schema)
     for key in keys:
         if slot is None or slot.takes_any_key:
@@ -168,7 +169,7 @@ def is_free(schema: type, keys: Keys) -> bool:
 
 
 def with_defaults(schema: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain `values` of a `schema`, with the default of each key that was added after they were written."""
+    """`values`, the plain data of a `schema`, with the defaults of keys that a later version of fxtune added."""
     filled = dict(values)
     for item in dataclasses.fields(schema):
         slot, value = _fields(schema)[item.name], values.get(item.name)

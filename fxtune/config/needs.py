@@ -1,9 +1,9 @@
 """Keys that are read only with another setting. A value that nothing would read is refused.
 
-This is the list for all groups but `techniques`: whether an option of a technique is read often depends on the model
-and the machine, so the technique's `check()` refuses unread options. A key is refused only if its value differs from
-the default, so a config with all its defaults written out stays valid. tests/repository/test_keys.py changes every key
-of the schema and fails for a key that neither acts nor is refused.
+NEEDS lists the keys of all groups but `techniques`. Whether an option of a technique is read often depends on the
+model and the machine, so the technique's `check()` refuses unread options. A key is refused only if its value differs
+from the default, so that a config may write out all its defaults. tests/repository/test_keys.py changes every key of
+the schema, and fails for a key that neither acts nor is refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class KeyNeed:
 
     key: str
     setting: str
-    """As a user types it: `KEY=VALUE|VALUE`; `KEY` stands for any value but null, zero and an empty list."""
+    """The setting as a user types it: `KEY=VALUE|VALUE`. `KEY` alone is any value but null, zero and an empty list."""
     holds: Callable[[Config], bool] | None = None
-    """Whether a config has the setting, if `setting` is prose. None: `setting` is keys and values."""
+    """A function that finds out whether a config has the setting, for a `setting` in prose. None: `setting` is keys
+    and values."""
     warns: bool = False
-    """Whether an unread key gets a line in the log instead of a refusal. The command line may switch off a section of
-    a recipe whose options stay, hold out other data or none where the recipe has eval_fraction and eval_limit, or name
-    a folder where the recipe has a revision."""
+    """Whether an unread key gets a line in the log instead of a refusal. The command line may make a recipe's keys
+    useless: it switches off their section, holds out other data or none, or replaces a hub id by a folder."""
 
     def is_met(self, config: Config) -> bool:
         if self.holds is not None:
@@ -49,7 +49,7 @@ def _optimizers_that_read(option: str) -> str:
 
 
 def _has_other_sides(config: Config) -> bool:
-    """Whether a row may be trained on and held out as another row."""
+    """Whether copies of one row may be both trained on and held out."""
     data = config.data
     return bool(data.eval_sources or data.questions.path) or len(set(data.held_out_shares)) > 1
 
@@ -74,7 +74,7 @@ NEEDS = (
     *(KeyNeed(f"optimizer.{option}", _optimizers_that_read(option)) for option in ("betas", "eps", "momentum")),
     KeyNeed("schedule.min_lr_ratio", "schedule.name=cosine|linear|wsd"),
     KeyNeed("schedule.decay_steps", "schedule.name=wsd"),
-    # null is automatic: two workers on a GPU
+    # A null counts as set, because it means two workers on a GPU.
     KeyNeed("loader.prefetch_factor", "loader.num_workers", lambda config: config.loader.num_workers != 0),
     *(
         KeyNeed(f"tracking.wandb.{option}", "tracking.wandb.mode=auto|online|offline", warns=True)

@@ -35,7 +35,7 @@ COMMAND_LINE = "on the command line"
 
 
 class ChoiceKind(Enum):
-    """What an override does. The values are the order in which Hydra must see overrides: a later override wins."""
+    """What an override sets. Hydra must see overrides in the order of these values, because a later override wins."""
 
     hydra = 0
     recipe = 1
@@ -53,11 +53,11 @@ class Choice:
     key: str
     sweeps: bool
     names: tuple[str, ...] = ()
-    """The recipes or group options that it chooses, in any job of a sweep."""
+    """The recipes or group options that the override chooses, in any job of a sweep."""
 
 
 class RecipeStore:
-    """The recipes and groups that can be chosen from this working directory. Each is read once, as plain data."""
+    """The recipes and groups that can be chosen from this working directory. Each file is read once, as plain data."""
 
     def __init__(self, schema: type):
         self.schema = schema
@@ -66,11 +66,12 @@ class RecipeStore:
         self.recipes: dict[str, DictConfig] = {}
         self.options: dict[tuple[str, str], tuple[dict[str, Any], bool]] = {}
         self.grid: list[Choice] = []
-        """The grids (hydra.sweeper.params) of the recipes that were read."""
+        """The overrides in the grids (hydra.sweeper.params) of the recipes that were read."""
         self._parser = OverridesParser.create()
 
     def override(self, text: str, place: str = COMMAND_LINE, from_file: bool = False) -> Choice:
-        """Check the override `text`, which is written at `place`. Raises one ConfigError with every mistake in it."""
+        """Check the override `text`. `place`: where it is written, for messages. Raises one ConfigError with every
+        mistake in it."""
         with written_at(place):
             typed, text = text, _quoted(text)
             try:
@@ -114,7 +115,7 @@ class RecipeStore:
         return None
 
     def recipe(self, name: str, trail: tuple[str, ...] = ()) -> DictConfig:
-        """The recipe `name` merged over what its `defaults:` name; the recipes of `trail` build on it.
+        """The recipe `name`, merged over the recipes and groups in its `defaults:`. `trail`: recipes that build on it.
 
         Raises one ConfigError with every mistake in it.
         """
@@ -134,19 +135,19 @@ class RecipeStore:
             if isinstance(run := own.get("run") or {}, dict):
                 own["run"] = {"name": name, **run}
             _find_data(own.get("data"), self.paths[name])
-            # A recipe wins over what it builds on, wherever (and whether) its defaults list has _self_.
+            # The recipe's own values win over its defaults, even if the list has _self_ elsewhere or not at all.
             self.recipes[name] = self._merged([*layers, own])
         return self.recipes[name]
 
     def leave_out(self, section: str) -> None:
-        """Remove from each recipe a section with variants: the command line chooses the variant."""
+        """Remove a section with variants from each recipe, because the command line chooses the variant."""
         if self._variants(section):
             for recipe in self.recipes.values():
                 recipe.pop(section, None)
 
     def _merged(self, layers: Sequence[Any]) -> DictConfig:
-        """The layers, each over the layers before it. A layer that names a variant of a section, such as an objective,
-        replaces the section, because the earlier options may belong to another variant."""
+        """All layers merged, later ones over earlier ones. A layer that names a variant of a section, such as an
+        objective, replaces the section, because the earlier options may belong to another variant."""
         merged = OmegaConf.create()
         for layer in layers:
             for section, values in layer.items():
@@ -161,7 +162,7 @@ class RecipeStore:
 
     def group(self, group: str, option: str) -> tuple[dict[str, Any], bool]:
         """The values of a group's option, and whether their keys start at the root instead of at the section."""
-        if (group, option) not in self.options and self.groups[group][option].suffix == ".py":  # a plugin's
+        if (group, option) not in self.options and self.groups[group][option].suffix == ".py":  # of a plugin
             self.options[group, option] = {"name": option}, False
         if (group, option) not in self.options:
             document = read(self.groups[group][option])
@@ -214,7 +215,7 @@ class RecipeStore:
         return group, self._find_options(group, [value])
 
     def _read_grid(self, document: RecipeFile, validator: Validator) -> list[Choice]:
-        """A recipe's grid for `-m`, the only Hydra setting that it may have: the others run code or move files."""
+        """The grid of a recipe for `-m`. A recipe may have no other setting of Hydra: they run code or move files."""
         settings: Any = document.data.get("hydra")
         settings = {} if settings is None else settings
         path: Keys = ("hydra",)
@@ -290,7 +291,8 @@ class RecipeStore:
 
 
 def _hydra_setting(text: str, key: str, from_file: bool) -> Choice:
-    """The user may set sweepers and launchers, on the command line. Other settings move files or run code."""
+    """The choice of a sweeper or launcher of Hydra. Only a command line may set one. Other settings of Hydra move
+    files or run code, and are refused."""
     plugin = key in ("hydra/sweeper", "hydra/launcher") or key.startswith(("hydra.sweeper.", "hydra.launcher."))
     if from_file or not plugin:
         raise ConfigError(
@@ -339,14 +341,14 @@ def unquoted(value: Any) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """The override with quotes around the parts of its value with letters that Hydra takes only in quotes (`ü`)."""
+    """The override, with quotes around those parts of its value with letters that Hydra takes only in quotes (`ü`)."""
     key, equals, value = text.partition("=")
     parts = re.split(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[,\[\]{}:()'\"]\s*)", value)
     return key + equals + "".join(part if part.isascii() or part[0] in "'\"" else f"'{part}'" for part in parts)
 
 
 def _find_data(data: Any, recipe: Path) -> None:
-    """Change the paths in a recipe's section `data` that exist beside the recipe, and not in the working directory."""
+    """Change paths in a recipe's section `data`, if they exist beside the recipe but not in the working directory."""
     if not isinstance(data, dict):
         return
     lists = (data.get(name) for name in ("sources", "eval_sources"))

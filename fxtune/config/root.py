@@ -43,39 +43,41 @@ class Export(str, Enum):
 @dataclass
 class RunConfig:
     name: str = "run"
-    """Names the run's folder below runs/ and the run in W&B. By default the recipe's name."""
+    """The name of the run's folder below runs/ and of the run in W&B. By default the recipe's name."""
     dir: Optional[str] = None
-    """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if that one is taken."""
+    """The run's folder. null: runs/NAME, or runs/NAME-2 and so on if runs/NAME is taken."""
     seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
     """The seed of the data's order, of new weights and of dropout."""
     resume: Resume = Resume.auto
-    """`auto`: continue an unfinished run of the same config, or start one. `never`: start one.
-    `must`: fail if there is none."""
+    """`auto`: continue an unfinished run of the same config, or start a new run. `never`: start a new run.
+    `must`: continue a run, and fail if there is none to continue."""
     deterministic: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
     """Give the same bits each time on the same GPU; a CPU always does. `auto`: use deterministic kernels where they
-    cost at most 2 % by measurement; a line says which. `true`: use no others, and choose nothing by timing or by free
-    memory; an option that cannot do this is refused. `false`: use the fastest kernels (docs/faults.md)."""
+    cost at most 2 % by measurement; a line says which. `true`: use only deterministic kernels, and decide nothing by
+    timing or free memory; an option that cannot do this is refused. `false`: use the fastest kernels
+    (docs/faults.md)."""
     device: Device = Device.auto
-    """`auto`: the GPU if there is one."""
+    """`auto`: the GPU if the machine has one, otherwise the CPU."""
     gpus: str = count_or_auto()
-    """How many GPUs of this machine train together, each with its own process (a rank). `auto`: as many as divide the
-    micro-batches of a step. With run.device=cpu: the number of processes on the CPU. torchrun starts ranks on several
-    machines (docs/distributed.md)."""
+    """How many GPUs of this machine train together, each with its own process (a rank). `auto`: the largest number
+    that divides the micro-batches of a step. With run.device=cpu: the number of processes on the CPU. torchrun starts
+    ranks on several machines (docs/distributed.md)."""
     memory_gib: Optional[float] = field(default=None, metadata={"above": 0})
     """Limit torch to this much of the GPU's memory, in GiB, as if the card were smaller. null: all of it."""
     export: Export = Export.best
-    """Which weights are exported when the run ends. `best`: the weights with the lowest held-out loss; without
-    held-out data or with checkpoint.keep_best=false, the last weights. `last`: the weights after the last step."""
+    """Which weights are exported when the run ends. `best`: the weights with the lowest held-out loss (or the best
+    train.stop.metric). Without held-out data or with checkpoint.keep_best=false, `best` is the last weights. `last`:
+    the weights after the last step."""
     report: bool = True
-    """Write a page about the run, RUN/report.html, when it ends; `fxtune report RUN` writes it at any time."""
+    """Write a page about the run, RUN/report.html, when the run ends. `fxtune report RUN` writes it at any time."""
 
     def __post_init__(self) -> None:
-        if self.deterministic != AUTO:  # as OmegaConf reads a bool: true, "true", 1, yes, on
+        if self.deterministic != AUTO:  # OmegaConf reads true, "true", 1, yes and on as true
             self.deterministic = BooleanNode().validate_and_convert(self.deterministic)
 
     @property
     def strict(self) -> bool:
-        """Whether nothing may be decided by a clock or by free memory."""
+        """Whether the run may decide nothing by a clock or by free memory."""
         return self.deterministic is True
 
 
@@ -97,104 +99,107 @@ class StopMetric(str, Enum):
 
     @property
     def figure(self) -> str | None:
-        """The figure of an evaluation that says which weights are best, the highest; None: the lowest loss does."""
+        """The figure of an evaluation that is highest for the best weights. None: the best have the lowest loss."""
         figures = {self.exact_match: "questions/exact_match", self.reward_accuracy: "eval/reward_accuracy"}
         return figures.get(self)
 
     @property
     def words(self) -> str:
-        """What is judged, for messages."""
+        """The name of the metric, for messages."""
         words = {self.exact_match: "share of exact answers", self.reward_accuracy: "held-out reward_accuracy"}
         return words.get(self, "held-out loss")
 
 
 @dataclass
 class StopConfig:
-    """Early stopping: the run ends when evaluations do not become better any more."""
+    """Early stopping: the run ends when its evaluations no longer become better."""
 
     patience: int = field(default=0, metadata={"min": 0})
-    """End after so many evaluations in a row without a new best evaluation; 0: never. The best weights are exported.
-    With schedule.name=wsd the learning rate decays from the best weights first."""
+    """End the run after this many evaluations in a row without a new best evaluation; 0: never. The best weights are
+    exported. With schedule.name=wsd the learning rate decays from the best weights before the run ends."""
     min_delta: float = field(default=0.0, metadata={"min": 0})
-    """An evaluation is better only by more than this."""
+    """An evaluation is a new best one only if it is better by more than this."""
     metric: StopMetric = StopMetric.loss
-    """The metric of the best evaluation and the best weights: the held-out `loss`; the share of `exact_match` on
-    data.questions, which are then asked at each evaluation; or `reward_accuracy`, the share of held-out pairs whose
-    chosen answer has the higher reward, of an objective of preferences."""
+    """The metric that decides which evaluation and which weights are best. `loss`: the held-out loss. `exact_match`:
+    the share of right answers to data.questions; each evaluation asks the questions. `reward_accuracy`: the share of
+    held-out pairs whose chosen answer has the higher reward, for objectives of preferences."""
 
 
 @dataclass
 class TrainConfig:
     max_steps: Optional[int] = field(default=None, metadata={"min": 1})
-    """Optimizer steps. If epochs is set too, whichever comes first; if neither is set, one epoch."""
+    """Number of optimizer steps. If train.epochs is also set, the limit that comes first ends the run. If neither is
+    set, the run takes one epoch."""
     epochs: Optional[float] = field(default=None, metadata={"above": 0, "max": 10_000})
-    """Passes over the data; may be a fraction."""
+    """Number of passes over the data; may be a fraction."""
     micro_batch_size: int = field(default=1, metadata={"min": 1})
-    """Rows in one forward and backward."""
+    """Rows that go through the model at once on each rank."""
     global_batch_size: int = field(default=8, metadata={"min": 1})
-    """Rows in one optimizer step; a multiple of micro_batch_size."""
+    """Rows of one optimizer step over all ranks; a multiple of train.micro_batch_size."""
     batch_ramp: list[list[Any]] = field(default_factory=list)
-    """Let the global batch grow: [[0.5, 16]] takes 16 rows a step from half of the run's steps on, and
-    global_batch_size before. Multiples of global_batch_size. The schedule counts steps; rows keep their order."""
+    """Let the global batch grow. With [[0.5, 16]] a step has global_batch_size rows in the first half of the run's
+    steps, and 16 rows in the second half. All numbers of rows are multiples of global_batch_size. The learning rate's
+    schedule counts steps. The order of the rows stays the same."""
     eval_every: int = field(default=0, metadata={"min": 0})
-    """Evaluate every so many steps; 0: only at the end, and with train.stop 20 times in the run."""
+    """Steps between two evaluations; 0: only at the end, and with train.stop 20 times in the run."""
     eval_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
-    """The largest share of the time that evaluations may take. The first one is measured and decides, once, the
-    multiple of eval_every at which the run evaluates from then on. null: 0.05 with train.stop, else any share."""
+    """The largest share of the time that evaluations may take. The run times its first evaluation, and then evaluates
+    at the multiple of train.eval_every that keeps to this share. null: 0.05 with train.stop, otherwise any share."""
     stop: StopConfig = field(default_factory=StopConfig)
     max_minutes: Optional[float] = field(default=None, metadata={"above": 0})
-    """End the run within so many minutes of running time; the time between a stop and a resume does not count. With
+    """End the run within this many minutes. The time between a stop and a resume does not count. With
     schedule.name=wsd the decay begins early enough to end in time; other schedules are cut off."""
     pause_after: Optional[int] = field(default=None, metadata={"min": 1})
-    """Save after this step and end, without an export. The same command with a later step, or without this key, goes
-    on with the same bits. The schedule of the learning rate is the whole run's."""
+    """Save after this step and end, without an export. The same command with a later step, or without this key,
+    continues with the same bits. The learning rate follows the schedule of the whole run."""
     log_every: int = field(default=1, metadata={"min": 1})
-    """Steps between two log lines. The loop waits for the device only when it logs."""
+    """Steps between two log lines. The training loop waits for the device only when it logs."""
     noise_scale: bool = False
-    """Measure the gradient noise scale (arXiv 1812.06162) from the micro-batches of each step: `train/noise_scale`, in
-    rows, and advice on train.global_batch_size at the end of the run. Needs two micro-batches in a step."""
+    """Measure the gradient noise scale (arXiv 1812.06162) from the micro-batches of each step, and log it in rows as
+    `train/noise_scale`. The run ends with advice on train.global_batch_size. Needs two micro-batches in a step."""
     max_grad_norm: float = field(default=1.0, metadata={"min": 0})
     """Clip the gradient to this norm; 0: off."""
     max_skipped_steps: int = field(default=5, metadata={"min": 1})
     """Stop after this many consecutive steps with a non-finite loss or gradient (such a step never changes the
     weights). Steps that float16 skips while it searches for its loss scale do not count."""
     spikes: Spikes = Spikes.report
-    """What happens to a step with a loss far above the losses of the 64 steps before: above their median by 8 times
-    1.4826 x their median absolute deviation. `report`: log it with its samples.
-    `skip`: also leave the weights unchanged (decided on the device). `off`: nothing."""
+    """What happens to a step whose loss is far above the losses of the 64 steps before it: above their median by 8 x
+    1.4826 x their median absolute deviation. `report`: log the step with its samples. `skip`: also leave the weights
+    unchanged (the device decides this). `off`: nothing."""
     out_of_memory: OutOfMemory = OutOfMemory.halve
-    """What happens when training, evaluation or generation runs out of memory. `halve`: halve the batch in memory from
-    there on and repeat the step, whose global batch and loss stay the same. `stop`: end with an error."""
+    """What happens when training, evaluation or generation runs out of memory. `halve`: repeat the step with half of
+    the batch in memory, and keep this size. The global batch and the loss stay the same. `stop`: end with an error."""
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step, of all ranks."""
+        """Number of micro-batches of a step over all ranks."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
     def largest_batch(self) -> int:
-        """Rows in one of the last steps."""
+        """Rows of the largest global batch, at the end of train.batch_ramp."""
         return int(self.batch_ramp[-1][1]) if self.batch_ramp else self.global_batch_size
 
 
 @dataclass
 class RefreshConfig:
-    """`fxtune refresh RUN data.sources=[...]`: a run's model on new rows."""
+    """Options of `fxtune refresh RUN data.sources=[...]`: it tests a run's model on new rows and trains it further."""
 
     alpha: float = field(default=0.01, metadata={"min": 0.001, "below": 0.5})
     """The rate of false alarms of each test: how often rows like the old rows count as drift, and how often a model
     that is not better passes the gate's test."""
     held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
-    """The share of the new rows that is held out to judge by; a source's own eval_fraction comes first."""
+    """The share of the new rows that is held out for the tests. The eval_fraction of a source overrides it."""
     replay: float = field(default=0.5, metadata={"above": 0, "below": 1})
     """The share of the supervised tokens that comes from the old rows, so that the model does not forget them."""
     epochs: float = field(default=3.0, metadata={"above": 0, "max": 10_000})
-    """Passes over the new rows at most; early stopping may end the run before."""
+    """The largest number of passes over the new rows. Early stopping may end the run earlier."""
     bound: float = field(default=0.02, metadata={"above": 0})
-    """The new model must be shown to be worse on the old held-out rows by less than this, in nats per supervised
-    token; 0.02 is a perplexity 2 % higher. For preferences, in the objective's loss of a pair, or of an answer."""
+    """A test must show that the new model is worse on the old held-out rows by less than this, in nats per supervised
+    token. 0.02 is a perplexity 2 % higher. For preferences the unit is the objective's loss of a pair or an answer."""
     gain: float = field(default=0.001, metadata={"min": 0})
-    """The new model must be shown to be better on the new held-out rows by more than this, in the same unit."""
+    """A test must show that the new model is better on the new held-out rows by more than this, in the unit of
+    refresh.bound."""
 
 
 def _place_in(section: str) -> Callable[[Keys], str]:
@@ -220,7 +225,7 @@ class Config:
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
 
     def __post_init__(self) -> None:
-        # OmegaConf has no place for a section whose class depends on its values, so they come as a dict.
+        # OmegaConf cannot describe a section whose class depends on its values, so the section comes as a dict.
         if isinstance(self.objective, dict):
             self.objective = from_options(self.objective)
 
@@ -250,7 +255,7 @@ class Config:
             yield from validator.problems
 
     def refusals(self) -> Iterator[str]:
-        """Yield what is wrong although each value is in its own range, worded as what to change."""
+        """Yield a message with what to change, for values that are in their own ranges but do not fit together."""
         run, data, train = self.run, self.data, self.train
         yield from self._plugin_refusals()
         if not re.fullmatch(r"[^/\\\x00-\x1f\x7f]+", run.name) or run.name.startswith("."):
@@ -342,9 +347,9 @@ class Config:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """The plain config of an earlier run, with the default of each key that it lacks."""
+    """`values`, the plain config of an earlier run, with the defaults of the keys that it lacks."""
     train = values.get("train")
-    if isinstance(train, dict) and "objective" in train:  # where its name was before it had options
+    if isinstance(train, dict) and "objective" in train:  # early versions had the objective's name here
         train = dict(train)
         values = {**values, "objective": {"name": train.pop("objective")}, "train": train}
     return with_defaults(Config, values)

@@ -1,4 +1,4 @@
-"""The keys of a recipe as JSON Schema (draft 2020-12), so that an editor completes and checks them."""
+"""The keys of a recipe as JSON Schema (draft 2020-12). With it an editor completes and checks recipes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checks each key and value of a config against the dataclasses, and says exactly where one is wrong.
+"""Checks each key and value of a config against the dataclasses, and says exactly where a mistake is.
 
-A recipe is data from a stranger, and Hydra acts on some values (`hydra.callbacks` runs code) and lets unknown keys
-pass (`+key`). So every recipe, group and override is checked before Hydra reads it, and the merged config once more,
-when the values of pointers such as `${optimizer.lr}` are known.
+A stranger may have written a recipe. Hydra acts on some values (`hydra.callbacks` runs code) and lets unknown keys
+pass (`+key`). So every recipe, group and override is checked before Hydra reads it. The merged config is checked once
+more, when the values of pointers such as `${optimizer.lr}` are known.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OTHER_NAMES = {
     "tracking.wandb.mode": "report_to use_wandb",
 }
 OTHER_NAMES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-"""What other trainers call our keys."""
+"""The names of keys in other trainers, each with fxtune's key."""
 
 _KERNELS = "name the kernels in techniques.liger.kernels"
 _SPIKES = "train.spikes=report judges by 64 steps and a threshold of 8"
@@ -96,7 +96,7 @@ REPLACED = {
     "data.questions.batch_size": "32 questions are answered at a time, and fewer where memory runs out",
     "refresh.sample": "at most 1,000 old and 1,000 new documents are compared",
 }
-"""Keys of earlier versions, with what took their place."""
+"""Keys of earlier versions of fxtune, each with what to use instead, or what fxtune does."""
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NODES: dict[Any, Callable[..., Any]] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
@@ -106,7 +106,7 @@ _FORBIDDEN_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 @dataclass
 class Validator:
-    """Collects every problem, so that a user can correct them in one go."""
+    """Collects all problems of a config, so that a user can correct them in one go."""
 
     schema: type
     """The root dataclass."""
@@ -138,7 +138,7 @@ class Validator:
         elif isinstance(value, str) and "${" in value:
             self._check_pointer(value, keys)
         elif value == "???":
-            return  # compose.typed() reports what is not set once everything is merged
+            return  # compose.typed() reports unset keys after everything is merged
         elif value is None:
             if not slot.nullable:
                 self.add(keys, f"`{name}` cannot be null; it is {expected(slot)}")
@@ -226,7 +226,8 @@ class Validator:
             self._check_permission(name, value, keys)
 
     def _check_permission(self, name: str, value: Any, keys: Keys) -> None:
-        """Only the user may let foreign code run or write outside the working directory, by typing it."""
+        """Refuse a file's value that lets foreign code run or writes outside the working directory. Users may type
+        such values on the command line."""
         if keys[-1] == TRUST and value is not False:
             why = "runs code of a stranger, so a recipe cannot set it"
             self.add(keys, f"`{name}` {why}: put {name}=true on the command line yourself")
@@ -238,7 +239,7 @@ class Validator:
             self.add(keys, f"`{name}={value}`: {why}; put {name}={value} on the command line yourself")
 
     def _check_pointer(self, value: str, keys: Keys) -> None:
-        """`${optimizer.lr}` must name a key that exists, and nothing but keys."""
+        """Add a problem if a pointer (`${optimizer.lr}`) names anything but a key that exists."""
         name = ".".join(keys)
         if self.from_file and keys[-1] == TRUST:
             self.add(keys, f"`{name}` can be set on the command line only")
@@ -261,14 +262,15 @@ class Validator:
             self._check_permission(name, POINTER.sub("x", value), keys)
 
     def _as_entry(self, entry: Slot, keys: Keys, value: str) -> str:
-        """How to write a text, meant as the first key of an entry of a list: `data.sources.0.path=rows.jsonl`."""
+        """How to write a text that is meant as the first key of a list's entry: `data.sources.0.path=rows.jsonl`."""
         first = next(iter(entry.fields))
         if self.from_file:
             return f"; write `- {first}: {value}`"
         return f"; write {'.'.join((*keys, first))}={value}"
 
     def _no_such_key(self, slot: Slot, keys: Keys, depth: int) -> str:
-        """Why `slot`, to which the first `depth` of `keys` lead, has no key `keys[depth]`, and which may be meant."""
+        """The message that `slot` has no key `keys[depth]`, with the key that may be meant. The first `depth` of
+        `keys` lead to `slot`."""
         above, key, rest = keys[:depth], keys[depth], keys[depth + 1 :]
         name, owner = ".".join(keys), ".".join(above)
         if _is_directive(key):
@@ -277,7 +279,7 @@ class Validator:
             return f"`{name}`: `{owner}` is a list, its entries are counted from 0 (`{owner}.0`)"
         if not slot.fields:
             return f"unknown key `{name}`: `{owner}` is {expected(slot)} and has no keys"
-        if "." in key:  # a key of a command line is split at its dots
+        if "." in key:  # only a file's key can have dots: a command line's key is split at its dots
             return f"unknown key `{name}`: in a file, dots become nesting ({key.replace('.', ': {', 1)}: ...}})"
         if name in REPLACED:
             return f"`{name}` is no key any more: {REPLACED[name]}"
@@ -313,7 +315,7 @@ def _is_directive(key: str) -> bool:
 
 
 def _of_another_variant(section: Slot, keys: Keys, name: str) -> str:
-    """Why a section whose key `name` is `name` has no `keys`, which other variants have."""
+    """The message that `keys` belong to other variants of the section than the chosen variant `name`."""
     owner, key = ".".join(keys[:-1]), keys[-1]
     having = [other for other in section.variants if Slot(section.variants[other]).below(key) is not None]
     return f"`{owner}.{key}` is an option of {owner}={' and '.join(having)}, and this is {owner}={name}: leave it out"

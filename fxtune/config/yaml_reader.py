@@ -77,8 +77,8 @@ def read(path: Path) -> RecipeFile:
 
 
 def _refuse_beyond_values(text: str, name: str) -> None:
-    """Raise ConfigError for YAML that is more than values. Parse events build nothing, so a
-    YAML bomb does no harm here."""
+    """Raise ConfigError for anchors, merge keys, tags and too many levels. Only parse events are read, and they build
+    no values, so a YAML bomb does no harm."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         where = f"{name}:{event.start_mark.line + 1}"
@@ -97,8 +97,8 @@ def _refuse_beyond_values(text: str, name: str) -> None:
 
 
 def _collect_lines(node: yaml.Node, data: Any, keys: Keys, lines: dict[Keys, int]) -> None:
-    """Add the line of each key below `node` to `lines`. `data` has the keys as OmegaConf
-    reads them (`on:` is True)."""
+    """Add the line of each key below `node` to `lines`. `data`: the values of `node` as OmegaConf reads them, where
+    the key `on:` is True."""
     if isinstance(node, yaml.MappingNode):
         for (key_node, value_node), key in zip(node.value, data, strict=True):
             lines[(*keys, str(key))] = key_node.start_mark.line + 1

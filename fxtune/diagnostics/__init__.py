@@ -1,1 +1,2 @@
-"""Is it right, fast, installed: parity with plain transformers, benchmark, system report, links, energy."""
+"""Checks of a recipe and a machine: verification, parity with plain transformers, benchmark, preview, system report,
+links between GPUs."""

@@ -1,10 +1,11 @@
 """Measures the speed of a recipe by timing the training step itself (TrainStep).
 
-`measure` builds what a run builds (the same checks, data path and optimizer), takes warm-up steps, which compile, tune
-and fill caches, and then the measured steps. It does not evaluate, save, or make a run folder. It waits for the device
-only where training does (every `train.log_every` steps) and at both ends. The time of a step is the time between two
-events on the device's own stream. Tokens per second count the tokens of documents; padding is counted separately.
-With several ranks, each rank takes its part of every step, and the figures are of all ranks.
+`measure` builds what a run builds: the same checks, data path and optimizer. It takes warm-up steps, in which torch
+compiles, tunes kernels and fills caches. The measured steps follow. `measure` does not evaluate, save, or make a run
+folder. It waits for the device only where training does (every `train.log_every` steps), and before and after the
+measured steps. The time of a step is the time between two events on the device's own stream. Tokens per second count
+the tokens of documents; padding is counted separately. Each rank takes its part of every step, and the figures count
+all ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from fxtune.tuning import trial
 STEPS = 10
 WARM_UP = 3
 PROFILED = 2
-"""Further steps whose kernels are timed, if requested."""
+"""Number of further steps whose kernels are timed, if a profile is requested."""
 LEAST_WARM_UP = 1
-"""The first step compiles and allocates gradients and moments. The second step is the first without this work."""
+"""The least number of warm-up steps. Only the first step compiles, and allocates gradients and moments."""
 
 
 @dataclass
@@ -48,45 +49,46 @@ class Measured:
     """Figures of the measured steps, unless a field says otherwise. None: not known on this machine."""
 
     tokens_per_second: float
-    """Tokens of whole documents, from the end of the warm-up to the end of the last measured step, of all ranks."""
+    """Tokens of documents on all ranks, from the end of the warm-up to the end of the last measured step."""
     ranks: int
     slowest_rank: Optional[int]
     """The rank whose forward and backward passes take the longest; None with one rank."""
     slowest_behind: Optional[float]
-    """The share by which its passes take longer than the median of the other ranks."""
+    """The share by which the slowest rank's passes take longer than the median of the other ranks."""
     supervised_tokens_per_second: float
     shared_per_second: float
     """Tokens of prompts that were computed for another answer (data.share_prompts); a part of `tokens_per_second`."""
     images_per_second: float
-    """0: the rows have none. The tokens of images are part of `tokens_per_second`."""
+    """0 if the rows have no images. The tokens of images are part of `tokens_per_second`."""
     padding_per_second: float
     step_seconds: float
-    """Median."""
+    """The median time of a step."""
     step_seconds_p5: float
     step_seconds_p95: float
     mfu: Optional[float]
     """Model FLOPs, with attention per document (fxtune/tracking/throughput.py), over the card's dense peak."""
     memory_gib: float
-    """Peak since the process began, building and compiling included, of the fullest card."""
+    """The peak of the fullest card since the process began, including building and compiling."""
     memory_reserved_gib: Optional[float]
-    """Peak of the allocator's reserved memory."""
+    """The peak of the memory that the allocator has reserved."""
     step_memory_gib: float
-    """Peak of the measured steps only; on a CPU equal to memory_gib."""
+    """The peak of the measured steps alone; on a CPU equal to memory_gib."""
     data_wait: float
-    """Share of the time that the loop waited for data, of the rank that waited longest."""
+    """The share of the time in which a rank waits for data, for the rank that waits longest."""
     joules_per_token: Optional[float]
-    """Joules of all cards."""
+    """The energy of all cards for a token of a document."""
     watts: Optional[float]
     energy: str
     """The source of the joules, or why there are none."""
     first_step_seconds: float
-    """Seconds from the start of the process; of a later measurement in this process, from its start."""
+    """Seconds from the start of the process to the end of the first step. A second measurement in one process counts
+    from its own start."""
     second_step_seconds: Optional[float]
-    """None if the second step was a measured step: the process does not wait for the end of such a step."""
+    """The same, to the end of the second step. None if the second step was measured: nothing waits for its end."""
     startup_seconds: dict[str, float]
-    """second_step_seconds, or else first_step_seconds, by part of the work (fxtune/system/terminal/startup.py)."""
+    """The parts of second_step_seconds; if that is None, of first_step_seconds (fxtune/system/terminal/startup.py)."""
     compile_seconds: Optional[float]
-    """Time in torch.compile, forward and backward; None: it is off."""
+    """Seconds in torch.compile, for forward and backward pass. None: torch.compile is off."""
     loss: Optional[float]
     """The objective's mean loss."""
     losses: list[Optional[float]]
@@ -105,15 +107,17 @@ class Measured:
     packages: dict[str, str]
     """Versions of the installed packages."""
     kernels: Optional[list[tuple[str, float, float]]] = None
-    """(name, seconds, calls) per step of each kernel, on a CPU of each operator; longest first. None: no profile."""
+    """(name, seconds of a step, calls in a step) of each kernel, longest first. On a CPU: of each operator. None: no
+    profile."""
     exchange_seconds: Optional[float] = None
-    """Seconds of a step in which the first GPU only exchanges with the others; None: no profile or no GPU."""
+    """Seconds of a step in which the first GPU does nothing but exchange data with other GPUs. None: no profile or no
+    GPU."""
 
 
 def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile: bool = False) -> Measured:
-    """Take `warm_up` training steps and then `steps` measured ones. `config` is not changed.
+    """Take `warm_up` training steps, measure `steps` further steps, and return the figures. `config` is not changed.
 
-    `profile`: take PROFILED further steps and time their kernels. Raises as training does.
+    `profile`: after that, take PROFILED steps and time their kernels. Raises the errors of training.
     """
     assert warm_up >= LEAST_WARM_UP
     assert steps >= 1
@@ -230,12 +234,12 @@ def _time_steps(
     builder.world.agree(0, "beginning the measured steps together")
     with contextlib.closing(EnergyMeter(builder.world.device, hosts=False)) as energy:
         energy.start()
-        meter.read()  # resets it
+        meter.read()  # resets the meter
         report.restart()
         clock.mark()
         for number, (step, metrics) in enumerate(taken, 1):
             if due:
-                statistics.settle()  # as training does: for the previous step, while this one runs
+                statistics.settle()  # reads the previous step's numbers while this step runs, as training does
             statistics.add(metrics)
             meter.add(step.index, step.wait_seconds)
             report.waited += step.wait_seconds
@@ -255,7 +259,7 @@ def _time_steps(
 
 
 class StepClock:
-    """Times between the ends of steps, on the device's own clock, so that nothing waits for the device."""
+    """Measures the times between ends of steps by the device's own clock, so that nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -269,7 +273,7 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Seconds between each mark and the next. Call it after waiting for the device."""
+        """Seconds between each mark and the next. The caller waits for the device before the call."""
         pairs = pairwise(self._marks)
         return [start.elapsed_time(end) / 1e3 if self._cuda else end - start for start, end in pairs]
 
@@ -277,7 +281,7 @@ class StepClock:
 def measure_in_process(
     overrides: Sequence[str], steps: int = STEPS, warm_up: int = WARM_UP, limit: Optional[float] = None
 ) -> dict[str, Any]:
-    """`fxtune bench` in a separate process: the fields of Measured, or `{"error": reason in one line}`.
+    """Run `fxtune bench` in a separate process. Returns the fields of Measured, or `{"error": reason in one line}`.
 
     Raises TimeoutError after `limit` seconds.
     """

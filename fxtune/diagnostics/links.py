@@ -1,12 +1,12 @@
 """The links between the GPUs of this machine: what connects each pair (NVML), and the speed of an all-reduce over all.
 
 `fxtune doctor` runs this file as a program, because NVML and NCCL may hang: `python -m fxtune.diagnostics.links RANKS
-DEVICE` starts RANKS processes, which all-reduce numbers for a few seconds, and prints its answer as JSON. On a CPU
-they do so through gloo.
+DEVICE` starts RANKS processes. They all-reduce numbers for a few seconds (on a CPU through gloo), and the program
+prints the result as JSON.
 
-Bandwidth is for one rank: an all-reduce of B bytes over n ranks in t seconds sends 2 (n - 1) / n B / t bytes a
-second over its link, the "bus bandwidth" of NVIDIA's nccl-tests. The NVLink of two H200 (18 links each) reaches 340
-GB/s so measured, PCIe 4 some 20.
+Bandwidth is the traffic over one rank's link, the "bus bandwidth" of NVIDIA's nccl-tests: if an all-reduce of B bytes
+over n ranks takes t seconds, it is 2 (n - 1) / n B / t bytes a second. By this measure NVLink between two H200 (18
+links each) reaches 340 GB/s, and PCIe 4 about 20 GB/s.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SECONDS = 1.0
 """Seconds of the measurement of the all-reduce."""
 BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 LEAST = {"NVLink": 60e9, "PCIe": 4e9}
-"""Bytes a second below which a link is too slow: half of the slowest NVLink pair (two A6000), two thirds of PCIe 3
-x8."""
+"""A link with fewer bytes a second is too slow. The limits are half of the slowest NVLink pair (two A6000) and two
+thirds of PCIe 3 x8."""
 ANCESTORS = {
     0: "two GPUs of one board",
     10: "through one PCIe switch",
@@ -40,11 +40,11 @@ ANCESTORS = {
     40: "through one CPU",
     50: "through two CPUs",
 }
-"""NVML's nearest common ancestor of two GPUs."""
+"""The meaning of NVML's numbers for the nearest common ancestor of two GPUs."""
 SLOW_ANCESTOR = 50
 READ, WRITE, NVLINK = range(3)
-"""NVML_P2P_CAPS_INDEX_*: what one GPU may do with the memory of another, and through what. pynvml's own READ is
-a tuple by mistake."""
+"""NVML_P2P_CAPS_INDEX_*: one GPU may read or write another's memory, or has NVLink to it. pynvml's own READ is a tuple
+by mistake."""
 NO_PEERS = {
     1: ("the chipset does not allow it", "nothing: numbers travel through the host's memory"),
     2: (
@@ -60,21 +60,21 @@ NO_PEERS = {
 }
 """Why two GPUs cannot read each other's memory, by NVML's status, and what to change."""
 SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO")
-"""Variables of the environment that may take a fast way from NCCL."""
+"""Environment variables that may keep NCCL from using a fast link."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two GPUs."""
+    """Two GPUs, and what connects them."""
 
     first: int
     second: int
     nvlinks: int
-    """Active NVLinks of the first GPU, if NVLink connects the two; else 0."""
+    """Number of active NVLinks of the first GPU, if NVLink connects the two GPUs; otherwise 0."""
     ancestor: int
-    """NVML's nearest common ancestor."""
+    """NVML's number for the nearest common ancestor, a key of ANCESTORS."""
     peer: int
-    """NVML's status of reading each other's memory; 0: it works."""
+    """NVML's status for access to each other's memory, a key of NO_PEERS; 0: the access works."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Links:
 
 
 def check(ranks: int, device: str) -> list[Finding]:
-    """The links between `ranks` GPUs (or processes on a CPU), for doctor's page. Takes some 15 seconds."""
+    """Measure the links between `ranks` GPUs (or processes on a CPU), for doctor's page. Takes about 15 seconds."""
     command = [sys.executable, "-m", "fxtune.diagnostics.links", str(ranks), device]
     code, output, seconds = run_process(command, TIMEOUT)
     lines = [line for line in output.splitlines() if line.strip()]
@@ -154,7 +154,7 @@ def _pair(pair: Pair) -> Finding:
 
 
 def pairs(nvml: Any, uuids: list[str]) -> Iterator[Pair]:
-    """What connects each pair of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
+    """Yield what connects each pair of the GPUs with these UUIDs. `nvml`: the module pynvml, initialized."""
     handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
     for (first, from_), (second, to) in combinations(enumerate(handles), 2):
         linked = _status(nvml, from_, to, NVLINK) == 0
@@ -177,7 +177,7 @@ def _active_links(nvml: Any, handle: Any) -> int:
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             count += bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
-        except nvml.NVMLError:  # the GPU has fewer
+        except nvml.NVMLError:  # the GPU has fewer links
             break
     return max(count, 1)
 
@@ -200,7 +200,7 @@ def main(ranks: int, device: str) -> None:
 
 
 def _pairs_of_torch(ranks: int) -> list[Pair]:
-    """The pairs of torch's first `ranks` GPUs; none without pynvml."""
+    """The pairs of torch's first `ranks` GPUs. Empty without pynvml."""
     import torch
 
     try:
@@ -216,11 +216,11 @@ def _pairs_of_torch(ranks: int) -> list[Pair]:
 
 
 def _rank(rank: int, links: Links, folder: str) -> None:
-    """A process of the all-reduce. Rank 0 writes `folder`/links.json."""
+    """Run one process of the all-reduce. Rank 0 writes `folder`/links.json."""
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as in a run
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a run sets the same
     cuda = links.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -242,7 +242,7 @@ def _rank(rank: int, links: Links, folder: str) -> None:
 
 
 def _median_time(tensor: Any) -> float:
-    """Median seconds of an all-reduce of `tensor`, over SECONDS."""
+    """The median time of an all-reduce of `tensor`, in seconds. The measurement takes about SECONDS."""
     import torch
     import torch.distributed as dist
 
@@ -255,7 +255,7 @@ def _median_time(tensor: Any) -> float:
 
     once()
     warm = max(once() for _ in range(3))
-    # All ranks take the same number.
+    # All ranks must repeat the all-reduce equally often, so they take the smallest number.
     count = torch.tensor(float(min(max(SECONDS / max(warm, 1e-9), 5), 200)), device=tensor.device)
     dist.all_reduce(count, dist.ReduceOp.MIN)
     times = sorted(once() for _ in range(int(count)))

@@ -1,26 +1,28 @@
 """Checks the loss: runs the same global batch through the recipe's techniques and through plain transformers.
 
-The reference is plain transformers (and peft): one document per forward pass, nothing packed, fused, recomputed or
-compiled, and log-probabilities of float32 logits (plain_model.py). The objective computes its loss from them, group by
-group. What changes the mathematics by design stays on in the reference: scaled RoPE, adapters, a quantized base, and,
-except in the float32 reference, fp8 products of trained weights. Dropout is off everywhere, and so is the noise of
-routers, because two passes would never agree.
+The reference is plain transformers (and peft). A forward pass has one document, and nothing is packed, fused,
+recomputed or compiled. The objective computes its loss, group by group, from log-probabilities of float32 logits
+(plain_model.py). Techniques that change the mathematics by design stay on in the reference: scaled RoPE, adapters, a
+quantized base. Fp8 products of trained weights also stay on, but not in the float32 reference. Dropout and the noise
+of routers are off everywhere, because with them two passes would never agree.
 
-In float32 both must agree to rounding. In bfloat16 and float16 no two orders of summation agree: plain transformers in
-that precision measures the error of rounding alone, and the error of fxtune may be twice as large, plus a fraction of
-the dtype's epsilon. The errors of groups may cancel in the loss by chance, so the error of the loss counts as at least
-the root of the sum of their squares. An objective may amplify rounding: in float32, 0.1 x the difference of two sums
-of -1,000 nats is wrong by 1e-5. So epsilon is multiplied by the objective's sensitivity: by how many epsilons the loss
-changes if each log-probability changes by one. In float32 these changes are added up, because the sums themselves are
-rounded. In other precisions the errors of tokens are larger and independent, so their squares are added up.
+In float32 fxtune and the reference must agree to rounding. In bfloat16 and float16 the order of summation changes the
+result. So plain transformers also runs in that precision: its error is due to rounding alone. The error of fxtune may
+be twice that error, plus a fraction of the dtype's epsilon. Errors of groups may cancel in the loss by chance. So the
+loss error of plain transformers counts as at least the root of the sum of the groups' squared errors.
 
-The loss of a mixture's routers depends on the micro-batches. It is compared in the configured ones; in other splits it
-is off.
+An objective may amplify rounding: in float32, 0.1 x the difference of two sums of -1,000 nats is wrong by 1e-5. So
+epsilon is multiplied by the objective's sensitivity: the change of the loss in epsilons, if each log-probability
+changes by one epsilon. In float32 the changes from all log-probabilities are added up, because their sums are rounded.
+In other precisions the errors of tokens are larger and independent, so the squares of the changes are added up.
 
-The B of a new adapter is zero and would hide an error in its A, so each B gets fixed values here. Where an objective
-has a reference, all trained weights are changed, because a model at its start equals its reference. One model is in
-memory at a time, and plain models run before models with fxtune's code. Several ranks run the step together as in
-training. Rank 0 alone runs plain transformers and compares.
+The loss of a mixture's routers depends on the micro-batches. It is compared for the configured micro-batch size, and
+off for other sizes.
+
+The B of a new adapter is zero and would hide an error in its A, so each B gets fixed values here. If the objective has
+a reference, all trained weights are changed, because at its start a model equals the reference. One model is in memory
+at a time, and plain models run before models with fxtune's code. Several ranks run the step together as in training.
+Rank 0 alone runs plain transformers and compares.
 """
 
 from __future__ import annotations
@@ -59,19 +61,19 @@ from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
 
 BY_DESIGN = ("rope", "precision", "quantize", "float8", "lora", "plugins")
-"""Techniques that change the result, and so stay on in the reference. The others must not change it."""
+"""Techniques that change the result, and so stay on in the reference. Other techniques must not change the result."""
 OPTIONAL = tuple(entry.name for entry in dataclasses.fields(Pipeline) if entry.name not in BY_DESIGN)
 EXACT = (1e-5, 1e-5, 1e-4)
-"""Relative bounds in float32: of the loss, the full gradient, and the gradient of the worst parameter."""
+"""Relative bounds in float32, for the loss, the full gradient, and the gradient of the worst parameter."""
 SLACK = (1 / 8, 1 / 2, 1.0)
-"""In other precisions: epsilons of the dtype, added to twice the error of plain transformers."""
+"""In other precisions a bound is twice the error of plain transformers, plus this number of the dtype's epsilons."""
 SLACK_OF_GROUPS = (1 / 2, 1 / 2, 1.0)
-"""The same for an objective over groups of documents: its loss is a mean of a few terms, where the loss of text is a
-mean of hundreds. On an H100 in bfloat16 the loss of a few pairs was off by up to 2.1e-3 (DPO with a stored reference,
-reward models)."""
+"""SLACK for an objective over groups of documents. Its loss is a mean of a few terms; the loss of text is a mean of
+hundreds. On an H100 in bfloat16 the loss of a few pairs was off by up to 2.1e-3 (DPO with a stored reference, reward
+models)."""
 MIN_NORM = 0.01
-"""The error of a parameter's gradient is relative to its norm, or to this fraction of the mean norm if that is more:
-the gradient of a key's bias, for example, is zero except for rounding."""
+"""The error of a parameter's gradient is divided by the gradient's norm, or by this fraction of the mean norm if that
+is larger. The gradient of a key's bias, for example, is zero except for rounding."""
 MOST = 1000.0
 """The highest sensitivity of an objective."""
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
@@ -92,14 +94,14 @@ class Compared:
     """The parameter whose gradient has the largest error."""
     worst_off: float
     bounds: tuple[float, float, float]
-    """For loss, gradient and worst parameter."""
+    """The largest allowed loss_off, gradient_off and worst_off."""
 
     @property
     def within(self) -> bool:
         return not self.beyond()
 
     def beyond(self) -> list[str]:
-        """What is out of its bound, as text. NaN is out of every bound."""
+        """A text for each error that is out of its bound. NaN is out of every bound."""
         offs = {"loss": self.loss_off, "gradient": self.gradient_off, f"gradient of {self.worst}": self.worst_off}
         return [
             f"{what} off by {off:.1e} (at most {bound:.1e})"
@@ -114,13 +116,13 @@ class _Result:
     gradients: dict[str, torch.Tensor]
     """float32, in host memory."""
     change: float = 0.0
-    """How many epsilons the loss changes by, if each log-probability changes by one."""
+    """The change of the loss in epsilons, if each log-probability changes by one epsilon."""
     shares: tuple[float, ...] = ()
-    """Each group's share of the loss. Only plain transformers runs the groups one by one."""
+    """Each group's share of the loss. Empty for fxtune: only plain transformers runs the groups one by one."""
 
     @property
     def size(self) -> float:
-        """The size by which errors of the loss are divided: a loss of preferences may be 0."""
+        """The number by which errors of the loss are divided. The loss itself may be 0 for preferences."""
         return max(abs(self.loss), self.change / MOST)
 
     @property
@@ -129,10 +131,10 @@ class _Result:
 
 
 def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], None]) -> list[Compared]:
-    """Compare the first step of `plan` in each split into micro-batches; with `each`, also with each technique off in
-    turn. `tell` gets a line when a variant begins.
+    """Compare the first step of `plan`, once for each split into micro-batches. `each`: also compare with each
+    technique off in turn. `tell`: gets a line when a variant begins.
 
-    Raises ConfigError if there is no reference, HardwareError if it does not fit.
+    Raises ConfigError if there is no reference, HardwareError if the reference does not fit.
     """
     if builder.techniques.rope.enabled and builder.techniques.rope.type is RopeType.dynamic:
         raise ConfigError(
@@ -143,7 +145,7 @@ def compare(builder: RunBuilder, plan: Plan, each: bool, tell: Callable[[str], N
 
 
 def describe_bounds(builder: RunBuilder, compared: list[Compared]) -> str:
-    """What `compared`, from compare(), was measured against."""
+    """A line that names the reference and the bounds of `compared`, the result of compare()."""
     precision = precision_of(builder.facts)
     bounds = "loss {:.1e}, gradient {:.1e}, each parameter's gradient {:.1e}".format(*compared[-1].bounds)
     how = "" if precision == "float32" else f", from twice the error of plain transformers in {precision}"
@@ -151,13 +153,14 @@ def describe_bounds(builder: RunBuilder, compared: list[Compared]) -> str:
 
 
 def precision_of(facts: Facts) -> str:
-    """What matmuls round to: float32, tf32, bfloat16 or float16."""
+    """The precision that matrix products round to: float32, tf32, bfloat16 or float16."""
     computed, precision = facts.compute_dtype, facts.techniques.precision
     return "tf32" if computed == "float32" and precision.enabled and precision.tf32 else computed
 
 
 def loss_scale(builder: RunBuilder, supervised: int) -> LossScale:
-    """A scale at which float16 keeps small gradients: about the number of supervised tokens. Training adapts its."""
+    """A loss scale at which float16 keeps small gradients: about the number of supervised tokens. In training the
+    scale adapts instead."""
     half = precision_of(builder.facts) == "float16"
     return LossScale(builder.world.device, 2.0 ** round(math.log2(max(supervised, 1))) if half else 1.0, active=half)
 
@@ -181,9 +184,10 @@ class _Comparison:
         self.order = 1 if precision_of(builder.facts) == "float32" else 2
         """The order of the norm that adds up the errors of log-probabilities."""
         self.references: dict[bool, _Result] = {}
-        """Without the routers' loss and, if the techniques have it, with the loss of the configured micro-batches."""
+        """The reference without the routers' loss (False) and, if the techniques have it, with the routers' loss of
+        the configured micro-batches (True)."""
         self.rounding: dict[bool, tuple[float, float, float]] = {}
-        """The errors of plain transformers in the recipe's precision, if that is not float32."""
+        """The errors of plain transformers in the recipe's precision, with the same keys. Empty for float32."""
 
     def run(self, each: bool) -> Iterator[Compared]:
         precision, plain = precision_of(self.builder.facts), self._plain()
@@ -204,7 +208,7 @@ class _Comparison:
         yield from self._run(self.techniques, "fxtune", self._splits())
 
     def _without(self, plain: Pipeline) -> Iterator[tuple[str, Pipeline]]:
-        """(name, the techniques without it), for each technique that can be off and that the others do not need."""
+        """Yield (name, the techniques without it) for each technique that can be off and that no other one needs."""
         chosen = self.techniques
         if kept := [name for name in BY_DESIGN if getattr(chosen, name).enabled]:
             self.tell(
@@ -223,7 +227,7 @@ class _Comparison:
             yield name, pipeline
 
     def _plain(self) -> Pipeline:
-        """The techniques of BY_DESIGN only. transformers chooses the attention itself."""
+        """The techniques of BY_DESIGN only. The library transformers chooses the attention kernel itself."""
         off = copy.deepcopy(self.techniques)
         off.lora.fused = Switch.off
         for name in OPTIONAL:
@@ -242,8 +246,8 @@ class _Comparison:
         return list(dict.fromkeys([configured, least, middle, total]))
 
     def _run_plain(self, pipeline: Pipeline, name: str, float32: bool = False) -> dict[bool, _Result]:
-        """As _groups(). If activations do not fit, with transformers' own checkpointing. Of several ranks, rank 0 does
-        it and the others wait in _compare()."""
+        """Call _groups(); if activations do not fit, again with transformers' own checkpointing. Only rank 0 does so.
+        Other ranks return empty results and wait in _compare()."""
         if not self.world.main:
             return {balanced: _Result(0.0, {}) for balanced in [False, True][: 1 + self.techniques.router.enabled]}
         try:
@@ -263,7 +267,8 @@ class _Comparison:
             ) from error
 
     def _groups(self, pipeline: Pipeline, float32: bool, checkpointed: bool) -> dict[bool, _Result]:
-        """The step by plain transformers, group by group: without the routers' loss, and with it."""
+        """Run the step with plain transformers, group by group. Returns the result without the routers' loss (False)
+        and, for a model that is trained with this loss, the result with it (True)."""
         device, balanced = self.builder.world.device, self.techniques.router.enabled
         total = torch.zeros((), device=device, dtype=torch.float64)
         change, shares = total.clone(), list[torch.Tensor]()
@@ -274,7 +279,7 @@ class _Comparison:
                 plain.to_float32()
             references, step_sums = list[torch.Tensor](), None
             if isinstance(self.objective, WithReference) and self.objective.reference is not Reference.base:
-                # The model as it is at the start of the run; stored numbers, which may be wrong, are not used.
+                # The reference is the model at the start of the run. Stored numbers are not used: they may be wrong.
                 with torch.no_grad(), pipeline.precision.context(device):
                     references = [plain.log_probs(batch) for _, batch in self._group_batches()]
             _move_weights(plain.model, self.objective.needs.reference, dtypes)
@@ -297,7 +302,7 @@ class _Comparison:
                 )
 
             counts: dict[int, RouterCounts] = {}
-            """Of each micro-batch."""
+            """The routers' counts of each micro-batch."""
             if self.objective.needs.step_sums:
                 with torch.no_grad(), pipeline.precision.context(device):
                     step_sums = torch.stack([self.objective.step_sums(plain, batch) for _, batch in batches()]).sum(0)
@@ -322,8 +327,8 @@ class _Comparison:
         return results
 
     def _group_batches(self) -> Iterator[tuple[int, Batch]]:
-        """(the number of its micro-batch as configured, a batch) for each group of the step. The batch is one row with
-        the group's documents, without padding."""
+        """Yield (number of the group's micro-batch at the configured size, a batch) for each group of the step. The
+        batch is one row with the group's documents, without padding."""
         for micro in range(self.plan.micro_batches(0)):
             spec = self.plan.batch_spec(0, micro).whole()
             group_of = np.arange(len(spec.length)) if spec.group is None else spec.group
@@ -345,9 +350,9 @@ class _Comparison:
                 yield micro, build_batch(self.plan.tables, batch).to(self.world.device)
 
     def _run(self, pipeline: Pipeline, name: str, splits: list[int]) -> Iterator[Compared]:
-        """The training step with the techniques of `pipeline`, once for each micro-batch size."""
+        """Take the training step with the techniques of `pipeline`. Yields a comparison for each micro-batch size."""
         builder = copy.copy(self.builder)
-        # On slow links compression and average_every change the sum by design.
+        # Compression and average_every are for slow links. They change the sum over ranks by design, so they are off.
         parallel = builder.config.parallel
         parallel = ParallelConfig(parallel.replicate, parallel.shard, parallel.context)
         builder.stage = builder.stage.with_techniques(pipeline).decided((), parallel=parallel)
@@ -356,7 +361,7 @@ class _Comparison:
         with self._built(pipeline, self.world) as prepared:
             model = prepared.module.train()
             for router in prepared.routers.modules if prepared.routers else ():
-                router.eval()  # Phi-MoE's draws its experts in training mode
+                router.eval()  # Phi-MoE's router draws experts at random in training mode
             language_model = builder.language_model(prepared)
             _move_weights(model, self.objective.needs.reference)
             for size in splits:
@@ -382,7 +387,7 @@ class _Comparison:
     @contextlib.contextmanager
     def _built(self, pipeline: Pipeline, world: World) -> Iterator[PreparedModel]:
         builder = self.builder
-        _free_memory()  # again, because an error on its way holds the model that raised it
+        _free_memory()  # again, because an exception that is being handled holds the model that raised it
         trains_images = builder.config.optimizer.lr_vision is not None
         built = assemble(
             pipeline, builder.config.model, self.hf_config, world, builder.config.run.seed, trains_images=trains_images
@@ -394,13 +399,13 @@ class _Comparison:
             _free_memory()
 
     def _own_batches(self, size: int) -> tuple[int, Iterator[Batch]]:
-        """How many micro-batches of this rank count, and the micro-batches, as a loader gives them to a GPU."""
+        """(how many of this rank's micro-batches count, these micro-batches as a loader gives them to a GPU)."""
         plan = self.builder.own(self.plan.with_micro_batch_size(size))
         micro_batches = (plan.batch(0, micro).with_rounded_targets() for micro in range(plan.micro_batches(0)))
         return plan.counted_micro_batches(0), (batch.to(self.world.device) for batch in micro_batches)
 
     def _compare(self, name: str, result: _Result, balanced: bool, bounded: bool = True) -> Compared:
-        """The comparison by rank 0, on every rank. `balanced`: with the routers' loss."""
+        """Compare on rank 0, and return the result on every rank. `balanced`: `result` has the routers' loss."""
         name += ", with the routers' loss" * balanced
         compared = self._compared(name, result, balanced, bounded) if self.world.main else None
         compared = self.world.broadcast(compared, "waiting for rank 0 to compare")
@@ -436,7 +441,7 @@ class _Comparison:
 
 
 def _ratio(error: float, size: float) -> float:
-    """`error` relative to `size`; an objective may have a loss or a gradient of 0."""
+    """`error` divided by `size`. `size` may be 0, because an objective may have a loss or a gradient of 0."""
     return error / size if size else math.inf if error else 0.0
 
 
@@ -455,8 +460,8 @@ def _collect(model: nn.Module, loss: torch.Tensor) -> _Result:
 
 def _move_weights(model: nn.Module, from_reference: bool, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
     """Give each new adapter's B values that depend only on the parameter's name. `from_reference`: also change the
-    other trained weights by about 2 %, so that the model differs from the model at the start of the run. `dtypes`: to
-    which the new values of parameters are rounded; None: to their own."""
+    other trained weights by about 2 %, so that the model differs from the model at the start of the run. `dtypes`: the
+    dtypes to which new values are rounded; None: the parameters' own dtypes."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_new = "lora_" in name and not parameter.any()

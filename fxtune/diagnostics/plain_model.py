@@ -1,12 +1,12 @@
-"""The model that `fxtune verify --loss` compares with: LanguageModel's interface by plain transformers and peft.
+"""The model that `fxtune verify --loss` compares with: plain transformers and peft behind LanguageModel's interface.
 
 Each document passes through the model alone, without padding, and the model's own logits give the log-probabilities.
-An objective computes its loss from this interface as in training, so the comparison holds for every objective,
-plugins' included.
+An objective computes its loss through this interface as in training, so the comparison works for every objective, also
+for objectives of plugins.
 
-The routers' loss (techniques/router.py) multiplies f_e by P_e, and each is a mean over all tokens of a micro-batch.
-f_e has no gradient. So the documents pass through the model twice: the first pass counts f_e, and with these counts
-the loss is a sum over documents, one graph at a time.
+The routers' loss (techniques/router.py) multiplies f_e by P_e. Both are means over all tokens of a micro-batch, and
+f_e has no gradient. So the documents pass through the model twice. The first pass counts f_e. With these counts the
+loss is a sum over documents, and the second pass needs the graph of one document at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fxtune.upstream.torch import remove_forward_hooks
 
 
 class RouterCounts:
-    """How the routers of all layers distribute the tokens of one or several batches, and how often the routers' loss
-    counts in the loss of an objective."""
+    """How the routers of all layers distribute the tokens of one or several batches, and the weight of the routers'
+    loss in the loss of the objective."""
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self.chosen = torch.zeros(experts, device=device)
         self.decisions = 0
-        """Tokens times layers."""
+        """Number of tokens times number of layers."""
         self.weight = 0.0
 
     def add(self, other: RouterCounts) -> None:
@@ -46,9 +46,9 @@ class RouterCounts:
 
 
 class PlainModel(LanguageModel):
-    """`prepared`: a model with the techniques that change the mathematics by design, and no others. `checkpointed`: by
-    transformers' own checkpointing. `balanced`: the objective's loss has the routers' loss. `shares_prompts`: a run's
-    routers see the prompt of a pair once."""
+    """`prepared`: a model with the techniques that change the mathematics by design, and no others. `checkpointed`:
+    use transformers' own checkpointing. `balanced`: the objective's loss includes the routers' loss. `shares_prompts`:
+    in a run, the routers see the shared prompt of a pair only once."""
 
     def __init__(
         self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False, shares_prompts: bool = False
@@ -61,7 +61,7 @@ class PlainModel(LanguageModel):
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             self.model.enable_input_require_grads()
         self.outputs: list[Tensor] = []
-        """What the objective got since take_change(), each with its gradient after a backward pass."""
+        """The tensors that the objective got since the last take_change(). A backward pass gives each its gradient."""
         self.counts: RouterCounts | None = None
         """The counts of the newest pass with a gradient."""
         self._logits_of_routers: list[Tensor] | None = None
@@ -114,13 +114,13 @@ class PlainModel(LanguageModel):
             return self._log_probs(batch)
 
     def router_terms(self, batch: Batch, count: Tensor | float) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Nothing: router_loss() gives the loss, with the weight that is noted here."""
+        """Return no loss, and note its weight `count`. router_loss() computes the loss."""
         if self.counts is not None:
             self.counts.weight = float(count)
         return None, {}
 
     def router_loss(self, batch: Batch, counts: RouterCounts) -> Tensor:
-        """The part of the routers' loss that the documents of `batch` have in a micro-batch with these `counts`."""
+        """The documents' part of the routers' loss of their micro-batch. `counts`: the counts of the micro-batch."""
         probability = torch.zeros_like(counts.chosen)
         for ids, _, first, images in self._documents(batch):
             of_routers = self._pass(ids, first, images)[1]
@@ -137,12 +137,12 @@ class PlainModel(LanguageModel):
         return found
 
     def _log_probs(self, batch: Batch) -> Tensor:
-        """As log_probs(). A pass with a gradient also counts the routers' choices."""
+        """The log-probabilities for log_probs(). A pass with a gradient also counts the routers' choices."""
         counts = self._counts(batch)
         parts = [torch.zeros(0, device=batch.input_ids.device)]
         for ids, targets, first, images in self._documents(batch):
             wanted = (targets != IGNORE_INDEX).nonzero().flatten()
-            # Tokens after the last target have no influence, except on the routers' loss. An image is never cut.
+            # Tokens after the last target change nothing but the routers' loss, and are left out. No image is cut.
             end = int(wanted[-1]) + 1 if len(wanted) else 0
             end = len(ids) if counts is not None or (images and end) else end
             if not end:
@@ -154,15 +154,15 @@ class PlainModel(LanguageModel):
         return torch.cat(parts)
 
     def _counts(self, batch: Batch) -> RouterCounts | None:
-        """New counts for a pass with a gradient through a model with routers."""
+        """New counts, for a pass with a gradient through a model with routers. None for other passes."""
         if self.routers is None or not torch.is_grad_enabled():
             return None
         self.counts = RouterCounts(self.routers.experts, batch.input_ids.device)
         return self.counts
 
     def _pass(self, ids: Tensor, first: int, images: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(the logits of one document's tokens, or its score; the logits of each layer's router, from token `first`
-        on)."""
+        """(the logits of one document's tokens, or the document's score; the logits of each layer's router, from token
+        `first` on)."""
         found: list[Tensor] = []
         self._logits_of_routers = found
         try:
@@ -171,14 +171,14 @@ class PlainModel(LanguageModel):
             logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0]
             return logits, [of_router[first:] for of_router in found]
         finally:
-            self._logits_of_routers = None  # a checkpoint runs the layers again in the backward pass
+            self._logits_of_routers = None  # checkpointing runs the routers again, and these outputs do not count
 
     def _note_router(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._logits_of_routers is not None:
             self._logits_of_routers.append(output[0])
 
     def _documents(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, int, dict[str, Tensor]]]:
-        """(ids, targets, the first token that a run's routers see, tensors of images) of each document of a batch
+        """Yield (ids, targets, first token that a run's routers see, tensors of images) for each document of a batch
         without padding, in the order of `Batch.labels`. With `shares_prompts` the documents are a pair."""
         ids, targets, first = batch.input_ids.flatten(), batch.targets.flatten(), None
         bounds = [*pairwise(batch.cu_seqlens.unique().tolist())]  # unused slots repeat the end
@@ -207,7 +207,8 @@ class PlainModel(LanguageModel):
 
 
 def _shared_tokens(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> int:
-    """One less than the tokens that two documents, (token ids, targets), begin with and that neither learns."""
+    """One less than the number of equal tokens at the start of two documents that neither document learns. A document
+    is (token ids, targets)."""
     length = min(len(one[0]), len(other[0]))
     differs = one[0][:length] != other[0][:length]
     for _, targets in (one, other):

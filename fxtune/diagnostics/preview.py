@@ -1,6 +1,6 @@
-"""The page of `fxtune preview`: the first samples as the model will see them, after template, split and packing, the
-statistics of the data, and what a step will need and take by arithmetic. It is read back from the first batches of the
-training run.
+"""The page of `fxtune preview`: the first samples as the model will see them (after template, split and packing), the
+statistics of the data, and a forecast of a step's memory and time. The samples are read back from the first batches of
+the training run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from fxtune.training.forecast.step_count import few_steps
 
 HEAD, TAIL = 300, 150
 WIDE = 80
-"""Columns of a terminal that fits the table of all sources, and two answers side by side."""
+"""Columns that a terminal needs for the table of all sources, and for two answers side by side."""
 SUPERVISED, SPECIAL, NOTE = "green", "bold magenta", "dim"
 MAX_CHARACTER_BYTES = 4
-"""Bytes of one UTF-8 character, and so the most tokens it can take."""
+"""The most bytes of a UTF-8 character, and so the most tokens that a character can take."""
 
 
 class Signs(NamedTuple):
@@ -68,8 +68,8 @@ UNICODE, ASCII = Signs("⟦", "⟧", "↵", "…", "─"), Signs("[[", "]]", "\\
 
 
 def preview(config: Config, console: Console | None = None, html: Path | None = None) -> dict[str, Any]:
-    """Print and return samples and statistics of the data of a run. `html`: a file for the same page. Raises
-    as the run itself does, but shows rows that its objective cannot learn from, with a line that says so; StorageError
+    """Print and return samples and statistics of a run's data. `html`: a file for the same page. Rows that the run's
+    objective cannot learn from are shown, with a line that says so. Raises the other errors of a run, and StorageError
     if the file cannot be written."""
     console = console or screen.console()
     if html is not None:
@@ -78,7 +78,7 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     tokenizer = load_tokenizer(config.model)
     machine = World.create(config.run.device, config.run.memory_gib).facts(config.run.strict)
     settled = settle(config, machine, checks=False)
-    # What the files hold is shown, also where a run is refused.
+    # The content of the files is shown even if a run is refused.
     refusals = settled.refusals()
     images = image_processor(config.model, settled.config.data, tokenizer, settled.hf_config)
     data = run_data(settled.config, tokenizer, images, refusals.append)
@@ -136,7 +136,7 @@ def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, conso
 
 
 def _print_pair(plan: Plan, documents: Sequence[ShownDocument], texts: TokenTexts, console: Console) -> None:
-    """Print the prompt of two answers once, and the answers side by side, or in turn on a narrow terminal."""
+    """Print the prompt of two answers once, then the answers side by side. A narrow terminal gets them in turn."""
     first = documents[0]
     table, prompt = plan.tables[first.piece.source], first.supervised.index(True)
     title = (
@@ -248,7 +248,7 @@ def print_statistics(plan: Plan, console: Console) -> None:
 
 
 def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
-    """Lengths and supervised shares of the documents of each source, before long documents are split. Copies and
+    """Print the lengths and supervised shares of each source's documents, before long documents are split. Copies and
     held-out documents are included."""
     of_lengths = [f"{percentile} %" for percentile in PERCENTILES]
     columns = ["source", *of_lengths, "longest", "supervised", "5 %", "50 %", "95 %"]
@@ -267,7 +267,7 @@ def print_lengths(tables: Sequence[TokenTable], console: Console) -> None:
 
 
 def print_forecast(facts: Facts, plan: Plan, console: Console) -> None:
-    """The forecast of a step's memory and time on each rank. `facts`: the facts of a rank, with techniques decided."""
+    """Print the forecast of a step's memory and time on each rank. `facts`: a rank's facts, with `auto` decided."""
     degrees, kept = facts.degrees, facts.execution.recompute
     need, own = forecast(facts, kept), -(-plan.micro_batches(0) // facts.degrees.data_ranks)
     fits = "fits" if need.device <= facts.free_memory else "may not fit"
@@ -306,7 +306,7 @@ class TokenTexts:
 
         self.tokenizer, self.signs = tokenizer, signs
         self.bytes = {character: byte for byte, character in bytes_to_unicode().items()}
-        """The characters that stand for bytes in byte-level BPE."""
+        """The byte of each character that stands for a byte in byte-level BPE."""
         self.special = set(tokenizer.all_special_ids) | {
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }

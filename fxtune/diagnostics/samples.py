@@ -10,7 +10,7 @@ from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.data.images.placed import PlacedImage
 
 SAMPLES = 6
-"""Samples shown in all: documents, and pairs of answers."""
+"""Number of samples in all. A sample is a document, or the two answers of a pair."""
 SAMPLES_PER_ROW = 3
 
 
@@ -28,7 +28,7 @@ class ShownDocument(NamedTuple):
         return table.placed_images(end - len(self.ids), len(self.ids))
 
     def after(self, first: ShownDocument) -> ShownDocument:
-        """The whole document, with the tokens that the row has in `first`."""
+        """The whole document, if it shares a prompt with `first`: a row has the shared tokens only in `first`."""
         count = self.piece.shared
         return ShownDocument(
             self.piece,
@@ -39,18 +39,18 @@ class ShownDocument(NamedTuple):
 
 
 class ShownRow(NamedTuple):
-    """A row of a batch; without packing, the rows of a pair of answers."""
+    """A row of a batch. Without packing, the two rows of a pair are one ShownRow."""
 
     title: str
     samples: list[list[ShownDocument]]
-    """Documents that are shown together: the two of a pair, else one."""
+    """The shown samples. Each has the two documents of a pair, or one document."""
     more: int
-    """Documents that are not shown."""
+    """Number of documents that are not shown."""
     pads: int
 
 
 def shown_rows(plan: Plan) -> Iterator[ShownRow]:
-    """The first rows of the first step, up to SAMPLES samples."""
+    """Yield the first rows of the first step, with up to SAMPLES samples in all."""
     left, row_number = SAMPLES, 0
     for micro in range(plan.micro_batches(0)):
         batch, contents = plan.batch(0, micro), plan.contents(0, micro)

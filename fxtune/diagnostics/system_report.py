@@ -1,7 +1,7 @@
 """Describes this machine without torch: GPUs, memory, disks, and the servers that training uses.
 
-`fxtune doctor` prints it. Nothing here raises: what cannot be found out has no line. A secret is never
-shown, only whether one is set.
+`fxtune doctor` prints the findings. No function here raises: a fact that cannot be found out has no line. Findings say
+whether a secret is set, and never show the secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOW_FILES = 1024
 class State(str, Enum):
     works = "works"
     info = "info"
-    """Nothing to judge."""
+    """A fact that is neither good nor bad."""
     warning = "warning"
     missing = "missing"
     broken = "broken"
@@ -44,11 +44,11 @@ class Finding:
     seen: str
     state: State = State.info
     remedy: str = ""
-    """The command, or what to do."""
+    """A command that helps, or what to do."""
 
 
 def gpus() -> list[Finding]:
-    """What the driver reports, without torch. Empty without a driver."""
+    """The GPUs, and the processes that use them, as the driver reports. Empty without a driver."""
     found = []
     for row in _nvidia_smi("--query-gpu=index,name,memory.total,memory.free,driver_version,compute_cap", 6):
         index, name, total, free, driver, capability = row
@@ -74,7 +74,7 @@ def host() -> Iterator[Finding]:
 
 
 def disks(runs: Optional[str] = None, tokens: Optional[str] = None) -> Iterator[Finding]:
-    """Free space for runs, tokenized data and models. `runs`, `tokens`: in place of the default folders."""
+    """Free space for runs, tokenized data and models. `runs`, `tokens`: folders in place of the defaults."""
     places = {
         "runs": Path(runs or "runs"),
         "token cache": Path(tokens or _folder("XDG_CACHE_HOME", "~/.cache") / "fxtune"),
@@ -136,7 +136,7 @@ def _server(what: str, address: str, login: str, remedy: str) -> Finding:
 
 
 def _nvidia_smi(query: str, columns: int) -> list[list[str]]:
-    """The cells that nvidia-smi prints; none if it does not answer. NVML could hang this process; this cannot."""
+    """The cells that nvidia-smi prints; empty if it does not answer in time. NVML could hang this process."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]

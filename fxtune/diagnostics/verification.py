@@ -1,5 +1,5 @@
-"""What `fxtune verify` observes: each technique on the built model, the rows, and one step; and the comparison of loss
-and gradients with plain transformers.
+"""The checks of `fxtune verify`. It observes each technique on the built model, the rows, and one step, and compares
+loss and gradients with plain transformers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.oom_advice import MemoryPhase
 
 STEPS = 4
-"""Steps whose rows are examined. The model gets the first micro-batch only."""
+"""Number of steps whose rows are examined. The model gets the first micro-batch only."""
 SAMPLE = 4096
-"""Elements of each trained tensor that are compared before and after a step; two 8B models would not fit."""
+"""Number of elements of each trained tensor that are compared before and after a step. A whole copy may not fit."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Verification:
     techniques: dict[str, Any]
     evidence: list[Evidence]
     compared: list[parity.Compared]
-    """Losses and gradients beside plain transformers; empty if they were not asked for."""
+    """Comparisons of loss and gradients with plain transformers; empty if none was asked for."""
 
     @property
     def failed(self) -> list[str]:
@@ -61,7 +61,7 @@ class Verification:
         return lines + [f"  loss: {variant.name}: {', '.join(variant.beyond())}" for variant in off]
 
     def require_acted(self) -> None:
-        """Say that all is as asked for. Raises CheckError if something is not."""
+        """Print that everything is as asked for. Raises CheckError if something is not."""
         count = len(self.evidence) + len(self.compared)
         if failed := self.failed:
             raise CheckError(f"{len(failed)} of {count} are not as asked for:\n" + "\n".join(failed))
@@ -70,8 +70,9 @@ class Verification:
 
 def verify(config: Config, loss: bool = False, each: bool = False) -> Verification:
     """Build the model as training does, observe it in one step, and print what was seen. `loss`: also compare loss and
-    gradients with plain transformers; `each`: the same with each technique off in turn. Raises as training does."""
-    config = replace(config, data=replace(config.data, length_schedule=[]))  # steps of the longest rows
+    gradients with plain transformers. `each`: compare also with each technique off in turn. Raises the errors of
+    training."""
+    config = replace(config, data=replace(config.data, length_schedule=[]))  # all steps have the longest rows
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = builder.read()
@@ -102,7 +103,7 @@ def of_all_ranks(world: World, seen: list[Evidence]) -> list[Evidence]:
 
 
 def observe_data(data: PreparedData) -> Iterator[Evidence]:
-    """Supervised tokens and padding in the rows of the first steps."""
+    """Yield the evidence of supervised tokens and padding in the rows of the first steps."""
     plan, steps = data.training, min(STEPS, data.training.steps)
     micro_batches = [(step, micro) for step in range(steps) for micro in range(plan.micro_batches(step))]
     batches = [plan.batch(*index) for index in micro_batches]
@@ -132,15 +133,16 @@ def observe_data(data: PreparedData) -> Iterator[Evidence]:
 
 
 def observe_step(builder: RunBuilder, language_model: LanguageModel, plan: Plan) -> Iterator[Evidence]:
-    """Forward, backward and optimizer step of one micro-batch of real data. The model cannot be used afterwards."""
+    """Take a step with one micro-batch of real data, and yield the evidence of forward pass, backward pass and
+    optimizer. The model cannot be used afterwards."""
     device, model, options = builder.world.device, language_model.model, builder.config.optimizer
     world = builder.world
     batch = builder.own(plan).batch(0, 0).to(device)
-    # Where ranks share a row, techniques/attention/context.py has shown the isolation before.
+    # If ranks share a row, techniques/attention/context.py has already shown that its documents are isolated.
     if world.context_ranks == 1 and (isolation := _observe_isolation(builder, language_model, batch)):
         yield isolation
     objective = builder.config.objective
-    # A step of one micro-batch for each rank.
+    # This step has one micro-batch on each rank.
     rows = plan.sizes.micro_batch_size * world.data_ranks
     normalizer = objective.normalizer(Plan(plan.stream, replace(plan.sizes, global_batch_size=rows, stages=())), 0)
     scale = parity.loss_scale(builder, batch.supervised)
@@ -205,10 +207,10 @@ def _observe_gradients(
 ) -> Evidence:
     """Whether exactly the adapters (or all parameters) are trained, and a gradient reaches all of them.
 
-    A new LoRA adapter's B is zero: the gradient of A is zero, and the gradient of B must not be. An expert that
-    gets no token of the batch needs no gradient, and neither do trained rows of an embedding whose tokens have no
-    effect on the loss. The parts for images need a gradient in some tensor if the batch has images: a projector may
-    not read a vision encoder's last layers.
+    A new LoRA adapter's B is zero, so the gradient of A is zero; the gradient of B must not be zero. An expert without
+    tokens in the batch needs no gradient. Trained rows of an embedding need none if their tokens have no effect on the
+    loss. If the batch has images, vision encoder and projector need a gradient in one tensor, and not in all: a
+    projector may not read the last layers of a vision encoder.
     """
     adapters, frozen = builder.techniques.lora.enabled, {id(parameter) for parameter in beside_text(model)}
     if builder.config.optimizer.lr_vision is not None:
@@ -245,7 +247,7 @@ def _observe_gradients(
 
 
 def _read_ids(batch: Batch) -> torch.Tensor:
-    """The ids of tokens [tokens] that have an effect on the loss: a target of their document is at them or follows."""
+    """The ids [tokens] of the tokens with an effect on the loss: their document has a target at or after them."""
     tokens, ends = batch.input_ids.numel(), batch.cu_seqlens.long()[1:]
     positions = torch.arange(tokens, device=ends.device)
     targets = torch.zeros(tokens, dtype=torch.long, device=ends.device)
@@ -256,7 +258,7 @@ def _read_ids(batch: Batch) -> torch.Tensor:
 
 
 def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
-    """For each adapted module (each tensor, without adapters): whether any of its tensors is true."""
+    """Whether any tensor of each adapted module is true. A tensor without an adapter is a module by itself."""
     modules: dict[str, bool] = {}
     for name, value in tensors.items():
         module = name.partition(".lora_")[0]
@@ -265,14 +267,14 @@ def _any_by_module(tensors: dict[str, bool]) -> dict[str, bool]:
 
 
 def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch: Batch) -> Evidence | None:
-    """Whether other tokens in one document of a real row leave the row's other documents the same (at the real length,
-    other kernels may run than in Technique.verify). None if no row has two documents with targets."""
+    """Change the tokens of one document of a real row, and observe whether the row's other documents stay the same. At
+    the real length other kernels may run than in Technique.verify(). None if no row has two documents with targets."""
     tokens, starts = batch.input_ids.numel(), batch.cu_seqlens.long()
     document = torch.searchsorted(starts[1:], torch.arange(tokens, device=starts.device), right=True)
     counts = torch.bincount(document[batch.supervised_at], minlength=len(starts) - 1).tolist()
     rows = (starts[:-1] // batch.input_ids.shape[1]).tolist()
-    # A document with targets, and after it another one with targets in the same row. After a prompt that is shared, a
-    # changed token moves only later targets.
+    # The candidate has targets, and so has a later document of its row. If prompts are shared, the candidate needs two
+    # targets, because a changed token moves only later targets.
     least = 1 if batch.key_copies is None else 2
     candidates = (
         first
@@ -287,7 +289,7 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
     is_changed = inside if batch.key_copies is None else inside & (batch.key_copies[1] < 0)
     vocabulary = _vocabulary(language_model)
     next_ids = (batch.input_ids + 1) % vocabulary
-    if batch.images is not None:  # the tokens of images stay, as each stands for a feature
+    if batch.images is not None:  # the tokens of images stay, because each token stands for a feature
         image = builder.settled.hf_config.image_token_id
         is_changed = is_changed & (batch.input_ids != image).flatten()
         next_ids = torch.where(next_ids == image, (image + 1) % vocabulary, next_ids)

@@ -1,8 +1,9 @@
-"""One table of GPUs: the peak FLOP/s of their datasheets, and the rates that kernels reach on them.
+"""A table of GPUs: the peak FLOP/s of their datasheets, and the rates that kernels reach on them.
 
-Peaks are dense TFLOP/s by dtype, from the makers' datasheets (which mostly print the figure with 2:4 sparsity, halved
-here), with float32 accumulation, as in training. MFU is measured against them. Rates are measured on an H200, and for
-other cards scaled by their datasheets. Only their ratios matter, so an unknown card has the rates of its generation.
+Peaks are dense TFLOP/s by dtype with float32 accumulation, as in training. They come from the makers' datasheets. Most
+datasheets print the figure with 2:4 sparsity, which is halved here. MFU is measured against these peaks. Rates are
+measured on an H200. For other cards they are scaled by the datasheets. Only the ratios of a card's rates matter, so an
+unknown card gets the rates of its generation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fxtune.system.machine.facts import MachineFacts
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs and bytes a second that kernels reach."""
+    """The FLOPs or bytes that kernels reach in a second."""
 
     matmul: float
     """FLOPs of matrix products in 16 bits."""
@@ -25,11 +26,11 @@ class Rates:
     attention: float
     """FLOPs of causal attention, forward and backward together."""
     memory: float
-    """Bytes read and written on the device."""
+    """Bytes that are read and written on the device."""
     link: float
-    """Bytes to or from pinned host memory."""
+    """Bytes that are copied to or from pinned host memory."""
     peer: float
-    """Bytes to another GPU of the host: over NVLink where the card is sold with it, else over PCIe."""
+    """Bytes that are sent to another GPU of the host: over NVLink if the card is sold with NVLink, else over PCIe."""
 
 
 H200 = Rates(690e12, 1150e12, 600e12, 4.0e12, 50e9, 340e9)
@@ -45,9 +46,9 @@ A10G = Rates(56e12, 56e12, 40e12, 0.5e12, 24e9, 10e9)
 L4 = Rates(60e12, 110e12, 40e12, 0.25e12, 12e9, 10e9)
 RTX_3090 = Rates(65e12, 65e12, 50e12, 0.8e12, 24e9, 20e9)
 CPU = Rates(140e9, 140e9, 70e9, 7e9, 50e9, 2e9)
-"""Rates of one core: the quickstart reaches them on two cores of a Xeon."""
+"""The rates of one CPU core. The quickstart reaches them on two cores of a Xeon."""
 GENERATIONS = {8: A100, 9: H200, 10: B200, 12: L40S}
-"""Rates by the major number of the compute capability."""
+"""The rates of each generation, by the major number of its compute capability."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class Card:
     pattern: str
     """A regular expression for the card's name."""
     bfloat16: float | None = None
-    """Peak TFLOP/s, here and below. None: the card has no such unit, or sources differ."""
+    """The peak in TFLOP/s, as in the next three fields. None: the card lacks such a unit, or sources differ."""
     tf32: float | None = None
     float32: float | None = None
     half: float | None = None
-    """float16, where it differs from bfloat16."""
+    """The peak in float16. None: the same as in bfloat16."""
     rates: Rates | None = None
-    """None: the rates of the generation."""
+    """The card's rates. None: the rates of its generation."""
 
 
 CARDS = (
@@ -94,16 +95,16 @@ CARDS = (
     Card(r"\bT4\b", float32=8.1, half=65.0),
     Card(r"\bMI3(?:00|25)X\b", 1307.4, 653.7, 163.4),
 )
-"""The first pattern that matches a name wins."""
+"""All known cards. The first card whose pattern matches a name is used."""
 PARTIAL_CHIP = re.compile(r"laptop|max-?q|mobile|\bMIG\b|\bvGPU\b|\bD\b", re.IGNORECASE)
-"""Names of cards that have only a part of the chip's units, so the chip's peak is wrong for them."""
+"""Parts of the names of cards that have fewer units than the full chip. The chip's peak is wrong for these cards."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
-    """Dense peak FLOP/s of a device (`torch.cuda.get_device_name()`) for matmuls in `dtype`; None where it is not
-    known.
+    """The dense peak FLOP/s of a device for matmuls in `dtype`; None if it is unknown.
 
-    `dtype`: a torch dtype or its name; `"tf32"` for float32 matmuls on the tensor cores.
+    `device_name`: as `torch.cuda.get_device_name()` returns it. `dtype`: a torch dtype or its name; `"tf32"` for
+    float32 matmuls on the tensor cores.
     """
     card = None if PARTIAL_CHIP.search(device_name) else _card(device_name)
     name = str(dtype).removeprefix("torch.")

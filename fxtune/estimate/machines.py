@@ -1,6 +1,6 @@
-"""Machines for which a run can be planned from any other machine: the cards that people rent and buy.
+"""The cards that people rent and buy. A run on these cards can be planned on any machine.
 
-A card's memory is what torch reports (`torch.cuda.get_device_properties().total_memory`), which is less than the
+A card's memory here is what torch reports (`torch.cuda.get_device_properties().total_memory`). It is less than the
 product's name says. The driver and the process's context take CONTEXT_MIB of this memory.
 """
 
@@ -24,9 +24,9 @@ class CardModel:
     """A card as it is sold."""
 
     device_name: str
-    """As `torch.cuda.get_device_name()` prints it."""
+    """The name that `torch.cuda.get_device_name()` returns."""
     memory_gib: float
-    """As torch reports it."""
+    """The memory that torch reports."""
     capability: tuple[int, int]
     """The compute capability as (major, minor)."""
 
@@ -50,8 +50,8 @@ CARD_MODELS = {
     "A10G": CardModel("NVIDIA A10G", 22.0, (8, 6)),
     "L4": CardModel("NVIDIA L4", 22.0, (8, 9)),
 }
-"""By the name that a user types as --gpu, roughly from the strongest card to the weakest: `plan` suggests the last one
-that a run fits."""
+"""The cards by the name that a user types as --gpu, roughly from the strongest to the weakest. `plan` suggests the
+last card that a run fits."""
 PACKAGES = {
     "flash-attn-4": "4.0.0b36",
     "quack-kernels": "0.6.5",
@@ -63,8 +63,8 @@ PACKAGES = {
 
 
 def card_name(name: str) -> str:
-    """The key of CARD_MODELS that `name` means; `name` itself if there is none. It may be the name that torch prints.
-    Case, spaces, hyphens, underscores and the words NVIDIA, GeForce and RTX do not count."""
+    """The key of CARD_MODELS for `name`, which may be a key or a device name of torch; `name` itself if there is no
+    such card. Case, spaces, hyphens, underscores and the words NVIDIA, GeForce and RTX are ignored."""
     word = _letters(name)
     return next(
         (key for key, card in CARD_MODELS.items() if word in (_letters(key), _letters(card.device_name))), name
@@ -76,11 +76,11 @@ def _letters(name: str) -> str:
 
 
 def machine(name: str, host_gib: float, free_gib: float | None = None) -> MachineFacts:
-    """The facts of a machine with cards of model `name` and fxtune's packages for GPUs. For `cpu`: the facts of this
-    machine without its cards; the speed of its cores is measured.
+    """The facts of a machine that has cards of model `name` and fxtune's packages for GPUs. The name `cpu` means this
+    machine without its cards, and measures the speed of its cores.
 
     `host_gib`: a rank's share of the host's memory. `free_gib`: how much of the card's memory the run may use; None:
-    all but the context. Raises ConfigError for a name that is not in CARD_MODELS.
+    all but CONTEXT_MIB. Raises ConfigError if the card is not in CARD_MODELS.
     """
     if name.lower() == "cpu":
         whole, free = memory()

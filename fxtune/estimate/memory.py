@@ -1,46 +1,47 @@
 """A forecast of the memory that a training step needs, computed from the model's shape before a weight is loaded.
 
-In the code h is the hidden size, q and k are the widths of all query heads and of all key heads, and i is the width of
-the MLP (of all experts that a token visits). A number has 2 or 4 bytes in matmuls. `LayerBytes` counts, per token, the
-bytes that a layer keeps from its forward to its backward pass (kept) and the bytes that its backward pass adds
-(working). A compiled layer keeps the inputs of matmuls and attention. An eager layer also keeps float32 copies of its
-norms' inputs and a copy of the input for each adapter. Trained linears with products in fp8 keep their inputs as
-codes, a byte a number, even if attention keeps the same tensor in 16 bits.
+In the code h is the hidden size. q is the width of all query heads together, and k of all key heads. i is the width of
+the MLP, or in a mixture of all experts that a token visits. A number in matmuls has 2 or 4 bytes. `LayerBytes` counts,
+per token, the bytes that a layer keeps from its forward to its backward pass (kept), and the bytes that its backward
+pass adds (working). A compiled layer keeps the inputs of matmuls and attention. An eager layer also keeps float32
+copies of its norms' inputs, and a copy of the input for each adapter. Trained linears with products in fp8 keep their
+inputs as codes, a byte a number, even if attention keeps the same tensor in 16 bits.
 
 A mixture also keeps its router's results. The backward pass of its experts holds two tensors with a hidden state
-for each expert of each token, and adapters of experts have a copy in 16 bits.
+for each expert of each token. Adapters of experts have a copy in 16 bits.
 
 Fused adapters never keep the MLP's product, act(gate) * up. The backward pass of a fused MLP holds these buffers:
 
-- for one tile at a time, the gradients of the product (i) and of gate and up (2i); for fp8 a quantized copy (i); a few
-  numbers for each of the adapters' ranks; and gate and up again (2i) at levels that keep less than `wide`;
-- for all tokens, the gradients of its output and its input, its input, and what the norm before it read (4h).
+- for one tile at a time: the gradients of the product (i) and of gate and up (2i); for fp8 a quantized copy (i); a few
+  numbers for each of the adapters' ranks; and recomputed gate and up (2i) at levels below `wide`;
+- for all tokens (4h): the MLP's input, the input of the norm before it, and the gradients of the MLP's input and
+  output.
 
-Layers with low levels come first (`RecomputePlan.levels`), and the memory of the last layers is free again when the
-first ones recompute. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except
-the tensors of two layers. Outside the layers there are weights, for each trained parameter its gradient and the
-optimizer's moments in its own dtype, with autocast copies of float32 weights, and the loss, which ends before the
-layers' backward pass begins. The images of a micro-batch add their pixels and features, and their vision encoder runs
-before the decoder (models/kinds/beside.py).
+Layers with low levels come first (`RecomputePlan.levels`). When they recompute, the memory of the last layers is free
+again. So the forecast looks for the peak layer by layer. Offloaded tensors leave the device, except the tensors of two
+layers. Outside of the layers there are the weights, with autocast copies of float32 weights. Each trained parameter
+has a gradient and the optimizer's moments, in the parameter's dtype. The loss ends before the layers' backward pass
+begins. The images of a micro-batch add their pixels and features, and their vision encoder runs before the decoder
+(models/kinds/beside.py).
 
-Gradients do not exist together with all kept tensors: the backward pass frees a layer's tensors and leaves
-its gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
-the head and of the layers behind it; the end of the backward pass; and the optimizer's step. Steps of several
+Gradients do not exist together with all kept tensors: the backward pass frees a layer's tensors and leaves the layer's
+gradients. So the peak is the largest of these moments: the loss; each layer's backward pass, with the gradients of
+the head and of all later layers; the end of the backward pass; and the optimizer's step. Steps of several
 micro-batches and CUDA graphs hold all gradients all the time. If weights are updated in the backward pass
-(`Facts.in_backward`), only the gradients of one layer, of the embedding or of the head exist at a time, and a tied
-embedding has two. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments before
-their step (`OptimizerState.undo_limit`).
+(`Facts.in_backward`), only the gradients of one layer, of the embedding or of the head exist at a time. A tied
+embedding has two gradients. Optimizers that cannot skip a bad step on the device copy weights, gradients and moments
+before their step (`OptimizerState.undo_limit`).
 
 The forecast is for one rank. Replicas add up their gradients in a buffer as large as all gradients, in float32 unless
 the group `parallel` says otherwise. Ranks that share a copy of the weights hold their part of weights, gradients and
-moments. They also hold, whole and in the dtype of matmuls: the head, two layers (one is fetched while the other
+moments. They also hold, whole and in the dtype of matmuls, the head and two layers (one is fetched while the other
 computes), and the gradients of one layer, which are added up in float32. Adapters are whole on each rank. Experts that
-are divided by expert are never whole; in their place ranks hold the hidden states of all ranks' tokens. Ranks that
-share rows hold their part of the activations. On two H100 the forecast of divided weights is 3 to 4 % too high
+are divided by expert are never whole. Instead, ranks hold the hidden states of all ranks' tokens. Ranks that share
+rows hold their part of the activations. On two H100 the forecast for divided weights is 3 to 4 % too high
 (benchmarks/baselines/h100_two_cards.json).
 
-Measured on an H200 by tests/gpu/test_checkpointing.py: at most 15 % too low and, where much is offloaded, 20 % too
-high.
+tests/gpu/test_checkpointing.py compares forecasts with an H200: they are at most 15 % too low, and at most 20 % too
+high if much is offloaded.
 """
 
 from __future__ import annotations
@@ -64,55 +65,57 @@ from fxtune.models.structure import skeleton
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPARE = 0.04
-"""Share of the need that fragmentation takes."""
+"""The memory that fragmentation takes, as a share of the need."""
 UNEVEN = 1.1
-"""How many rows the experts of one rank may have, as a multiple of the mean over ranks, where experts are divided: an
-assumption."""
+"""Rows that divided experts of one rank may have, as a multiple of the mean over ranks. This number is an assumption,
+not a measurement."""
 WORKSPACES = 3 << 28
 """Bytes for libraries' workspaces."""
 PEAKS = {
-    # The gradients of the product, gate and up; peft adds each adapter's part and a scaled copy of each.
+    # The gradients of the product, gate and up. peft adds each adapter's part and a scaled copy of this part.
     "everything": ((5, 2, 0), (3, 2, 0)),
-    # Also the recomputed product, and the adapters' parts of gate and up.
+    # In addition: the recomputed product, and the adapters' parts of gate and up.
     "wide": ((9, 2, 0), (4, 2, 0)),
-    # Also the recomputed gate and up.
+    # In addition: the recomputed gate and up.
     "narrow": ((11, 3, 0), (6, 2, 0)),
-    # Also the rest of the recomputed layer, held for attention.
+    # In addition: the rest of the recomputed layer, which is held for attention.
     "rest": ((11, 6, 2), (6, 5, 2)),
     # The tensors of one tile, and parts of the input's gradient.
     "tiles": ((11, 9, 2), (6, 8, 2)),
 }
-"""The peak of a compiled layer's MLP by level, with and without adapters: multiples of i, of h, and of q + k."""
+"""The peak of a compiled layer's MLP at each level: first with adapters, then without. Each peak has three numbers,
+which are multiplied by i, by h and by q + k."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by purpose."""
+    """The bytes that a step needs, by purpose."""
 
     weights: int
     trained: int
-    """Gradients and the optimizer's moments."""
+    """Bytes of gradients and the optimizer's moments."""
     kept: int
-    """Activations that all layers keep for the backward pass, on the device."""
+    """Bytes of the activations that all layers keep on the device for the backward pass."""
     backward: int
-    """Bytes that the layers' backward pass adds to `kept` at its peak, with the gradients that exist then."""
+    """Bytes that the layers' backward pass adds to `kept` at its peak, including the gradients at that time."""
     loss: int
     host: int = 0
-    """Pinned host memory."""
+    """Bytes of pinned host memory."""
     exchange: int = 0
-    """Buffers for exchanging weights and gradients with other ranks."""
+    """Bytes of buffers for the exchange of weights and gradients with other ranks."""
     gradients: int = 0
-    """Gradients in `trained` that exist only after the loss: all, unless gradients are held from step to step."""
+    """The part of `trained` that is gradients and exists only after the loss; 0 if gradients are held from step to
+    step."""
     update: int = 0
     """Bytes that the end of the backward pass or the optimizer's step adds to the gradients."""
     images: int = 0
-    """Held for images during a step (BesideMemory.held)."""
+    """Bytes that a whole step holds for images (BesideMemory.held)."""
     images_peak: int = 0
-    """Bytes that the parts for images add to `images` while they run, with the gradients that exist then."""
+    """Bytes that the parts for images add to `images` while they run, including the gradients at that time."""
 
     @property
     def passing(self) -> int:
-        """The peak of activations and of the gradients that each step makes and frees."""
+        """The peak of activations, together with gradients that each step makes and frees."""
         decoder = self.kept + max(self.backward, self.loss)
         return self.images + max(decoder, self.gradients + self.update, self.images_peak)
 
@@ -123,12 +126,12 @@ class Need:
 
     @property
     def device(self) -> int:
-        """The memory that must be free: the peak, with fragmentation and workspaces."""
+        """The memory that must be free: `allocated`, fragmentation and workspaces."""
         return int(self.allocated * (1 + SPARE)) + WORKSPACES
 
     @property
     def parts(self) -> dict[str, int]:
-        """`device` by purpose, for people."""
+        """`device` divided by purpose, with names for users to read."""
         held = "optimizer" if self.gradients else "gradients and optimizer"
         parts = {
             "weights": self.weights,
@@ -147,24 +150,26 @@ class Trained:
 
     moments: int
     gradients: int
-    """Gradients of all trained weights."""
+    """Bytes of the gradients of all trained weights."""
     layers: tuple[int, ...]
-    """Gradients of a layer of each of `Shape.kinds`."""
+    """Bytes of the gradients of one layer, for each kind of layer in `Shape.kinds`."""
     end: int
-    """The gradient of the embedding or of the head."""
+    """Bytes of the gradient of the embedding or of the head."""
 
     @property
     def layer(self) -> int:
-        """Gradients of the largest layer."""
+        """Bytes of the gradients of the largest layer."""
         return max(self.layers)
 
     def copies(self, gradients: int) -> int:
-        """Bytes of copies of the weights whose gradients have `gradients` bytes, these gradients and the moments."""
+        """Bytes of a copy of some weights, their gradients and their moments. `gradients`: bytes of these
+        gradients."""
         return int(gradients * (2 + self.moments / max(self.gradients, 1)))
 
 
 def forecast(facts: Facts, plan: RecomputePlan) -> Need:
-    """The bytes that a step needs under `facts` with the recomputation of `plan`; see the module's docstring."""
+    """The bytes that a step needs under `facts` with the recomputation of `plan`. The module's docstring explains
+    them."""
     shape, number, tokens, run = shape_of(facts), number_bytes(facts), facts.tokens, facts.execution
     levels = plan.levels(shape.layers)
     layers = [LayerBytes(facts, plan, kind) for kind in shape.kinds]
@@ -175,7 +180,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     }
     weights, trained = _bytes_of_rank(facts, shape)
     if facts.keeps_start:
-        weights += 4 * trained_parameters(facts)  # adapters are float32, and whole on each rank
+        weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
@@ -185,7 +190,7 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         kept, working, sent = bytes_of[kind, level]
         away = sent if sends else 0.0
         staying += kept - away
-        held = staying + away + below  # this layer's tensors are on the device, the layer below's are in transfer
+        held = staying + away + below  # this layer is back on the device, the layer below is in transfer
         behind -= 0 if held_on or freed else trained.layers[kind]
         most, below = max(most, held + working + trained.layers[kind] + behind), away
         host += pinned_bytes(int(away))
@@ -195,11 +200,12 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
         most += number * max(kind.wide for kind in shape.kinds)  # gate and up in 16 bits
     most += unpacked_bytes(facts, shape)
     gradients = max(trained.end * (1 + shape.tied), trained.layer) if freed else trained.gradients
-    # A tied weight has two gradients, which are added up.
+    # A tied weight has two gradients, which the end of the backward pass adds up.
     update = max(undone, trained.end if shape.tied and not freed else 0)
     beside = beside_of(facts)
     images = beside.memory(facts, plan, number, shape.hidden)
-    # Parts without gradients run before the decoder; the backward pass of others comes last.
+    # Parts for images run before the decoder, and their backward pass comes last. Only parts that have a backward pass
+    # meet all other gradients.
     before = gradients if beside.has_gradients(facts) and not held_on else 0
     return Need(
         weights,
@@ -217,8 +223,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
 
 
 def _undone_bytes(facts: Facts, trained: Trained) -> int:
-    """Bytes of the copies from which an optimizer undoes a bad step: copies of all weights, or of the largest part if
-    weights are updated in the backward pass. 0 for more weights than OptimizerState.undo_limit."""
+    """Bytes of the copies from which an optimizer undoes a bad step. It copies all weights, or the largest part of
+    them if weights are updated in the backward pass. 0 if these are more bytes than OptimizerState.undo_limit."""
     whole = trained.gradients if not facts.in_backward else max(trained.end, trained.layer)
     if whole > facts.optimizer.undo_limit:
         return 0
@@ -226,26 +232,27 @@ def _undone_bytes(facts: Facts, trained: Trained) -> int:
 
 
 class LayerBytes:
-    """Bytes per token of one layer, by level. The module's docstring derives them."""
+    """Bytes per token of one layer at each level. The module's docstring derives them."""
 
     def __init__(self, facts: Facts, plan: RecomputePlan, layer: Layer) -> None:
         self.facts, self.plan, self.shape, self.hidden = facts, plan, layer, shape_of(facts).hidden
         self.run = facts.execution
         self.stream = self.hidden * ((layer.q > 0) + (layer.inner > 0)) // 2
-        """The hidden size; half of it in a layer that is a mixer alone, or an MLP."""
+        """The hidden size. A layer that has only attention or only an MLP counts half of it."""
         self.lse = 4 * sum(each.heads for each in layer.attentions)
         self.number, self.fused, self.compiled = number_bytes(facts), self.run.fused, self.run.compiled
         self.keys = self.shape.k * (1 + facts.shares_prompts)
-        """Width of a token's keys: a shared prompt has a copy of them (attention/packed.py), at most one a token."""
+        """The width of a token's keys. A shared prompt has a copy of its keys (attention/packed.py), so the width
+        doubles at most."""
         divides = layer.experts > 1 and divides_experts(facts)
         self.everyone = facts.degrees.shard * facts.degrees.context if divides else 0
-        """How many ranks' tokens reach the experts of this rank; 0: experts are not divided."""
+        """The number of ranks whose tokens reach this rank's experts; 0: experts are not divided."""
         self.inner = int(self.shape.inner * (UNEVEN if self.everyone else 1))
         self.float8 = self.run.fp8_products == 1 and layer.experts == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
 
     def kept(self, level: str) -> float:
-        """Bytes that a layer keeps, on the device or the host."""
+        """Bytes that a layer keeps, on the device or on the host."""
         s, number = self.shape, self.number
         everything, h, lse = self._everything(), number * self.hidden, self.lse
         narrow = number * (2 * self.stream + 2 * s.q + 2 * self.keys) + lse + self._adapters(*s.linears[:2])
@@ -263,21 +270,21 @@ class LayerBytes:
         return float(min(sizes[level], everything))
 
     def sent(self, level: str) -> float:
-        """Bytes that a layer sends to the host, if it sends."""
+        """Bytes that a layer sends to the host, if it is a layer that sends."""
         if self.plan.sent != "kept" or level == "input":
             return float(self.number * self.hidden)
         return self.kept("narrow" if level in ("wide", "everything") else level)
 
     def working(self, level: str) -> float:
-        """Bytes that a layer holds in its backward pass beyond what it kept."""
-        # All ranks' tokens: as sent, as received, and what this rank's experts add to their gradients.
+        """Bytes that a layer's backward pass holds in addition to the kept bytes."""
+        # Three tensors for all ranks' tokens: sent, received, and what this rank's experts add to the gradients.
         return self._working(level) + 3 * self.number * self.everyone * self.hidden
 
     def _working(self, level: str) -> float:
-        """working() but for tokens of other ranks."""
+        """working() without the tensors for other ranks' tokens."""
         h, q, k, i, tiles = self.hidden, self.shape.q, self.keys, self.inner, self.plan.tiles
         kept_before = self._everything() if level != "everything" else 0
-        # Ranks that share rows hold queries, keys and values as sent and as received.
+        # Ranks that share rows hold two copies of queries, keys and values: sent and received.
         exchanged = 2 * (q + 2 * k) if self.facts.degrees.context > 1 else 0
         if self.fused:
             recomputes = tiles > 1 or level not in ("wide", "everything")
@@ -286,7 +293,8 @@ class LayerBytes:
             inside = (3 + 2 * recomputes + fp8) * i + (2 + 4 * recomputes) * rank
             mlp = inside / tiles + (3 if level == "everything" else 4) * h
             if self.shape.experts > 1:
-                # The gradient of each row, and what adapters add to it; or before them w h.
+                # The gradient of each row and what adapters add to it; or, at an earlier time, the activation times
+                # its routing weight.
                 mlp += max(2 * self.shape.used * h, i)
             if not self.compiled:
                 return kept_before + self.number * (mlp - 2 * i * (recomputes and tiles == 1))
@@ -302,16 +310,16 @@ class LayerBytes:
         return max(self.number * mlp, self.number * (3 * h + 4 * q + 4 * k + exchanged) + 4 * q + 8 * k)
 
     def _everything(self) -> float:
-        """Bytes that a layer keeps without checkpointing. A tiled MLP keeps only its input."""
+        """Bytes that a layer keeps if nothing is recomputed. A tiled MLP keeps only its input."""
         h, q, i = self.stream, self.shape.q, self.inner if self.plan.tiles == 1 else 0
         k = max(q, self.keys) if self.run.repeats_keys else self.keys
         small = self.lse + self._adapters(*self.shape.linears) + self._routing()
         small += self.number * self.everyone * self.hidden
-        if self.shape.normalizes:  # queries and keys before their norms and after
+        if self.shape.normalizes:  # queries and keys are kept both before and after their norms
             small += self.number * (q + self.shape.k)
-        if self.float8:  # inputs of linears take a byte in place of two; attention keeps its output, too
+        if self.float8:  # inputs of linears take one byte and not two; attention also keeps its output in 16 bits
             small += q - 2 * h - i
-        if self.compiled:  # 4h: x, both norms' outputs, the stream between attention and MLP
+        if self.compiled:  # 4h: x, the outputs of both norms, and the stream between attention and MLP
             return self.number * (4 * h + 2 * q + 2 * k + (2 if self.fused else 3) * i) + small
         norms = self.number * 2 * h if self.run.fused_norms else 8 * h
         if self.fused:
@@ -320,8 +328,8 @@ class LayerBytes:
         return norms + self.number * (5 * h + 3 * q + 2 * k + products) + small
 
     def _routing(self) -> int:
-        """Bytes that a mixture's router keeps: logits and their softmax in float32, and the order of rows; and the
-        products of each row with adapters' A."""
+        """Bytes that a mixture keeps for routing: logits and their softmax in float32, the order of rows, and the
+        product of each row with the adapters' A."""
         s, adapters = self.shape, 0
         if s.experts == 1:
             return 0
@@ -330,7 +338,7 @@ class LayerBytes:
         return 4 * 2 * s.experts + 8 * (2 + self.everyone) * s.used + adapters
 
     def _adapters(self, *groups: tuple[str, ...]) -> int:
-        """Bytes of x A^T for the adapters of these groups of linears."""
+        """Bytes of the products x A^T of the adapters in these groups of linears."""
         if self.run.adapters is None:
             return 0
         ranks = [sum(self.run.adapters.rank_of(f"model.layers.0.{name}") for name in group) for group in groups]
@@ -343,7 +351,7 @@ def number_bytes(facts: Facts) -> int:
 
 
 def unpacked_bytes(facts: Facts, shape: Shape) -> int:
-    """Bytes in 16 bits of one layer's experts, gate and up, which are dequantized for each use."""
+    """Bytes of gate and up of one layer's experts in 16 bits. They are dequantized for each use."""
     quantized = facts.execution.quantized
     if quantized is None or quantized.multiplies or not quantized.experts:
         return 0
@@ -352,8 +360,8 @@ def unpacked_bytes(facts: Facts, shape: Shape) -> int:
 
 
 def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
-    """Bytes of weights, and of gradients and moments, on one rank. Adapters and the parts for images are whole on
-    each."""
+    """Bytes of weights, and of gradients and moments, on one rank. Adapters and the parts for images are whole on each
+    rank."""
     weights, trained = _parameter_bytes(facts, shape)
     parts = facts.degrees.shard
     if parts == 1:
@@ -370,7 +378,7 @@ def _bytes_of_rank(facts: Facts, shape: Shape) -> tuple[int, Trained]:
 
 
 def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
-    """Bytes of weights, and of gradients and moments."""
+    """Bytes of weights, and of gradients and moments, if nothing is divided over ranks."""
     number, run, kept = BYTES.get(facts.dtype, 4), facts.execution, facts.optimizer
     moment = kept.size or number
     total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
@@ -379,10 +387,10 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     if adapters is None:
         total += beside.trained(facts)
         frozen = beside.parameters - beside.trained(facts)
-        # Divided weights are gathered in autocast's dtype, so nothing is copied.
+        # Divided weights are gathered in autocast's dtype, so autocast makes no copies.
         cast = facts.dtype == "float32" and facts.compute_dtype != "float32" and facts.degrees.shard == 1
         copies = 2 * total if cast else 0
-        # Adapters of linears are matrices.
+        # Only full fine-tuning has parameters outside of hidden matrices: adapters of linears are matrices.
         others = kept.moments if kept.others is None else kept.others
         extra = (shape.other_parameters + shape.expert_parameters) * (others - kept.moments) * moment
         layers = tuple(number * kind.parameters for kind in shape.kinds)
@@ -398,10 +406,11 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
             around += int((shape.linear_parameters - shape.expert_parameters) * (number - linear))
         if not shape.tied:
             around -= end * (number - 1) * (quantized.head + quantized.embeddings)
-        else:  # a byte a weight replaces the tensor that both share, or the head becomes a second one
+        else:  # one byte a weight replaces the shared tensor, or a head in fp8 becomes a second tensor
             around += end * ((1 - number) if quantized.embeddings else int(quantized.head))
     around += beside.parameters * number
-    # Beside the frozen weights; quantized experts keep theirs.
+    # Fused adapters have copies in the dtype of matmuls beside the frozen weights, or with quantized weights beside
+    # the experts only.
     copied = adapters.experts if quantized else adapters.all - adapters.images
     packed = number * copied if run.fused else 0
     size = 4 * adapters.all
@@ -410,13 +419,13 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
 
 
 def shape_of(facts: Facts) -> Shape:
-    """The decoder's sizes. A head that scores documents is one row, so the embedding is the only table."""
+    """The decoder's sizes. A head that scores documents has one row, so only the embedding is a table of tokens."""
     shape = Shape.of(facts.model)
     return shape if facts.head == "lm" else replace(shape, tied=True)
 
 
 def beside_of(facts: Facts) -> Beside:
-    """What the parts beside the decoder and its head cost."""
+    """The cost of the parts beside the decoder and its head."""
     if not any(name.endswith("_config") and name != "text_config" for name in facts.model):
         return Beside()
     model = skeleton(facts.model)
@@ -429,17 +438,17 @@ def _beside(model: Any) -> Beside:
 
 
 def exchange_bytes(facts: Facts) -> int:
-    """Bytes that a rank holds to exchange weights and gradients with the others; see the module's docstring."""
+    """Bytes that a rank holds to exchange weights and gradients with other ranks; see the module's docstring."""
     shape, degrees = shape_of(facts), facts.degrees
     if degrees.ranks == 1:
         return 0
     if degrees.shard == 1:
         return facts.sum_bytes * trained_parameters(facts)
-    # The embedding is whole in its own forward pass only, far from any peak. The head's weight, which may be the same
-    # tensor, is whole from the end of the forward pass to its gradient.
+    # The embedding is whole only in its own forward pass, when memory is far below its peak. The head's weight may be
+    # the same tensor. It is whole from the end of the forward pass until its gradient is computed.
     head, layer = shape.vocabulary * shape.hidden, gathered_parameters(facts, shape) / shape.layers
     gradients = layer * (number_bytes(facts) + 4)
-    if facts.execution.adapters:  # as replicas do
+    if facts.execution.adapters:  # adapters' gradients are added up as replicas do it
         gradients = facts.sum_bytes * trained_parameters(facts)
     return int(number_bytes(facts) * head + 2 * layer * linear_bytes(facts) + gradients)
 
@@ -458,19 +467,19 @@ def _divides(model: nn.Module, ranks: int) -> bool:
 
 
 def gathered_parameters(facts: Facts, shape: Shape) -> int:
-    """Parameters of the linears of all layers that ranks with divided weights gather."""
+    """The number of parameters, in linears of all layers, that ranks with divided weights gather."""
     return shape.linear_parameters - shape.expert_parameters * divides_experts(facts)
 
 
 def scattered_parameters(facts: Facts) -> int:
-    """Trained parameters without experts that are divided by expert: a rank has the whole gradient of its experts, so
-    ranks with divided weights do not add it up."""
+    """The number of trained parameters whose gradients ranks with divided weights add up. Experts that are divided by
+    expert are left out: each rank has their whole gradient."""
     experts = 0 if facts.execution.adapters else shape_of(facts).expert_parameters
     return trained_parameters(facts) - experts * divides_experts(facts)
 
 
 def trained_parameters(facts: Facts) -> int:
-    """How many numbers the optimizer updates."""
+    """The number of parameters that the optimizer updates."""
     if adapters := facts.execution.adapters:
         return adapters.all
     shape = shape_of(facts)
@@ -478,15 +487,15 @@ def trained_parameters(facts: Facts) -> int:
 
 
 def linear_bytes(facts: Facts) -> float:
-    """Bytes of each weight of the layers' linears as the weights are multiplied and sent."""
+    """Bytes of each weight in the layers' linears, in the format in which weights are multiplied and sent."""
     quantized = facts.execution.quantized
     return quantized.bytes if quantized else number_bytes(facts)
 
 
 def _loss_bytes(facts: Facts, shape: Shape) -> int:
-    """The loss's peak: the last hidden states, their norm and its gradient, the logits and their softmax and gradient.
-    Without a fused kernel the norm keeps a float32 copy, and its backward pass, after the logits are freed, needs
-    four more."""
+    """Bytes at the loss's peak: the last hidden states, their norm and the norm's gradient; the logits, their softmax
+    and their gradient. Without a fused kernel the norm keeps a float32 copy. Its backward pass needs four more copies,
+    after the logits are freed."""
     number, tokens, run = number_bytes(facts), facts.tokens, facts.execution
     copies = 0 if run.fused_norms or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary

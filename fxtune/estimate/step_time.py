@@ -1,11 +1,13 @@
-"""The time overhead of recomputation and offload: their FLOPs and bytes over the card's rates (cards.py).
+"""Forecasts of time: of a step, and of the overhead of recomputation and offload. Times are FLOPs and bytes divided by
+the card's rates (cards.py).
 
-Documents count as long as the row; packed ones are shorter, so keeping attention is worth less than this says. The
-backward pass takes 2.5 times attention's forward pass, and the matmuls once more with frozen weights or twice more
-with trained ones. Transfers to host memory cost the time by which they are longer than the layer's computation.
+Overheads assume that each document fills its row. Packed documents are shorter, so keeping attention saves less than
+forecast. The backward pass takes 2.5 times the time of attention's forward pass, and the time of the forward matmuls
+once for frozen weights or twice for trained weights. A transfer to host memory costs the time by which it is longer
+than the layer's computation.
 
-`fastest` searches for the choice with the least overhead that fits: for each pair of levels, it gives the higher one
-to as many layers as memory allows. A mix of the two levels next to the memory limit is the cheapest.
+`fastest` searches for the choice with the least overhead that fits. For each pair of levels it gives the higher level
+to the largest number of layers that memory allows. The cheapest mix has the two levels around the memory limit.
 """
 
 from __future__ import annotations
@@ -32,45 +34,47 @@ from fxtune.models.dims import Layer, Shape
 from fxtune.models.kinds.image_decoder.encoder_shape import ImageWork
 
 ROWS = 4096
-"""An MLP tile with this many rows runs its matmuls nearly as fast as all rows together."""
+"""The matmuls of an MLP tile with this number of rows are nearly as fast as the matmuls of all rows together."""
 SLOWER = 0.02
-"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice the rows take half of it."""
+"""The extra time of tiles of ROWS rows, as a share of the MLP's time. Tiles of twice this size take half of it."""
 HALF_RATE = 1250
 """Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
 NARROW_HEADS = 0.85
-"""The share of its rate that attention reaches with heads of 64."""
+"""The share of its rate that attention reaches if heads are 64 wide."""
 GATED_PASSES = 10.6
-"""Numbers that gated activations read and write per token, as multiples of the MLP's width."""
+"""Numbers that gated activations read and write per token, as a multiple of the MLP's width."""
 ADAPTER_PASSES = 1.4
-"""Numbers that adapters read and write per token, as a multiple of the widths of all linears' inputs and outputs."""
+"""Numbers that adapters read and write per token, as a multiple of the sum of all linears' input and output widths."""
 EXPERT_GATED_PASSES = 25.0
-"""The gated activation of a mixture's experts. This and the next two numbers are from a step of a quarter of
-Qwen3-30B-A3B by kernel, on one H200 (docs/performance.md). Grouped products of frozen weights reach the rate of
+"""GATED_PASSES for the experts of a mixture. This and the next two constants were measured kernel by kernel, in a step
+of a quarter of Qwen3-30B-A3B on one H200 (docs/performance.md). Grouped products of frozen weights reach the rate of
 ordinary products."""
 EXPERT_ADAPTER_PASSES = 2.2
-"""The adapters of experts, as a multiple of the numbers that their 7 products and two sums read and write."""
+"""ADAPTER_PASSES for experts, as a multiple of the numbers that adapters' 7 products and two sums read and write."""
 ROW_PASSES = 5.0
-"""Gathering the rows of experts and adding them up, as a multiple of the hidden states of all experts of a token."""
+"""Numbers that are read and written to gather the experts' rows and to add them up, as a multiple of the hidden states
+that a token sends to its experts."""
 ROUTER_PASSES = 40.0
-"""A router's softmax and choice in float32, as a multiple of the number of experts (by calculation)."""
+"""Numbers that a router's softmax and choice read and write, as a multiple of the number of experts (calculated)."""
 NORM_PASSES, CLIP_PASSES = 1, 2
-"""The norm of the gradient reads each gradient once; clipping, the default, reads and writes each once more."""
+"""The norm of the gradient reads each gradient once. Clipping, which is on by default, reads and writes each gradient
+once more."""
 UNEXPLAINED = 8.4e-3
-"""Seconds of a layer, forward and backward, that ranks with divided experts take beyond their bytes and FLOPs: 7 to
-9.5 ms for a quarter of Qwen3-30B-A3B and for all of it, on two H200 and on four (benchmarks/baselines/
-h200_mixture_two_cards.json, h200_four_cards.json). So it hardly depends on the tokens. It is no idle time: kernels
-fill 307 of the 316 ms of a step on two cards. Tokens travel for 32 of them, 23 more than their bytes take, and the
-optimizer and clipping take 18 ms more than their bytes (docs/distributed.md)."""
+"""Seconds that a layer's forward and backward pass takes with divided experts beyond the time for its bytes and FLOPs.
+Measured were 7 to 9.5 ms, for a quarter of Qwen3-30B-A3B and for the whole model, on two and on four H200
+(benchmarks/baselines/h200_mixture_two_cards.json, h200_four_cards.json). So the time hardly depends on the number of
+tokens. The cards are not idle meanwhile: on two cards kernels run in 307 of a step's 316 ms. Tokens travel for 32 ms,
+23 ms longer than their bytes take. Optimizer and clipping take 18 ms longer than their bytes (docs/distributed.md)."""
 UNPACKING = 3.8
 """Bytes that are read and written to dequantize a layer's experts, forward and backward, as a multiple of the bytes of
-gate and up in 16 bits: 2 passes x 1.5 with down, and a quarter more for the codes (by calculation)."""
+gate and up in 16 bits. Calculated: 2 passes x 1.5 (with down), and a quarter more for the codes."""
 FORWARD_MOVED = 1 / 3
-"""The share of the forward pass in what a step reads and writes elementwise (by calculation)."""
+"""The share of a step's elementwise reading and writing that happens in the forward pass (calculated)."""
 LAUNCH = 0.4e-3
-"""Seconds of a layer's forward and backward pass if it has hardly any tokens: a GPU is waiting for the host then."""
+"""Seconds of a layer's forward and backward pass if it has so few tokens that a GPU waits for the host."""
 WORTH = 0.005
-"""The share of a step's time that a mix of levels must save, because each level is one more graph to compile."""
+"""The share of a step's time that a mix of levels must save, because a second level is one more graph to compile."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +83,25 @@ class LayerTime:
 
     attention: float
     narrow: float
-    """q, k, v and o."""
+    """Seconds of the products q, k, v and o."""
     wide: float
-    """gate and up."""
+    """Seconds of the products gate and up."""
     down: float
     rest: float
-    """Norms, RoPE and activations. Fused MLPs recompute their product at any level, so it has no part in this."""
+    """Seconds of norms, RoPE and activations. A fused MLP's act(gate) * up does not count, because it is recomputed at
+    any level."""
 
     @property
     def forward(self) -> float:
         return self.attention + self.narrow + self.wide + self.down + self.rest
 
     def backward(self, trained: bool) -> float:
-        """Seconds of the layer's backward pass. `trained`: whether its weights have gradients."""
+        """Seconds of the layer's backward pass. `trained`: whether the layer's weights have gradients."""
         return 2.5 * self.attention + (1 + trained) * (self.narrow + self.wide + self.down) + self.rest
 
     def recompute(self, level: str) -> float:
-        """Seconds to recompute what a layer of `level` does not keep. The backward pass never reads down's product."""
+        """Seconds to recompute what a layer of `level` does not keep. down's product is never recomputed, because the
+        backward pass does not read it."""
         dropped = [self.rest, self.wide, self.narrow, self.attention]
         return sum(dropped[: LEVELS[::-1].index(level)])
 
@@ -105,13 +111,14 @@ class Choice:
     plan: RecomputePlan
     need: Need
     overhead: float
-    """Seconds added to a micro-batch."""
+    """Seconds that the plan adds to a micro-batch."""
     step: float
-    """Seconds of the layers for a micro-batch if they keep everything."""
+    """Seconds that the layers would take for a micro-batch if they kept everything."""
 
 
 def layer_time(facts: Facts, length: float | None = None, starts: float = 0.0) -> LayerTime:
-    """The mean over the layers. `length`: of documents; None: full rows. `starts`: see _attention_seconds()."""
+    """The mean time of a layer. `length`: tokens of a document; None: a document fills its row. `starts`: see
+    _attention_seconds()."""
     shape = Shape.of(facts.model)
     length = facts.row_length if length is None else min(length, facts.row_length)
     times = [(_time_of(facts, kind, shape.hidden, length, starts), count) for kind, count in shape.counts]
@@ -134,8 +141,9 @@ def _time_of(facts: Facts, layer: Layer, h: int, length: float, starts: float) -
 
 
 def _attention_seconds(facts: Facts, layer: Layer, length: float, starts: float) -> float:
-    """Seconds of attention to documents of `length` tokens, which count as `starts` tokens longer where the rate of
-    short ones matters. A window computes at most its tokens for each token, rows on average half of the row."""
+    """Seconds of attention in documents of `length` tokens. `starts`: tokens by which a document counts as longer,
+    because attention is slower in short documents; 0: no correction. A token attends to half of its document on
+    average, and with a window to at most the window's tokens."""
     total = 0.0
     for each in layer.attentions:
         span = min(length, 2.0 * (each.window or length)) + starts
@@ -151,12 +159,12 @@ def micro_batch_seconds(
     forward_passes: int = 0,
     images: ImageWork | None = None,
 ) -> float:
-    """Seconds of one micro-batch of full rows, forward and backward. `supervised`: the share of tokens with a target,
-    as only these need the head. `attended`: the length of a token's document, averaged over tokens; None: the length
-    of the row. `forward_passes`: further passes without gradient, such as a reference's. `images`: of the
-    micro-batch. The optimizer is left out, see update_seconds().
+    """Seconds of one micro-batch of full rows, forward and backward, without the optimizer (see update_seconds()).
 
-    scripts/study/plan_accuracy.py compares it with what was measured on an H200.
+    `supervised`: the share of tokens with a target, because only these tokens need the head. `attended`: the length of
+    a token's document, averaged over tokens; None: the length of the row. `forward_passes`: the number of further
+    passes without gradient, such as a reference's. `images`: the work for the micro-batch's images.
+    scripts/study/plan_accuracy.py compares this forecast with measurements on an H200.
     """
     trained = _trained(facts)
     layer, head = _seen(facts, attended), _head_seconds(facts, supervised)
@@ -173,21 +181,22 @@ def micro_batch_seconds(
 def forward_seconds(
     facts: Facts, supervised: float = 1.0, attended: float | None = None, images: ImageWork | None = None
 ) -> float:
-    """Seconds of a pass without gradient over one micro-batch of full rows; arguments as in micro_batch_seconds()."""
+    """Seconds of a pass without gradient over one micro-batch of full rows. For the arguments see
+    micro_batch_seconds()."""
     layer, layers = _seen(facts, attended), Shape.of(facts.model).layers
     pass_ = layers * layer.forward + FORWARD_MOVED * _elementwise(facts) + _head_seconds(facts, supervised)
     return max(pass_, layers * LAUNCH * FORWARD_MOVED) + image_seconds(facts, images, trains=False)
 
 
 def attention_backward_share(facts: Facts) -> float:
-    """The share of attention's backward pass in the time of a step of full rows of one document."""
+    """The share of a step's time that attention's backward pass takes, if each row is one document."""
     plan = facts.execution.recompute
     return Shape.of(facts.model).layers * 2.5 * _seen(facts, None).attention / micro_batch_seconds(facts, plan)
 
 
 def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -> float:
-    """Seconds of the parts beside the decoder for some images at the decoder's rates: forward, and backward where they
-    are trained and `trains` is set. 0 for None."""
+    """Seconds of the parts for images, at the decoder's rates; 0 without images. Counts the forward pass, and with
+    `trains` also the backward pass of parts that have one."""
     if images is None or (work := beside_of(facts).work(facts, images, trains)) is None:
         return 0.0
     card, backward = rates(facts), work.backward
@@ -198,7 +207,7 @@ def image_seconds(facts: Facts, images: ImageWork | None, trains: bool = True) -
 
 
 def _head_seconds(facts: Facts, supervised: float) -> float:
-    """Seconds of the output head's forward pass. A head that scores documents is one row."""
+    """Seconds of the output head's forward pass. A head that scores documents has one row and counts as 0."""
     if facts.head != "lm":
         return 0.0
     shape, card = Shape.of(facts.model), rates(facts)
@@ -208,13 +217,13 @@ def _head_seconds(facts: Facts, supervised: float) -> float:
 
 
 def _seen(facts: Facts, attended: float | None) -> LayerTime:
-    """The time of a layer with documents of this length in place of full rows."""
+    """The time of a layer for documents of `attended` tokens. None: a document fills its row."""
     return layer_time(facts, attended, HALF_RATE)
 
 
 def update_seconds(facts: Facts) -> float:
-    """Seconds of the optimizer's update on one rank: it reads and writes weights and moments, and reads gradients. The
-    norm of the gradient and clipping read them, too."""
+    """Seconds of the optimizer's update on one rank. The update reads and writes weights and moments, and reads
+    gradients. The norm of the gradient and clipping also read gradients."""
     need = forecast(facts, RecomputePlan())
     weights = trained_parameters(facts) / facts.degrees.shard
     moved = 2 * need.trained + 2 * number_bytes(facts) * weights
@@ -225,11 +234,11 @@ def update_seconds(facts: Facts) -> float:
 
 
 def _elementwise(facts: Facts) -> float:
-    """Seconds of all layers for reading and writing, forward and backward, without matmuls, attention and
-    `LayerTime.rest`: gated activations, adapters' own products, which read each linear's input and add to its output,
-    and for a mixture the router, the rows of tokens, and packed experts. Trained experts gather the rows of two
-    products once more, for the gradients of their weights. With divided experts, ranks copy the states of all ranks'
-    tokens before they are sent, and add up the received sums, in both passes."""
+    """Seconds in which all layers read and write, forward and backward, beyond matmuls, attention and
+    `LayerTime.rest`. Counted are gated activations and adapters, which read each linear's input and add to its output.
+    For a mixture also the router, the rows of tokens, and dequantized experts. Trained experts gather the rows of two
+    products once more for their weights' gradients. With divided experts, ranks copy the states of all ranks' tokens
+    before they send them, and add up the sums that they receive, in both passes."""
     shape, lora = Shape.of(facts.model), facts.execution.adapters is not None
     passes = sum(count * _numbers_moved(facts, kind, shape.hidden, lora) for kind, count in shape.counts)
     mixtures = sum(count for kind, count in shape.counts if kind.experts > 1)
@@ -238,7 +247,7 @@ def _elementwise(facts: Facts) -> float:
 
 
 def _numbers_moved(facts: Facts, layer: Layer, h: int, lora: bool) -> float:
-    """Of a layer, for a token."""
+    """How many numbers a layer reads and writes for a token, for _elementwise()."""
     q, k, i = layer.q, layer.k, layer.inner
     passes = ADAPTER_PASSES * lora * ((h + q) + (h + q + 2 * k))
     if layer.experts > 1:
@@ -255,8 +264,8 @@ def _numbers_moved(facts: Facts, layer: Layer, h: int, lora: bool) -> float:
 
 
 def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) -> float:
-    """Seconds that `plan` adds to a micro-batch whose layers would keep everything on the device. `layer`: the time of
-    a layer; None: for rows of one document."""
+    """Seconds that `plan` adds to a micro-batch, compared with layers that keep everything on the device. `layer`: the
+    time of a layer; None: its time if each row is one document."""
     shape, card, layer, tokens = Shape.of(facts.model), rates(facts), layer or layer_time(facts), facts.tokens
     backward, layers = layer.backward(_trained(facts)), [LayerBytes(facts, plan, kind) for kind in shape.kinds]
 
@@ -270,17 +279,17 @@ def overhead(facts: Facts, plan: RecomputePlan, layer: LayerTime | None = None) 
             return again
         size = layers[kind].sent(level) * tokens
         travel = size / card.link
-        # Copies also take the device's memory bandwidth, so they are never free.
+        # Even hidden copies cost time, because they use the device's memory bandwidth.
         return again + max(travel - layer.forward, 0) + max(travel - backward - again, 0) + 2 * size / card.memory
 
     return sum(map(seconds, shape.order, plan.levels(shape.layers), plan.sending(shape.layers)), 0.0)
 
 
 def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]], host: float) -> Choice | None:
-    """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None:
-    nothing fits.
+    """The choice with the least overhead that fits `facts.free_memory` and `host` bytes of pinned memory; None if no
+    choice fits.
 
-    `plans`: combinations of `sent` and `tiles` to try, each with its possible levels.
+    `plans`: combinations of `sent` and `tiles` to try, each with the levels that it allows.
     """
     shape, layer = Shape.of(facts.model), layer_time(facts)
     step = shape.layers * (layer.forward + layer.backward(_trained(facts)))
@@ -295,7 +304,7 @@ def fastest(facts: Facts, plans: Iterable[tuple[RecomputePlan, tuple[str, ...]]]
 
 
 def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[RecomputePlan, Need]:
-    """`plan` with at most as many sending layers as `host` bytes of pinned memory allow, and the memory it needs."""
+    """`plan`, limited to the sending layers that fit `host` bytes of pinned memory, and the memory that it needs."""
     need = forecast(facts, plan)
     if need.host > host:
         sending = plan.sending(Shape.of(facts.model).layers)
@@ -307,8 +316,8 @@ def limit_senders(facts: Facts, plan: RecomputePlan, host: float) -> tuple[Recom
 def _mix(
     facts: Facts, plan: RecomputePlan, low: str, high: str, layers: int, host: float, step: float
 ) -> Choice | None:
-    """As many layers of level `high` as fit, the others of level `low`; None if even `low` for all layers does not
-    fit."""
+    """The choice with the most layers of level `high` that fits. Other layers have level `low`. None if the model does
+    not fit with `low` for all layers."""
 
     def choice_of(count: int) -> Choice | None:
         mixed = replace(plan, mix=((low, layers - count), (high, count)))

@@ -1,10 +1,10 @@
 """A forecast of the bytes that the ranks of a run send each other in an optimizer step.
 
-By the algorithms of NCCL a rank sends (n - 1) / n B in a reduce-scatter or an all-gather of B bytes over n ranks, and
-twice that in an all-reduce. Divided weights are gathered for the forward and for the backward pass of each
-micro-batch. If rows are divided, ranks exchange queries, keys and values before attention, and its output afterwards,
-in the forward and in the backward pass. Experts that are divided by expert are not gathered: tokens travel to them and
-back in both passes, and once more to experts that are recomputed, which is not counted.
+With NCCL's algorithms a rank sends (n - 1) / n * B bytes in a reduce-scatter or an all-gather of B bytes over n ranks.
+An all-reduce sends twice as much. Divided weights are gathered for the forward pass and for the backward pass of each
+micro-batch. If rows are divided, ranks exchange queries, keys and values before attention and attention's output after
+it, in both passes. Experts that are divided by expert are not gathered: tokens travel to the experts and back, in both
+passes. If experts are recomputed, tokens travel once more. This forecast does not count that.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Traffic:
     gradients: int
     weights: int
     rows: int
-    """Activations of divided rows."""
+    """Bytes of the activations of divided rows."""
     tokens: int
-    """Hidden states of tokens that travel to experts and back."""
+    """Bytes of hidden states that travel to experts and back."""
 
     @property
     def total(self) -> int:
@@ -40,11 +40,11 @@ class Traffic:
 
 
 def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
-    """What a rank sends in a step in which it computes `micro_batches` micro-batches."""
+    """The bytes that a rank sends in a step in which it computes `micro_batches` micro-batches."""
     shape, degrees = Shape.of(facts.model), facts.degrees
     number = number_bytes(facts)
     all_weights = gathered_parameters(facts, shape) * linear_bytes(facts) + shape.other_parameters * number
-    # Gradients are scattered over the ranks that divide the weights. Then the ranks with the same part add it up.
+    # Gradients are scattered over the ranks that divide the weights. Then ranks that hold the same part add it up.
     copies, parts = degrees.replicate * degrees.context, degrees.shard
     if facts.execution.adapters:  # adapters are whole on each rank
         copies, parts = degrees.ranks, 1
@@ -64,7 +64,7 @@ def step_traffic(facts: Facts, micro_batches: int = 1) -> Traffic:
 
 
 def _exchanged(attention: Attention, ranks: int) -> int:
-    """Width of a token's queries, keys, values and output, as ranks that divide rows send them."""
+    """How many numbers of a token's queries, keys, values and output the ranks that divide rows exchange."""
     keys = attention.key_heads * key_copies(attention.heads, attention.key_heads, ranks)
     return (attention.heads + keys) * (attention.width + attention.value_width)
 

@@ -1,1 +1,1 @@
-"""What a technique may decide by: the options of every technique, and the facts of a run. Plain data, below them."""
+"""The data from which techniques decide: the options of all techniques, and the facts of a run."""

@@ -1,7 +1,7 @@
-"""How a step is computed and what it keeps, in the words of the forecasts of memory, time and traffic.
+"""Describes how a step is computed and what it keeps, for the forecasts of memory, time and traffic.
 
-The forecasts know no technique by name. Each enabled technique says what it changes (`describe`), in the order of
-application, from a plain step on: eager, all weights trained, each of them in its own dtype.
+The forecasts know no technique by name. They start from a plain step: eager, with all weights trained in their own
+dtype. Then each enabled technique says what it changes (`describe`), in the order of application.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from fxtune.facts.recomputation import RecomputePlan
 
 @dataclass(frozen=True)
 class Adapters:
-    """Trained numbers beside frozen weights, float32."""
+    """How many float32 numbers are trained beside frozen weights."""
 
     all: int
     experts: int
     images: int
-    """Of the vision encoder and its projector."""
+    """Trained numbers beside the vision encoder and its projector."""
     rank: int
     rank_of: Callable[[str], int]
-    """The rank of the adapter of a module, by its path."""
+    """Returns the rank of a module's adapter. The argument is the module's path."""
     vision: bool = False
     """Whether gradients pass through the vision encoder."""
     projector: bool = False
@@ -30,14 +30,14 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Frozen weights in fewer bits."""
+    """The frozen weights that are stored in fewer bits."""
 
     bytes: float
-    """Of each weight, scales included."""
+    """Bytes of each weight, with its share of the scales."""
     multiplies: bool
-    """Whether products are in this format (fp8); otherwise weights are dequantized for each product."""
+    """Whether products run in this format (fp8). Otherwise weights are dequantized for each product."""
     linears: bool
-    """Whether the linears of attention and of a dense MLP are among them."""
+    """Whether the linears of attention and of dense MLPs are quantized."""
     experts: bool
     head: bool
     embeddings: bool
@@ -45,24 +45,27 @@ class Quantized:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps, as it says itself (optim/optimizer.py)."""
+    """The state that an optimizer keeps. Each optimizer declares it (optim/optimizer.py)."""
 
     moments: float = 2.0
-    """Numbers for each trained parameter."""
+    """Numbers that the optimizer keeps for each trained parameter."""
     others: float | None = None
-    """The same for parameters that are no hidden matrix: embeddings, the head, norms and experts (one tensor a layer);
-    None: `moments`."""
+    """Numbers for each trained parameter that is not in a hidden matrix: in embeddings, the head, norms, and experts
+    (whose matrices are one tensor per layer). None: the number in `moments`."""
     size: int = 0
-    """Bytes of each number; 0: as many as the weight's have."""
+    """Bytes of each of these numbers. 0: the bytes of a number of the weight."""
     undo_limit: int = 0
-    """The optimizer copies the weights that it updates together, their gradients and their moments before a step if
-    the weights have at most this many bytes, so that it can undo a bad step. 0: it never copies."""
+    """The largest size, in bytes, of weights that the optimizer copies before it updates them together. It copies the
+    weights, their gradients and their moments, to undo a bad step. 0: it never copies."""
     update_bytes: float = 0.0
-    """Updating a parameter takes as long as reading so many bytes; 0: what is read and written decides."""
+    """The time to update a parameter, as the number of bytes that the device reads in this time. 0: the time follows
+    from the bytes that the update reads and writes."""
 
 
 @dataclass(frozen=True)
 class Execution:
+    """How a step is computed."""
+
     compiled: bool = False
     """Whether layers are compiled."""
     holds_gradients: bool = False
@@ -71,13 +74,13 @@ class Execution:
     repeats_keys: bool = False
     """Whether attention repeats keys and values for each query head."""
     fused: bool = False
-    """Whether an operator computes a whole MLP with its adapters."""
+    """Whether one operator computes a whole MLP with its adapters."""
     fused_norms: bool = False
     fused_gate: bool = False
     """Whether one kernel computes act(gate) * up."""
     fused_loss: bool = False
-    """Whether loss and head are one operation that never holds all logits."""
+    """Whether head and loss are one operation, which never holds all logits."""
     fp8_products: float = 0.0
-    """The share of the products of trained linears that runs in fp8. At 1 linears also keep their inputs in fp8."""
+    """The share of trained linears' products that runs in fp8. If it is 1, linears also keep their inputs in fp8."""
     adapters: Adapters | None = None
     quantized: Quantized | None = None

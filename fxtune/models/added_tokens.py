@@ -1,8 +1,8 @@
-"""Tokens that a recipe adds to the tokenizer of its base (`model.add_tokens`), and their rows in embedding and head.
+"""Adds a recipe's tokens (`model.add_tokens`) to the tokenizer of its base, and their rows to embedding and head.
 
-The new rows of the embedding and the head start as the mean of the base's rows. transformers instead draws the new
-rows around that mean, with 1e-9 times the covariance of the whole table, which it computes. The mean alone costs one
-pass over the table and is the same on every rank and in every run.
+The new rows of the embedding and the head start as the mean of the base's rows. transformers by default computes the
+covariance of the whole table and draws the new rows around that mean with 1e-9 times this covariance. The mean alone
+needs one pass over the table and is the same on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import torch
 from fxtune.errors import ConfigError
 
 MULTIPLE = 64
-"""A table grows to a multiple of this many rows: with other sizes tensor cores are several times slower."""
+"""A table grows to a multiple of this number of rows. With other sizes, tensor cores are several times slower."""
 BLOCK = 1024
 """Rows that are added up at a time."""
 MOST = 65536
-"""The largest number of rows that a table may grow by, so that no damaged config fills the memory."""
+"""The largest number of rows that may be added to a table. It keeps a damaged config from filling the memory."""
 
 
 def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
-    """Add special tokens to `tokenizer`, whose model embeds `rows` tokens. `name`: the tokenizer's name in messages.
+    """Add special tokens to `tokenizer`. `rows`: how many tokens the model embeds. `name`: the tokenizer's name in
+    messages.
 
-    Raises ConfigError for a token that the tokenizer and the model have already.
+    Raises ConfigError if a token is empty, named twice, or already known to both the tokenizer and the model.
     """
     from tokenizers import AddedToken
 
@@ -44,20 +45,21 @@ def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
 
 
 def rows_for(tokenizer: Any, rows: int) -> int:
-    """How many rows a table of `rows` rows needs for all ids of `tokenizer`."""
+    """How many rows a table needs for all ids of `tokenizer`. `rows`: how many rows it has, and keeps if they
+    suffice."""
     needed = max(tokenizer.get_vocab().values(), default=-1) + 1
     return rows if needed <= rows else -(-needed // MULTIPLE) * MULTIPLE
 
 
 def mean_of_rows(table: torch.Tensor) -> torch.Tensor:
-    """The mean of the rows of `table`, computed in float32 and in blocks: torch would copy the table."""
+    """The mean of the rows of `table`, computed in float32 and in blocks, because torch would copy the whole table."""
     return (torch.stack([block.float().sum(0) for block in table.split(BLOCK)]).sum(0) / len(table)).to(table.dtype)
 
 
 @torch.no_grad()
 def grow(model: Any, rows: int) -> None:
-    """Grow the embedding and the head of `model` to `rows` rows, and its config. Raises ConfigError for a table that
-    transformers cannot resize."""
+    """Grow the embedding and the head of `model` to `rows` rows, and change its config. Raises ConfigError if
+    transformers cannot resize them."""
     before = len(model.get_input_embeddings().weight)
     if rows - before > MOST:
         raise ConfigError(f"model: its {before:,} rows cannot grow to {rows:,}. At most {MOST:,} tokens can be added.")

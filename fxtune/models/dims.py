@@ -1,8 +1,8 @@
-"""The sizes of a decoder, read off the model that transformers builds from its config on the meta device.
+"""The sizes of a decoder, read from the model that transformers builds from its config on the meta device.
 
-No config says all: names of sizes differ from family to family, and layers of one model differ in heads, in windows
-and in what they are (attention, Mamba, a dense MLP, experts). The built modules have every size. To build the largest
-models takes 0.3 s.
+A config does not show all sizes. Their names differ from family to family, and the layers of one model may differ in
+heads, windows and kind (attention, Mamba, a dense MLP, experts). The built modules have every size. The largest models
+are built in 0.3 s.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ class Attention:
     """Width of a query's and a key's head."""
     value_width: int
     window: int = 0
-    """How many keys a query sees; 0: all before it."""
+    """How many keys a query sees; 0: all earlier keys."""
 
     @property
     def products(self) -> float:
-        """Width of all heads in the products with keys and with values, the mean of both."""
+        """The mean of two widths: of all heads in the products with keys, and in the products with values."""
         return self.heads * (self.width + self.value_width) / 2
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: a mixer of tokens (attention, Mamba, a convolution) and an MLP, or one of both. Widths and
-    weights count for one token: of the experts, only the experts that a token uses."""
+    """A decoder layer: a mixer of tokens (attention, Mamba, a convolution), an MLP, or both. Widths and weights are
+    those that one token uses. Of the experts, only the chosen ones count."""
 
     attentions: tuple[Attention, ...]
     q: int
-    """What the mixer's last linear reads: the width of all query heads."""
+    """The input width of the mixer's last linear. In attention it is the width of all query heads."""
     k: int
-    """Half of what the mixer's other linears make beyond q: the width of all key heads, and of all value heads."""
+    """Half of the output width of the mixer's other linears beyond q. In attention it is the width of all key heads,
+    or of all value heads."""
     inner: int
-    """Width of the MLP. An MLP without a gate counts as two thirds of it."""
+    """Width of the MLP. For an MLP without a gate, two thirds of its width."""
     narrow: int
     """Weights of the mixer's linears."""
     wide: int
@@ -57,15 +58,16 @@ class Layer:
     down: int
     """Weights of the MLP's linears that write hidden states."""
     linears: tuple[tuple[str, ...], ...]
-    """Names of the linears in the layer: the mixer's first and last ones, the MLP's first and last ones."""
+    """Names of the linears in the layer, in four tuples: those of the mixer that read hidden states, those of the
+    mixer that write them, and the same two tuples for the MLP."""
     normalizes: bool
     """Whether attention normalizes queries and keys."""
     parameters: int
-    """Of all its modules."""
+    """Parameters of all modules of the layer."""
     experts: int
-    """Experts, shared ones not counted; 1: a dense MLP."""
+    """Number of experts without shared experts; 1: a dense MLP."""
     used: int
-    """Experts that a token uses."""
+    """Number of experts that a token uses."""
     expert_inner: int
     """Width of one expert's MLP."""
 
@@ -77,9 +79,9 @@ class Shape:
     hidden: int
     vocabulary: int
     tied: bool
-    """Whether the head, if there is one, and the embedding of tokens are one tensor."""
+    """Whether the head and the embedding of tokens are one tensor. True also for a model without a head."""
     kinds: tuple[Layer, ...]
-    """The different layers."""
+    """The different layers of the decoder, each once."""
     order: tuple[int, ...]
     """For each layer, first to last, its index in `kinds`."""
     linear_parameters: int
@@ -87,7 +89,7 @@ class Shape:
     expert_parameters: int
     """Parameters of the experts in all layers; 0 without experts."""
     other_parameters: int
-    """The other parameters that text reaches: of embeddings, the head, norms, convolutions, biases."""
+    """The other parameters that text reaches, in embeddings, the head, norms, convolutions and biases."""
     largest_linear: int
     """Weights of the largest linear of a layer, without experts."""
     largest_table: int
@@ -95,7 +97,7 @@ class Shape:
 
     @staticmethod
     def of(config: dict[str, Any]) -> Shape:
-        """The shape of the model of this config (`Facts.model`). Raises as built()."""
+        """The shape of the model of this config (`Facts.model`). Raises ConfigError as built() does."""
         return _shape(built(config))
 
     @property
@@ -104,13 +106,13 @@ class Shape:
 
     @functools.cached_property
     def counts(self) -> list[tuple[Layer, int]]:
-        """The different layers, and how many there are of each."""
+        """The different layers, each with how often the decoder has it."""
         found = Counter(self.order)
         return [(kind, found[index]) for index, kind in enumerate(self.kinds)]
 
     @functools.cached_property
     def attentions(self) -> Counter[Attention]:
-        """All attentions, and how many there are of each."""
+        """The different attentions, each with how often the decoder has it."""
         found = Counter[Attention]()
         for layer, count in self.counts:
             for attention in layer.attentions:
@@ -119,7 +121,7 @@ class Shape:
 
     @functools.cached_property
     def head_widths(self) -> set[int]:
-        """The widths of all heads, of queries and of values."""
+        """The widths of query heads and of value heads in all layers."""
         return {width for each in self.attentions for width in (each.width, each.value_width)}
 
     @functools.cached_property
@@ -133,8 +135,9 @@ LLAMA += ["num_key_value_heads", "head_dim", "tie_word_embeddings"]
 
 
 def built(config: dict[str, Any]) -> nn.Module:
-    """The model of this config on the meta device. A type that transformers has no code for, whose author ships code,
-    counts as a Llama of the sizes that its config names. Raises ConfigError if transformers cannot build it."""
+    """The model of this config on the meta device. If transformers has no code for the model's type, because the
+    author ships it, the result is a Llama of the sizes that the config names. Raises ConfigError if transformers
+    cannot build it."""
     text = config.get("text_config") or config
     model = skeleton(config)
     if model is None:
@@ -144,9 +147,9 @@ def built(config: dict[str, Any]) -> nn.Module:
 
 
 def key_copies(heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is sent where `ranks` ranks divide the heads, so that every rank gets the key heads of
-    its query heads: the least divisor of heads / key_heads with which `ranks` divides key_heads * copies, or
-    heads / key_heads itself."""
+    """How often each key head is sent if `ranks` ranks divide the heads. Every rank then gets the key heads of its
+    query heads. The result is the least divisor of heads / key_heads for which `ranks` divides key_heads * copies, or
+    else heads / key_heads itself."""
     groups = heads // key_heads
     fitting = (copies for copies in range(1, groups) if groups % copies == key_heads * copies % ranks == 0)
     return next(fitting, groups)
@@ -158,7 +161,7 @@ def _shape(model: Any) -> Shape:
     hidden = getattr(text, "hidden_size", 0) or table.shape[1]
     each = [_layer(layer, index, text, hidden) for index, layer in enumerate(layers)]
     if not any(layer.attentions for layer in each) and (heads := getattr(text, "num_attention_heads", 0)):
-        # Attention of an older family, which does not say its sizes.
+        # Attention modules of older families do not have their sizes as attributes.
         width = getattr(text, "head_dim", None) or hidden // heads
         plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
         each = [replace(layer, attentions=(plain,)) for layer in each]
@@ -188,7 +191,7 @@ def _count(weights: Iterable[nn.Parameter]) -> int:
 
 
 def _experts(layer: nn.Module) -> list[nn.Parameter]:
-    """The tensors with the matrices of a layer's experts, [experts, ., .]."""
+    """The tensors that hold the matrices of a layer's experts, [experts, ., .]."""
     parts = [module for module in layer.modules() if isinstance(getattr(module, "num_experts", None), int)]
     inside = {id(weight): weight for part in parts for weight in part.parameters() if weight.dim() == 3}
     return list(inside.values())
@@ -199,7 +202,8 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
     found = {path: _attention(module, index, text, hidden) for path, module in named.items()}
     attentions = tuple(attention for attention in found.values() if attention)
     mixers = {path.split(".")[0] for path, module in named.items() if found[path] or _mixes(path, module)}
-    # Of the mixer and the MLP: what they make of hidden states and keep, weights, names; reading and writing.
+    # First index: 0 for the mixer, 1 for the MLP. Second index of `weights` and `names`: 0 for linears that read
+    # hidden states, 1 for linears that write them. `kept`: the sum of the widths on the other side of these linears.
     kept, weights, names = [0, 0], [[0, 0], [0, 0]], [[[], []], [[], []]]  # type: ignore[var-annotated]
     q = 0
     for path, module in named.items():
@@ -238,13 +242,14 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
 
 
 def _mixes(path: str, module: nn.Module) -> bool:
-    """Whether a module of a layer mixes tokens: attention by its name, or a convolution."""
+    """Whether a module of a layer mixes tokens. Attention is recognized by its name, a convolution by its class."""
     return isinstance(module, nn.Conv1d) or "attn" in path or "attention" in path
 
 
 def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | None:
-    """The attention that `module` of layer `index` computes; None: another module. transformers' attentions have a
-    scale or say that they are causal, and the width of their heads; linear attention has the width alone."""
+    """The attention that `module` of layer `index` computes; None if the module is no softmax attention. Softmax
+    attentions of transformers have the width of their heads, and a scale or an `is_causal`. Linear attention has the
+    width only."""
     width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
     if not isinstance(width, int) or not (hasattr(module, "scaling") or hasattr(module, "is_causal")):
         return None
@@ -259,9 +264,9 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
 
 
 def layer_config(text: Any, index: int) -> Any:
-    """A layer's config, from the text model's config: since transformers 5.24 each layer may have another one."""
+    """A layer's config, from the text model's config. Since transformers 5.24 each layer may have its own config."""
     own, layers = getattr(text, "per_layer_config", None), getattr(text, "num_hidden_layers", None) or 0
-    return text if own is None or index >= layers else own[index]  # BLT has no count of all its layers
+    return text if own is None or index >= layers else own[index]  # BLT's config has no count of all layers
 
 
 def _window(module: Any, index: int, text: Any) -> int:
@@ -275,5 +280,6 @@ def _window(module: Any, index: int, text: Any) -> int:
 
 
 def position_limit(text: dict[str, Any]) -> int | None:
-    """The longest document that a model was trained on or has position embeddings for; None: its config names none."""
+    """The longest document that a model was trained on or has position embeddings for; None: the config names no
+    limit."""
     return next((text[name] for name in ("max_position_embeddings", "n_positions") if text.get(name)), None)

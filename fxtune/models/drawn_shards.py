@@ -1,6 +1,6 @@
-"""Draws the weights of a model whose parts are held by several ranks: the same numbers as in one process.
+"""Draws the weights of a model that several ranks hold in parts. The numbers are the same as in one process.
 
-Random numbers come in one sequence, in the order in which constructors and init functions ask for them. So each rank
+Random numbers form one sequence, in the order in which constructors and init functions ask for numbers. So each rank
 draws all numbers, one parameter at a time, and keeps its rows. The model is built twice, with matrices on the meta
 device. The first build only finds the last write to each matrix. The second build repeats the writes with one matrix
 in memory at a time, and hands over each matrix after its last write.
@@ -26,9 +26,10 @@ OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "e
 
 
 def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[], Any]) -> None:
-    """Write the rows that this rank holds of each parameter of `pieces`. `build` seeds and builds the whole model.
+    """Draw each parameter in `pieces` and write the rows that this rank holds. `build` seeds and builds the whole
+    model.
 
-    Raises ConfigError for a model that does not draw its matrices one by one.
+    Raises ConfigError if the model does not draw its matrices one by one.
     """
     parameter_of = {piece.name: (name, piece) for name, parts in pieces.items() for piece in parts}
     fill(model, {name: [] for name in pieces}, lambda *_: torch.empty(0))  # zeros where no piece is written
@@ -43,10 +44,11 @@ def draw(model: nn.Module, pieces: Mapping[str, list[Piece]], build: Callable[[]
 def draw_each(
     shapes: Mapping[str, tuple[int, ...]], build: Callable[[], Any], take: Callable[[str, torch.Tensor], None]
 ) -> None:
-    """Call take(name, value) for each parameter named in `shapes`, one at a time. Raises as draw()."""
+    """Call take(name, value) for each parameter named in `shapes`, one at a time. Raises ConfigError as draw()
+    does."""
     with _Writes() as first_build:
         names = {storage_id(weight): name for name, weight in build().named_parameters()}
-    # A constructor's values are overwritten by the model's own init function, so a parameter's last turn counts.
+    # The model's own init function overwrites the values of a constructor, so a parameter's last turn counts.
     last = {name: turn for turn, storage in enumerate(first_build.turns) if (name := names.get(storage)) is not None}
     turns = {turn: name for name, turn in last.items() if name in shapes}
 
@@ -59,13 +61,13 @@ def draw_each(
     with phase("Drawing random weights", len(turns), "matrices", announce=False) as work, _Writes(end_turn):
         built = build()
     for name, parameter in built.named_parameters():
-        if name in shapes and not parameter.is_meta:  # a vector; only matrices have no memory
+        if name in shapes and not parameter.is_meta:  # a vector: it has memory, unlike a matrix
             take(name, parameter.detach())
 
 
 @contextmanager
 def _torch_defaults() -> Iterator[None]:
-    """torch's own default dtype and device. While a model is built, other defaults are set."""
+    """A context with torch's own default dtype and device. While a model is built, other defaults are set."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -76,7 +78,7 @@ def _torch_defaults() -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Gives matrices no memory. A turn is a series of writes to one matrix.
+    """A mode in which new matrices get no memory. A turn is a series of writes to one matrix.
 
     `end_turn`: called with each turn's number and the written matrix. None: the writes are only recorded in `turns`.
     """
@@ -85,13 +87,13 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self.end_turn = end_turn
         self.turns: list[int] = []
-        """The storage that was written in each turn."""
+        """The id of the storage that was written in each turn."""
         self.kept: list[torch.Tensor] = []
         """All matrices, kept alive so that a new matrix does not get the storage id of a freed matrix."""
         self.devices: dict[int, torch.device] = {}
-        """{storage of a matrix: the device on which it was requested}."""
+        """For the storage id of each matrix, the device on which the matrix was requested."""
         self.value = torch.empty(0)
-        """The matrix of the current turn, in memory."""
+        """The memory of the matrix of the current turn."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -130,7 +132,7 @@ class _Writes(TorchDispatchMode):
             func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
 
     def _real(self, storage: int, value: Any) -> Any:
-        """An argument of an operator; a tensor without memory is replaced by the same view of `self.value`."""
+        """An argument of an operator. A tensor without memory is replaced by the same view of `self.value`."""
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         assert storage_id(value) == storage, "a matrix is computed from another matrix"

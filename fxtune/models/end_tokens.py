@@ -1,8 +1,8 @@
-"""The tokens at which generation stops: in a model's generation config, and added by training.
+"""The tokens at which generation stops: those in a model's generation config and those that training adds.
 
-A whole model's generation_config.json has all end tokens. PEFT's layout has no place for a generation config: if
-training has added an end token, generation_config.json lies beside the adapter, and the model card's code and merging
-read that file.
+A whole model's generation_config.json has all end tokens. PEFT's layout has no place for a generation config. So if
+training has added an end token, generation_config.json is written beside the adapter. Merging and the model card's
+code read that file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def end_tokens(generation: Any) -> list[int]:
 
 
 def add_end_tokens(model: PreparedModel, ends: Iterable[int]) -> list[int]:
-    """Let generation by `model` stop at `ends`, too. Returns the new ids, and appends them to `model.added_ends`."""
+    """Make generation by `model` also stop at `ends`. Returns the new ids, and appends them to `model.added_ends`."""
     generation = getattr(model.module, "generation_config", None)
     if generation is None:
         return []
@@ -38,8 +38,8 @@ def add_end_tokens(model: PreparedModel, ends: Iterable[int]) -> list[int]:
 
 
 def read_end_tokens(folder: Path) -> list[int]:
-    """The end tokens of the generation config beside an adapter; none if there is no such file. Raises StorageError
-    for a file that cannot be read."""
+    """The end tokens of the generation config beside an adapter; empty without such a file. Raises StorageError if the
+    file cannot be read."""
     file = folder / GENERATION_CONFIG
     if not file.exists():
         return []

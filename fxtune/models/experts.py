@@ -1,6 +1,6 @@
 """How transformers stores the experts of a mixture, and how many of them a token uses.
 
-transformers keeps the experts of a layer in one module, a tensor for each product. All classes that it decorates with
+transformers keeps the experts of a layer in one module with a tensor for each product. All classes decorated with its
 `use_experts_implementation` say how they store their weights and how they apply the gate. fxtune follows that
 interface, so it has no list of architectures.
 """
@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 FIRST, LAST = ("gate_up_proj", "up_proj"), "down_proj"
-"""Names of the tensors: before the activation, after it."""
+"""Names of the tensors that are multiplied before the activation, and of the tensor after it."""
 USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-"""Names in configs of the number of experts that a token uses, for routers that do not keep it as `top_k`."""
+"""Names of config options with the number of experts that a token uses. They serve if the router has no `top_k`."""
 
 
 def follows_interface(experts: nn.Module) -> bool:
@@ -24,7 +24,7 @@ def follows_interface(experts: nn.Module) -> bool:
 
 
 def experts_of(model: nn.Module) -> Iterator[Any]:
-    """The modules that hold all experts of a layer, as transformers describes them."""
+    """The modules that each hold all experts of a layer and follow transformers' interface."""
     return (module for module in model.modules() if follows_interface(module))
 
 
@@ -34,14 +34,14 @@ def divisible_experts(model: nn.Module, ranks: int) -> list[Any]:
 
 
 def is_described(modules: dict[str, nn.Module], path: str) -> bool:
-    """Whether `path` is a tensor with the matrices of experts that transformers describes."""
+    """Whether `path` is a tensor with matrices of experts, in a module that follows transformers' interface."""
     parent, _, name = path.rpartition(".")
     return follows_interface(modules[parent]) and name in (*FIRST, LAST)
 
 
 def experts_per_token(modules: Iterable[Any], config: Any) -> int | None:
-    """How many experts a token uses, from a layer's or a model's router or the text model's config; None: neither
-    says."""
+    """How many experts a token uses, from the router among `modules` or from the text model's config; None if neither
+    says it."""
     own = (module.top_k for module in modules if isinstance(getattr(module, "top_k", None), int))
     named = (used for name in USED if isinstance(used := getattr(config, name, None), int))
     return next(own, None) or next(named, None)

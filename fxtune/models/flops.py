@@ -1,19 +1,19 @@
-"""How FLOPs are counted: the products of weights and their passes, as in tracking/throughput.py."""
+"""Counts the FLOPs of weights: their products, and the passes that compute them, as in tracking/throughput.py."""
 
 from __future__ import annotations
 
 from torch import nn
 
 ATTENTION_PASSES = 3.5
-"""FLOPs of attention, forward and backward, as a multiple of its forward pass: FlashAttention computes the scores
-again."""
+"""FLOPs of attention's forward and backward pass, divided by the FLOPs of its forward pass. FlashAttention computes
+the scores again in the backward pass."""
 
 
 def matmul_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a module that multiplies by its own matrix; None for others.
+    """(in, out): the sizes of a module that multiplies by its own matrix; None for other modules.
 
-    The module is recognized by its attributes, so quantized and fused linears count with their logical size. Of a
-    wrapper with the same attributes, such as PEFT's, only the inner linear counts.
+    The module is recognized by its attributes, so quantized and fused linears count with their logical size. If a
+    wrapper such as PEFT's has the same attributes, only the linear inside it counts.
     """
 
     def sizes(candidate: nn.Module) -> tuple[int, int] | None:
@@ -28,6 +28,6 @@ def matmul_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def weight_flops(trained: bool, forward_passes: int, backward: bool = True) -> float:
-    """FLOPs of a weight for each row of its input: forward, gradient of the input, gradient of the weight.
-    `forward_passes`: additional passes without gradients. `backward`: whether the input has a gradient."""
+    """FLOPs of one weight for each row of its input: for the forward pass, the input's gradient and the weight's
+    gradient. `forward_passes`: additional passes without gradients. `backward`: whether the input has a gradient."""
     return 2.0 * (1 + forward_passes + trained + backward)

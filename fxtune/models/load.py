@@ -1,8 +1,8 @@
 """Builds a model and its tokenizer from a hub id, a folder or an architecture in the recipe.
 
 If weights do not fit a checkpoint's config, transformers warns and draws the rest at random. Here that is an error
-(weights.py). Only safetensors are read, since a pickle can run code; untrusted.py refuses what else a stranger's
-folder may try.
+(weights.py). Only safetensors are read, because a pickle can run code. untrusted.py refuses other attacks by a
+stranger's folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fxtune.system.terminal.progress import phase
 from fxtune.upstream.transformers import forget_conversions, read_processor
 
 QUANTIZATION = "quantization_config"
-"""The key of a config.json whose weights are quantized."""
+"""The key of a config.json that describes how its weights are quantized."""
 FEW = 8
 """How many tokens an error lists."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -89,8 +89,8 @@ class ModelConfig:
 
 
 def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
-    """`model` with the weights that its run exported to `folder`: an adapter over the same base, or a whole model with
-    its tokenizer."""
+    """`model`, changed to start from the weights that its run exported to `folder`: an adapter over the same base, or
+    a whole model with its tokenizer."""
     if (Path(folder) / "adapter_config.json").exists():
         return dataclasses.replace(model, adapter=str(folder))
     whole = dataclasses.replace(model, path=str(folder), revision=None, init=Init.pretrained, architecture={})
@@ -99,8 +99,8 @@ def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
 
 
 def resolve_dtype(model: ModelConfig, capability: tuple[int, int] | None) -> torch.dtype:
-    """The dtype that the weights will have. GPUs support bfloat16 from compute capability 8.0 (Ampere) on; None: the
-    device is a CPU."""
+    """The dtype that the weights will have. `capability`: the GPU's compute capability; None: the device is a CPU.
+    GPUs support bfloat16 from 8.0 (Ampere) on."""
     if model.dtype is not DType.auto:
         dtype: torch.dtype = getattr(torch, model.dtype.value)
         return dtype
@@ -112,12 +112,12 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
     adapter, and a `vocab_size` that has room for model.add_tokens. `head`: the head that the objective needs
     (Needs.head); None: the head that the model has.
 
-    Raises ConfigError for a mistake in the recipe, StorageError for a hub out of reach or an unreadable file.
+    Raises ConfigError for a mistake in the recipe, StorageError if the hub cannot be reached or a file cannot be read.
     """
     _check(model)
     silence_libraries()
     model = with_shipped_config(model) if model.init is Init.random else model
-    # All files first: a typo in any name, and all that is missing, is reported at once.
+    # All files are located before any is read. One error then reports all wrong names and missing files.
     adapter = ModelSource("model.adapter", model.adapter, adapter=True) if model.adapter else None
     base = None if "model_type" in model.architecture else _base(model)
     tokenizer = _tokenizer(model)
@@ -146,11 +146,11 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
 
 
 def with_shipped_config(model: ModelConfig, plans: bool = False) -> ModelConfig:
-    """`model`, or, where the hub does not give its files, the same model with random weights and the config that ships
-    with fxtune. For callers that need no weights. `plans`: no tokenizer is needed either, and the checkpoint counts as
-    quantized if it is.
+    """`model`; if the hub does not give its files, the same model with random weights and the config that ships with
+    fxtune. This is for callers that need no weights. `plans`: the caller needs no tokenizer either, and must know
+    whether the checkpoint is quantized.
 
-    Raises the errors of config_without_hub(), and HubError if the tokenizer is needed.
+    Raises errors as config_without_hub() does, and HubError if the config ships but a needed tokenizer does not.
     """
     if not model.on_hub or "model_type" in model.architecture or model.trust_remote_code:
         return model
@@ -175,11 +175,12 @@ def rows_of_base(model: ModelConfig) -> int:
 
 
 def with_changes_of(adapter: Origin, config: Any) -> Any:
-    """A base's config with the RoPE parameters, the rows for added tokens and the head of the training of `adapter`,
-    which save_model() writes to a config.json next to it. At other frequencies the adapter gives wrong results,
-    without an error.
+    """A base's config with the RoPE parameters, the rows for added tokens and the head with which `adapter` was
+    trained. save_model() writes them to a config.json next to the adapter. With other RoPE frequencies the adapter
+    gives wrong results without an error.
 
-    Raises ConfigError for the config of another kind of model, StorageError for one that cannot be read.
+    Raises ConfigError if the adapter was trained on a model of another type, StorageError if its config cannot be
+    read.
     """
     inspect_folder(adapter.folder, f"adapter {adapter.name}")
     file = adapter.folder / "config.json"
@@ -211,17 +212,17 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
 
 def ships_mxfp4(model: ModelConfig, hf_config: Any) -> bool:
     """Whether the checkpoint stores its experts in MXFP4 (gpt-oss). build() unpacks them, fill() does not."""
-    if hf_config.model_type != "gpt_oss" or model.init is Init.random:  # others need not ask the hub again
-        return QUANTIZATION in model.architecture  # of a plan
+    if hf_config.model_type != "gpt_oss" or model.init is Init.random:  # other models need no look at the hub
+        return QUANTIZATION in model.architecture  # only a plan keeps this key
     return weights.unpacks(_locate(model), hf_config)
 
 
 def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     """The model's fast tokenizer, with a pad token and with model.add_tokens. Each of its ids has an embedding in the
-    model of `hf_config`, by default of load_config().
+    model of `hf_config` (default: load_config()).
 
-    A tokenizer without a pad token gets its end-of-sequence token as one, else its unknown token, else id 0. This is
-    safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
+    A tokenizer without a pad token uses its end-of-sequence token for padding, else its unknown token, else id 0. This
+    is safe because no mask is derived from pad ids: targets are marked one by one, positions separate documents, and
     generation passes its own attention mask.
     """
     hf_config = hf_config or load_config(model)
@@ -245,22 +246,23 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
 
 
 def tokenizer_folder(model: ModelConfig) -> Path:
-    """The folder of the tokenizer's files, with the files of a processor beside them. Raises StorageError."""
+    """The folder with the files of the tokenizer and of a processor. Raises StorageError."""
     source = _tokenizer(model)
     return locate_all([source])[source].folder
 
 
 def load_processor(model: ModelConfig, hf_config: Any, tokenizer: Any) -> Any:
-    """transformers' processor of a model that reads images, with `tokenizer`; None if its folder has no files of one.
+    """transformers' processor of a model that reads images, with `tokenizer`; None if the folder has no files of a
+    processor.
 
-    Raises StorageError if they cannot be read.
+    Raises StorageError if the processor cannot be read.
     """
     source, folder = _tokenizer(model), tokenizer_folder(model)
     if not any(folder.glob(PROCESSORS)):
         return None
     try:
         return read_processor(folder, tokenizer, hf_config)
-    except Exception as error:  # the processors of families raise anything
+    except Exception as error:  # a family's processor may raise any exception
         raise StorageError(
             f"{source.key}={source.name}: the processor of images in {folder} cannot be read: {first_line(error)}. "
             "Use a complete copy of the model, and install what is named."
@@ -268,7 +270,7 @@ def load_processor(model: ModelConfig, hf_config: Any, tokenizer: Any) -> Any:
 
 
 def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Decoder, rows: int) -> Any:
-    """The tokenizer in the files of `origin`, with model.add_tokens. `rows`: tokens that the model embeds."""
+    """The tokenizer in the files of `origin`, with model.add_tokens. `rows`: how many tokens the model embeds."""
     key, name, _, code, _ = _tokenizer(model)
     inspect_folder(origin.folder, f"{key}={name}")
     if not any((origin.folder / file).exists() for file in TOKENIZER_FILES):
@@ -278,7 +280,7 @@ def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Decoder, rows: int
         )
     try:
         tokenizer = kind.read_tokenizer(origin.folder, code)
-    except Exception as error:  # the tokenizers library raises bare Exception for a file that it cannot read
+    except Exception as error:  # the tokenizers library raises a bare Exception for an unreadable file
         _explain_code(error, origin, "tokenizer_config.json")
         raise StorageError(
             f"{key}={name}: the tokenizer in {origin.folder} cannot be read: {first_line(error)}. Use a complete "
@@ -297,14 +299,14 @@ def _read_tokenizer(origin: Origin, model: ModelConfig, kind: Decoder, rows: int
 def build(
     model: ModelConfig, hf_config: Any, world: World, seed: int, shrinks: bool = False, by_rows: bool = False
 ) -> PreparedModel:
-    """The model of `hf_config` on world.device, its weights read from `model.path` or drawn from `seed`.
+    """The model of `hf_config` on world.device. Its weights are read from `model.path` or drawn from `seed`.
 
-    Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB
-    there and nothing elsewhere. With parallel.shard above 1, and with `by_rows`, they have no memory yet: see fill().
-    `shrinks`: the caller quantizes the weights and moves them one by one. The weights may then start in host memory,
-    which has room for a model larger than the GPU.
+    Weights are read or drawn in their final dtype and on their final device: an 8B model in bfloat16 takes 16 GB on
+    the device and no memory elsewhere. With parallel.shard above 1, and with `by_rows`, the weights get no memory
+    here; see fill(). `shrinks`: the caller quantizes the weights and moves them one by one. The weights may then start
+    in host memory, if that has room for a model larger than the GPU's memory.
 
-    The module's `name_or_path`, and the fields of the result, say where it came from.
+    The module's `name_or_path` and the fields of the result say where the model came from.
     """
     silence_libraries()
     dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
@@ -335,7 +337,7 @@ def build(
     else:
         with phase("Reading the weights", announce=False):
             built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
-    built.name_or_path = origin.name if origin else ""  # where peft looks for the base's name
+    built.name_or_path = origin.name if origin else ""  # peft reads the base's name here
     if before:
         grow(built, rows)
     prepared = PreparedModel(
@@ -353,8 +355,8 @@ def build(
 
 @torch.no_grad()
 def _fill_head(model: ModelConfig, hf_config: Any, built: PreparedModel, world: World, seed: int) -> None:
-    """Give a head that a base does not have its memory and its values, before the other weights have theirs. Such a
-    head has one row, so it is not divided, and adapters copy it."""
+    """If the base lacks the head, allocate the head and fill in its values before the other weights. Such a head has
+    one row, so it is not divided over ranks, and adapters copy it."""
     heads: dict[str, tuple[int, ...]] = {}
     for name in kind_of(hf_config).drawn_weights(dict(built.module.named_parameters())):
         parent, _, leaf = name.rpartition(".")
@@ -388,8 +390,9 @@ def each_weight(
     wanted: Mapping[str, tuple[int, ...]],
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
-    """Read or draw weights of a model that build() made without them, and hand each of `wanted`, by name and shape, to
-    `take`, whole and on world.device. One at a time: `take` must not keep it."""
+    """Read or draw weights of a model that build() made without weights, and call `take` with each whole weight of
+    `wanted` on world.device. `wanted`: names and shapes. There is memory for one weight at a time, so `take` must not
+    keep it."""
     dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
     if model.init is Init.random:
         drawn_shards.draw_each(wanted, partial(weights.draw, hf_config, dtype, world, seed, code), take)
@@ -406,10 +409,10 @@ def fill(
     seed: int,
     elsewhere: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Read or draw the weights of a model that build() made without weights: of each weight this rank's rows.
+    """Read or draw this rank's rows of each weight of a model that build() made without weights.
 
-    `pieces`: shards.pieces_of() the model before its parameters got memory. `elsewhere`: names and shapes of the
-    tensors that each_weight() has handed out. The other arguments are as in build().
+    `pieces`: the result of shards.pieces_of() from before the parameters got memory. `elsewhere`: names and shapes of
+    the tensors that each_weight() has handed out. The other arguments are as in build().
     """
     if model.init is Init.random:
         dtype, code = resolve_dtype(model, world.capability), model.trust_remote_code
@@ -421,19 +424,19 @@ def fill(
 
 
 def _found(model: ModelConfig, built: PreparedModel) -> Origin:
-    """The files that build() found, also if the hub has newer files since."""
+    """The files that build() found, even if the hub now has newer files."""
     return _locate(dataclasses.replace(model, revision=built.base_revision or model.revision))
 
 
 def silence_libraries() -> None:
-    """Turn off the log and the progress bars of libraries. What matters in them is an error here.
+    """Turn off the log and the progress bars of libraries. Whatever matters in them, fxtune reports as an error.
 
     In a command, warnings go to the run's folder instead (system/terminal/library_log.py).
     """
     import huggingface_hub
     import transformers
 
-    # peft imports these if they are installed, and they log every extension that does not load.
+    # peft imports these libraries if they are installed, and they log every extension that does not load.
     for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
@@ -498,19 +501,20 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
     if getattr(config, QUANTIZATION, None):
         if not weights.unpacks(origin, config):
             raise ConfigError(f"{name} is quantized already. Give the model that it was made from.")
-        del config.quantization_config  # what is built has weights in 16 or 32 bits
+        del config.quantization_config  # the built model has weights in 16 or 32 bits
     return config
 
 
 def _explain_code(error: Exception, origin: Origin, config: str) -> None:
-    """Raise the error that names the Python file, if transformers refused the folder because it needs that file."""
+    """If transformers refused the folder because it needs code of the author, raise the error that names the Python
+    file."""
     if "trust_remote_code" in str(error) and (code := named_code(origin.folder / config)):
         raise remote_code.refusal(origin.folder, code) from error
 
 
 def _make_config(base: Any, architecture: dict[str, Any]) -> Any:
-    """The config that `architecture` describes: `base` with its keys changed, or a complete config if `base` is None.
-    Values of `base` that depend on a changed size are dropped, to be computed again."""
+    """The config that `architecture` describes: `base` with the keys of `architecture`, or a complete config if `base`
+    is None. Values of `base` that depend on a changed size are dropped and computed again."""
     from huggingface_hub.errors import StrictDataclassError
 
     changes = {name: value for name, value in architecture.items() if name not in ("model_type", QUANTIZATION)}
@@ -550,8 +554,8 @@ def _config_class(family: str) -> Any:
 
 
 def _is_read(kind: Any, values: dict[str, Any], name: str) -> bool:
-    """Whether a key that a config class does not declare acts: the class keeps it as something else, or the model's
-    constructor reads it, as Qwen3-MoE's reads `head_dim`.
+    """Whether a key that a config class does not declare has an effect. It has one if the class stores it under
+    another name, or if the model's constructor reads it: the constructor of Qwen3-MoE reads `head_dim`.
     """
     from huggingface_hub.errors import StrictDataclassError
 

@@ -1,8 +1,7 @@
-"""Loads an adapter that peft saved, from a folder or the hub: compares its options with the recipe's, and loads its
-weights.
+"""Loads an adapter that peft saved, from a folder or the hub, after comparing its options with the recipe's.
 
-Any difference is an error. peft itself builds what an adapter's config says, drops keys that it does not know, only
-warns of missing weights, ignores weights that have no place in the model, and accepts NaN.
+Any difference is an error. peft itself follows the adapter's config, drops unknown keys, only warns of missing
+weights, ignores weights that have no place in the model, and accepts NaN.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from fxtune.system.terminal.console import say
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 FACTORED = ("pissa", "olora")
-"""Values of `init` that also change the base: such an adapter fits only the changed base."""
+"""Values of `init` that also change the base. Such an adapter fits only the changed base."""
 TARGETS = ("target_modules", "exclude_modules", "layers_to_transform")
 """Options that name the modules with adapters."""
 BESIDE = "(?#no expert)"
-"""Begins what matching_modules() adds to a pattern: a comment in a regular expression."""
+"""The beginning of each text that matching_modules() adds to a pattern: a comment in a regular expression."""
 ADAPTER = "default"
 """peft's name of the only adapter."""
 SCORES = "SEQ_CLS"
-"""peft's task of adapters with a head that scores documents."""
+"""peft's name for the task of adapters with a head that scores documents."""
 _PEFT_ONLY = (
     "bias",
     "lora_bias",
@@ -46,15 +45,15 @@ _PEFT_ONLY = (
     "monteclora_config",
     "use_bdlora",
 )
-"""Options of peft that change an adapter and are no keys of a recipe. peft sets some of these options by itself."""
+"""Options of peft that change an adapter but are not keys of a recipe. peft sets some of these options by itself."""
 
 
 def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """Load the weights of `adapter` (a folder or a hub id) into `model`.
 
-    `options`: the options of the model's adapters, named as in techniques.lora (`init`: default, or one of
-    FACTORED). Raises ConfigError if the adapter was made with other options, StorageError if the adapter is damaged or
-    does not fit.
+    `options`: the options of the model's adapters, named as in techniques.lora. `init` is default or one of FACTORED.
+    Raises ConfigError if the adapter was made with other options, StorageError if the adapter is damaged or does not
+    fit.
     """
     origin, key = locate_adapter(adapter), "model.adapter"
     fetch_adapter(origin, adapter, key)
@@ -68,7 +67,7 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
     options = {**options, **patterns, "target_modules": _sorted(lora_config.target_modules)}
     options["modules_to_save"] = sorted({*_sorted(lora_config.modules_to_save)})
     if _modules_in_file(origin) == {name.rpartition(".lora_")[0] for name in adapter_weights(model)}:
-        # The file has the same modules, so it does not matter how its options name them.
+        # The file has the same modules as the model, so their names in the options do not matter.
         options = {name: value for name, value in options.items() if name not in TARGETS}
     _require_same_options(saved, options, lora_config, adapter)
     load_weights(model, origin, adapter, key)
@@ -79,16 +78,17 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
 
 
 def require_same_options(adapter: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `adapter` was made with other `options`; see load_adapter(). Needs no model."""
+    """Raise ConfigError if `adapter` was made with other options than `options`; see load_adapter(). Needs no
+    model."""
     origin, key = locate_adapter(adapter), "model.adapter"
     fetch_adapter(origin, adapter, key)
     _require_same_options(read_options(origin, adapter, key), options, None, adapter)
 
 
 def fetch_adapter(origin: Origin, name: str, key: str) -> None:
-    """Make the two files of an adapter local. `key`, `name`: as the user wrote them.
+    """Fetch the two files of an adapter. `key`, `name`: as the user wrote them.
 
-    Raises StorageError if a file is missing, or is not the file that was proven when it was saved.
+    Raises StorageError if a file is missing, or has changed since it was proven on saving.
     """
     pickles = sorted(path.name for path in origin.folder.glob("adapter_model*.bin"))
     if origin.revision is None and pickles and not (origin.folder / WEIGHTS).exists():
@@ -104,8 +104,7 @@ def fetch_adapter(origin: Origin, name: str, key: str) -> None:
 def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
     """Read the options in an adapter's adapter_config.json. `key`, `name`: as the user wrote them.
 
-    Raises StorageError for a file that cannot be read, ConfigError for options that are invalid or that peft would
-    ignore.
+    Raises StorageError if the file cannot be read, ConfigError if options are invalid or peft would ignore them.
     """
     place = f"{key}={name}: {origin.folder / CONFIG}"
     try:
@@ -135,7 +134,7 @@ def read_options(origin: Origin, name: str, key: str) -> dict[str, Any]:
 
 
 def _wrong_values(saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(option and value, what is wrong) of options with which peft would fail or compute nonsense."""
+    """Yield (option and value, what is wrong) for each option with which peft would fail or compute nonsense."""
     for option in ("target_modules", "exclude_modules", "modules_to_save"):
         value = saved.get(option)
         is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
@@ -158,7 +157,7 @@ def _wrong_values(saved: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unknown_options(saved: dict[str, Any]) -> list[str]:
-    """Options that are set and that LoraConfig does not have; nothing for other kinds of adapters."""
+    """Options with a value that LoraConfig does not know; empty for adapters that are not LoRA."""
     from peft import LoraConfig
 
     known = {field.name for field in dataclasses.fields(LoraConfig)}
@@ -169,7 +168,7 @@ def _unknown_options(saved: dict[str, Any]) -> list[str]:
 def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lora_config: Any, adapter: str) -> None:
     """Raise ConfigError if an option `saved` with an adapter differs from the same option in the recipe's `options`.
 
-    `lora_config`: the recipe's options as peft's LoraConfig; None: not known yet.
+    `lora_config`: the recipe's options as peft's LoraConfig; None before it is made.
     """
     if saved["peft_type"] != "LORA":
         raise ConfigError(
@@ -222,7 +221,8 @@ def _require_same_options(saved: dict[str, Any], options: Mapping[str, Any], lor
 
 
 def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
-    """Load the adapter weights in `origin` into `model`. Raises StorageError unless all fit and are finite."""
+    """Load the adapter weights in `origin` into `model`. Raises StorageError if a weight does not fit or is not
+    finite."""
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -253,8 +253,8 @@ def load_weights(model: Any, origin: Origin, name: str, key: str) -> None:
 
 
 def lost_on_loading(model: Any) -> list[str]:
-    """Modules whose adapters peft would drop on loading: it renames the adapter's tensors as transformers renames the
-    family's files. Call it on a PEFT model whose modules are peft's own. Nothing is loaded.
+    """Modules whose adapters peft would drop on loading, because it renames the adapter's tensors as transformers
+    renames tensors in the family's files. Call this on a PEFT model whose modules are peft's own. Nothing is loaded.
     """
     from peft import set_peft_model_state_dict
 
@@ -277,7 +277,7 @@ def lost_on_loading(model: Any) -> list[str]:
 def _require_finite(
     stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], file: Path, place: str
 ) -> None:
-    """Raise StorageError for weights that are NaN or infinite, or become so in the dtype of the model."""
+    """Raise StorageError if a weight is NaN or infinite, or becomes infinite in the dtype of the model."""
     troubles = {}
     for name, weight in stored.items():
         if not weight.is_floating_point():
@@ -296,10 +296,10 @@ def _require_finite(
 def _drop_base_weights(
     stored: dict[str, torch.Tensor], model: nn.Module, wanted: Mapping[str, torch.Tensor], place: str
 ) -> None:
-    """Remove the base's weights from `stored`: peft saves them, too, where an embedding or a head has an adapter.
+    """Remove the base's weights from `stored`. peft also saves these if an embedding or a head has an adapter.
 
-    Raises StorageError if the file's base weights differ from the weights of `model`: the adapter was trained on
-    the file's weights.
+    Raises StorageError if these differ from the weights of `model`, because the adapter was trained on the file's
+    weights.
     """
     base, others = model.state_dict(), []
     for name in [name for name in stored if name in base and name not in wanted]:
@@ -326,11 +326,11 @@ def adapter_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def matching_modules(patterns: Mapping[str, Any], default: Any, modules: Sequence[str]) -> dict[str, Any]:
-    """The same rank or alpha for each of `modules` and each tensor of experts, by patterns that each match a module:
-    peft warns of others as it loads an adapter, because it looks for them among modules only.
+    """Rewrite `patterns` for ranks or alphas so that each pattern matches a module, and no module or tensor of experts
+    gets another value. peft warns of a pattern that matches no module, even if it matches a tensor of experts.
 
-    The first of `modules` becomes an alternative of each such pattern, and gets its own value by a pattern before
-    them. `default`: the value of modules that no pattern matches.
+    Each pattern that matches no module gets the first of `modules` as an alternative. A pattern before all others
+    keeps that module's own value. `default`: the value of modules that no pattern matches.
     """
 
     def matches(pattern: str, module: str) -> bool:  # as peft does
@@ -346,13 +346,13 @@ def matching_modules(patterns: Mapping[str, Any], default: Any, modules: Sequenc
 
 
 def _as_chosen(patterns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The patterns that matching_modules() was given."""
+    """The patterns before matching_modules() changed them."""
     kept = {name.partition(f"|{BESIDE}")[0]: value for name, value in (patterns or {}).items()}
     return {name: value for name, value in kept.items() if not name.startswith(BESIDE)}
 
 
 def _modules_in_file(origin: Origin) -> set[str]:
-    """The modules with an adapter in a file, however its options name them; empty for a file that cannot be read."""
+    """The modules that have an adapter in the file of weights; empty if that file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -363,7 +363,7 @@ def _modules_in_file(origin: Origin) -> set[str]:
 
 
 def comparable(value: Any) -> Any:
-    """An option's value for comparison: as JSON has it, None for every empty value."""
+    """An option's value for comparison: in JSON's types, with None for every empty value."""
     if value is None or value is False or value in ("", "none", [], {}):
         return None
     return sorted(value) if isinstance(value, (set, tuple)) else value

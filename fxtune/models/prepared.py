@@ -1,8 +1,8 @@
-"""A model that a run trains, evaluates or saves: the module, and each fact about the whole of it.
+"""A model that a run trains, evaluates or saves: its module, and the facts about the whole model.
 
 One part finds a fact while the model is read, changed or divided, and another part needs it later: the loss needs the
 routers, an export needs the commit of the base, a proof needs what was to be quantized. Such a fact is a field here,
-with a type and one place where it is explained, and never an attribute of a module of another library.
+with a type and an explanation. It is never an attribute of another library's module.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Result = TypeVar("Result")
 
 @dataclass
 class AdapterTargets:
-    """What gets an adapter, by names in the model without adapters."""
+    """The modules and tensors that get an adapter, by their names in the model without adapters."""
 
     modules: list[str] = field(default_factory=list)
     """Modules that get an adapter."""
     experts: list[str] = field(default_factory=list)
     """Tensors of experts that get an adapter."""
     left: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Linears and tensors of experts without an adapter, by reason."""
+    """Linears and tensors of experts that get no adapter, by reason."""
     taken: frozenset[str] = frozenset()
     """Names among the target modules that peft converts to tensors of experts."""
 
     def describe(self) -> str:
-        """How many modules of each name have an adapter, and how many are left out, by reason."""
+        """How many modules of each name have an adapter, and for each reason how many are left out."""
         left = "".join(f"; left out ({why}): {kinds(paths)}" for why, paths in self.left.items())
         return f"{kinds([*self.modules, *self.experts])}{left}"
 
@@ -60,11 +60,11 @@ class Fusion:
     operators: Counter[str] = field(default_factory=Counter)
     """Operators of a forward pass by kind: `mlp`, `attention`, `linear`."""
     left: Counter[str] = field(default_factory=Counter)
-    """Adapted modules that run as peft runs them: their number by reason."""
+    """How many adapted modules run as in peft, by reason."""
     experts: bool = False
     """Whether some operators belong to experts of a mixture. An expert runs only if a token is routed to it."""
     notes: list[str] = field(default_factory=list)
-    """Messages for the user about modules that have the names of a fused group but compute something else."""
+    """Messages for the user about modules that are named like a fused group but compute something else."""
 
     def describe(self) -> str:
         parts = ", ".join(f"{self.operators[name]} {title}" for name, title in _TITLES.items() if self.operators[name])
@@ -78,14 +78,14 @@ class Fusion:
 
 @dataclass
 class Quantization:
-    """What was quantized, for the proof that it still is."""
+    """What was quantized. A proof later compares the model with this."""
 
     linears: int
     """How many linears were quantized."""
     before: int
     """Bytes of the linears and experts before quantization."""
     after: int
-    """Bytes of the same weights once they are quantized."""
+    """Bytes of the same weights after quantization."""
     error: float
     """|dequantized - weight| / |weight| of the first linear."""
     share: float
@@ -99,7 +99,7 @@ class Quantization:
     experts_error: float
     """The largest error of an expert that was measured."""
     shipped: str
-    """How experts in MXFP4 were taken from the checkpoint; empty: the experts were quantized here."""
+    """How the checkpoint's experts in MXFP4 were taken over; empty: fxtune quantized the experts itself."""
 
 
 class BaseAnswer(NamedTuple):
@@ -116,7 +116,7 @@ class BaseAnswer(NamedTuple):
 
 
 class HostCopies(Protocol):
-    """What the proof of offloading reads (techniques/checkpointing/offload.py)."""
+    """The counters that the proof of offloading reads (techniques/checkpointing/offload.py)."""
 
     inputs_sent: int
     inputs_fetched: int
@@ -133,9 +133,9 @@ class PreparedModel:
     trust_remote_code: bool = False
     """Whether code of the base's author may run."""
     config_edited: bool = True
-    """Whether the config differs from the base's config.json; true if no base was read."""
+    """Whether the config differs from the base's config.json. True if no base was read."""
     grown_from: int | None = None
-    """How many tokens the base embeds without model.add_tokens; None if its tables have not grown."""
+    """How many tokens the base embedded before model.add_tokens; None if its embedding tables have not grown."""
     ships_mxfp4: bool = False
     """Whether the checkpoint stores its experts in MXFP4."""
     added_ends: list[int] = field(default_factory=list)
@@ -147,7 +147,7 @@ class PreparedModel:
     targets: AdapterTargets | None = None
     """What techniques.lora adapts."""
     base_answer: BaseAnswer | None = None
-    """How the base answered before it got adapters; None if it had no weights yet."""
+    """How the base answered before it got adapters; None if the base had no weights when adapters were added."""
     adapter_start: str = ""
     """The adapter whose weights training starts from (model.adapter); empty: new adapters."""
     fusion: Fusion | None = None
@@ -155,12 +155,13 @@ class PreparedModel:
     gemm: str = ""
     """The GEMM backend of the fused loss's head and of fused adapters, if it is not cuBLAS."""
     offload: HostCopies | None = None
-    """What sends tensors of layers to host memory and fetches them."""
+    """The object that sends layers' tensors to host memory and fetches them."""
     reads_sizes_on_host: bool = False
     """Whether the vision encoder reads the sizes of images on the host (techniques/attention/vision_encoder.py)."""
     sharding: Sharding | None = None
-    """What controls weights that are divided over ranks; None: each rank holds whole weights."""
+    """The object that controls weights divided over ranks; None: each rank holds whole weights."""
 
     def with_head(self, work: Callable[[], Result]) -> Result:
-        """work(), which calls the decoder or the head and not the module itself; see Sharding.with_head()."""
+        """The result of work(), which calls the decoder or the head directly instead of the module; see
+        Sharding.with_head()."""
         return work() if self.sharding is None else self.sharding.with_head(work)

@@ -15,7 +15,7 @@ from fxtune.models.shards import MARK
 from fxtune.models.structure import hooked, observing, outputs
 
 TOKENS = 8
-"""Tokens of the probe."""
+"""Number of tokens in the probe."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Answer:
 
     logits: torch.Tensor
     noise: float
-    """kl() between these logits and those after one rounding error in each number of the embedded tokens."""
+    """kl() between these logits and the logits after one rounding error in each number of the embedded tokens."""
 
     @staticmethod
     def of(model: Any) -> Answer:
@@ -33,8 +33,8 @@ class Answer:
 
 
 def kl(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats; both are logits. One
-    number a token is the logit of yes against no, as a reward is."""
+    """The mean over tokens of the Kullback-Leibler divergence of `other` from `one`, in nats. Both are logits. One
+    number a token, such as a reward, is taken as the logit of yes against no."""
     if one.shape[-1] == 1:
         one, other = (F.pad(scores, (0, 1)) for scores in (one, other))
     wanted, seen = (logits.double().log_softmax(-1) for logits in (one, other.to(one.device)))
@@ -42,14 +42,16 @@ def kl(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
-    """The model's logits [1, 8, vocabulary], or scores [1, 8, 1], for eight fixed tokens, under the autocast that is
-    active: few enough to keep for a check. A model that reads images gives 16: eight more are of a row with an image.
+    """The model's logits [1, 8, vocabulary], or scores [1, 8, 1], for eight fixed tokens, under the active autocast.
+    So few logits can be kept for a later check. A model that reads images gives logits of eight more tokens, from a
+    row with an image.
 
     `nudge`: the relative change of each number of the embedded tokens.
     """
     device = next(model.parameters()).device
     row = kind_of(model.config).small_row(model, TOKENS, spread=False)
-    # Without a mask transformers would look for documents in the positions, which have no values on the meta device.
+    # Without a mask, transformers would look for documents in the positions, but positions on the meta device have no
+    # values.
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device) if device.type == "meta" else None
 
     def moved(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
@@ -79,7 +81,7 @@ def probe_logits(model: Any, nudge: float = 0.0) -> torch.Tensor:
 
 @contextmanager
 def _emptied(model: Any, buffers: Sequence[str]) -> Iterator[None]:
-    """In the body the named buffers, such as the biases of routers, have no memory, like the parameters."""
+    """A context in which the named buffers, such as the biases of routers, have no memory, like the parameters."""
     places = [(model.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in buffers)]
     filled = [module._buffers[leaf] for module, leaf in places]
     try:

@@ -1,8 +1,8 @@
-"""What was proven of an export, and the digests of its files: `proof.json`.
+"""Writes and checks `proof.json`: what was proven of an export, and the digests of its files.
 
 export/read_back.py compares a new export with the trained model. proof.json says what was compared, and holds the
-sha256 of each file. An export with a proof.json is read only if its files still have these digests: an adapter with a
-flipped bit loads without an error and gives other answers.
+sha256 of each file. fxtune reads an export with a proof.json only if its files still have these digests. Without this
+check, an adapter with a flipped bit would load without an error and give other answers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ UNPROVEN = {PROOF, "README.md"}
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared, and how far apart it was."""
+    """What was compared, and by how much the two models differ."""
 
     tensors: int
-    """Tensors that were read back and are the model's, bit by bit."""
+    """Tensors that were read back and equal the model's bit by bit."""
     kl: float | None = None
-    """Mean KL divergence of the plain model's answers to the probe from the trained model's, in nats a token."""
+    """Mean KL divergence between the answers of the plain model and of the trained model to the probe, in nats a
+    token."""
     difference: float | None = None
-    """The largest difference of their logits."""
+    """The largest difference between the logits of these answers."""
     recomputed: int | None = None
-    """Of a merged model: tensors that are the base's plus scaling * B A, computed again from the files."""
+    """For a merged model: how many tensors equal the base's plus scaling * B A, computed again from the files."""
     asked: int | None = None
-    """Tokens that the plain model could write as its answer to one question of the data; None: it was not asked."""
+    """The limit of tokens for the plain model's answer to one question of the data; None: no question was asked."""
     ended_after: int | None = None
-    """Tokens after which generation stopped by itself; None: it did not, or it was not asked."""
+    """Tokens after which the answer ended by itself; None: it did not end, or no question was asked."""
     left_out: str = ""
     """What was not compared, and why."""
     seconds: float = 0.0
 
     def with_check(self, check: Callable[[], tuple[int, str]]) -> Proof:
-        """This, and what one more check has found: the tensors that it computed again, and what it left out."""
+        """This proof with the result of one more check: how many tensors it computed again, and what it left out."""
         begin = time.perf_counter()
         count, left_out = check()
         seconds = self.seconds + time.perf_counter() - begin
@@ -50,7 +51,7 @@ class Proof:
         return replace(self, recomputed=count, left_out=left_out, seconds=seconds)
 
     def figures(self) -> dict[str, float]:
-        """The figures as metrics of the run, by name."""
+        """The figures of this proof as metrics of the run, by name."""
         found = {"kl": self.kl, "max_difference": self.difference, "proof_seconds": self.seconds}
         figures = {f"export/{name}": value for name, value in found.items() if value is not None}
         if self.asked is not None:
@@ -72,7 +73,7 @@ class Proof:
         return f"Read back in {self.seconds:.1f} s: {'; '.join(parts)}.{left_out}"
 
     def ending(self) -> str:
-        """Whether the answer to the question ended, as a clause; empty if none was asked."""
+        """A clause that says whether the answer to the question ended; empty if no question was asked."""
         if self.asked is None:
             return ""
         if self.ended_after is None:
@@ -81,7 +82,8 @@ class Proof:
 
 
 def write_proof(folder: Path, proof: Proof) -> None:
-    """Write proof.json: the figures, and the sha256 of each file but the model card, which its readers may edit."""
+    """Write proof.json: the figures, and the sha256 of each file except the model card. Users may edit the model
+    card."""
     files = {name: asdict(digest(folder / name)) for name in files_of(folder)}
     text = json.dumps({"proof": asdict(proof), "files": files}, indent=2)
     (folder / PROOF).write_text(text + "\n")
@@ -90,7 +92,7 @@ def write_proof(folder: Path, proof: Proof) -> None:
 def changed_since(folder: Path) -> tuple[Proof, list[str]]:
     """The proof of an exported folder, and a line for each file that has changed since the proof.
 
-    Raises StorageError for a folder without a proof that can be read.
+    Raises StorageError if the folder has no readable proof.
     """
     if not (folder / PROOF).exists():
         raise StorageError(f"{folder} holds no {PROOF}: fxtune has not proven what is in it. Export it again.")
@@ -101,11 +103,11 @@ def changed_since(folder: Path) -> tuple[Proof, list[str]]:
 
 
 def require_unchanged(origin: Origin, place: str, share: tuple[int, int] = (0, 1)) -> None:
-    """Raise StorageError if a proven file in the folder of `origin` is another one now. A folder without proof.json
-    passes. `place`: the option and its value, for the message. `share`: (n, of m): only each m-th file is read, from
-    the n-th on, because other ranks read the others.
+    """Raise StorageError if a proven file in the folder of `origin` has changed. A folder without proof.json passes.
+    `place`: the option and its value, for the message. `share`: (n, m): only each m-th file is read, from the n-th on.
+    The other ranks read the other files.
 
-    Files that were added are not looked at: `fxtune verify` names them. Of a hub's repository, only fetched files are.
+    Added files are ignored here; `fxtune verify` names them. In a repository of the hub, only fetched files are read.
     """
     folder = origin.folder
     if not (folder / PROOF).exists():
@@ -123,7 +125,7 @@ def require_unchanged(origin: Origin, place: str, share: tuple[int, int] = (0, 1
 
 
 def files_of(folder: Path) -> list[str]:
-    """The files below `folder` that are proven, by their paths in it; named chat templates are in a folder."""
+    """The relative paths of the files below `folder` that are proven. Named chat templates are in a subfolder."""
     paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return [path.as_posix() for path in paths if path.name not in UNPROVEN]
 

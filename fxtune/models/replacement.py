@@ -1,8 +1,8 @@
-"""Modules of fxtune in place of modules of a model, by name.
+"""Replaces modules of a model by modules of fxtune.
 
 A replacement has the parts of the module that it replaces: its children, parameters, buffers, options and hooks, in
-the same dictionaries. So names in state dicts, adapters, moves to another device and divided weights stay, and neither
-of the two can hold a stale tensor. The replaced module is no part of the model any more, but its code can still run.
+the same dictionaries. So state dicts, adapters, moves to another device and divided weights work as before, and
+neither module can hold a stale tensor. The replaced module is no longer part of the model, but its code can still run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]
-"""Module -> each parent and the name that it has there."""
+"""For each module: its parents, each with the name of the module in it."""
 
 
 class InPlaceOf(nn.Module):
@@ -22,12 +22,13 @@ class InPlaceOf(nn.Module):
     replaced: Any
 
     def __init__(self, replaced: nn.Module) -> None:
-        nn.Module.__init__(self)  # and no other parent's: the parts are there
+        nn.Module.__init__(self)  # not super(): other parents' __init__ would make the parts again
         self.__dict__.update({name: value for name, value in vars(replaced).items() if name != "forward"})
-        self.__dict__["replaced"] = replaced  # not by setattr, which would make it a part
+        self.__dict__["replaced"] = replaced  # setattr would make `replaced` a child
 
     def train(self, mode: bool = True) -> InPlaceOf:
-        """nn.Module.train(), also for the code of the replaced module, which reads the flag for its dropout."""
+        """Set the flag of nn.Module.train() also in the replaced module, because its code reads the flag for
+        dropout."""
         self.replaced.training = mode
         return super().train(mode)
 
@@ -36,7 +37,7 @@ class Packed:
     """A module with frozen weights in fewer bits than the model's dtype."""
 
     stored_as: str
-    """fp8, mxfp4, nf4 or int8."""
+    """The format of the weights: fp8, mxfp4, nf4 or int8."""
 
 
 class PackedLinear(Packed):
@@ -47,11 +48,11 @@ class PackedLinear(Packed):
 
 
 class PackedExperts(Packed):
-    """The experts of a layer."""
+    """The experts of a layer, with packed weights."""
 
     def run_grouped(self, outermost: Any) -> None:
-        """Let peft's `outermost` wrapper around these experts run them and their adapters: peft itself cannot add an
-        adapter to codes."""
+        """Make peft's `outermost` wrapper around these experts run them together with their adapters. peft itself
+        cannot add an adapter to packed weights."""
         raise NotImplementedError
 
 
@@ -65,6 +66,6 @@ def places(model: nn.Module) -> Places:
 
 
 def put(where: Places, module: nn.Module, replacement: nn.Module) -> None:
-    """Put `replacement` wherever `module` is; a layer may be in several places."""
+    """Put `replacement` in all places where `module` is. A layer may be in several places."""
     for parent, name in where[module]:
         setattr(parent, name, replacement)

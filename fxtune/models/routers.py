@@ -1,9 +1,9 @@
-"""The routers of a mixture of experts, observed: how many tokens each expert gets, and the auxiliary loss from that.
+"""Observes the routers of a mixture of experts: counts the tokens of each expert and computes the auxiliary loss.
 
-transformers collects the logits of all routers and computes the loss at the end, which neither a compiled layer nor
-the fused loss allows. Here each router leaves its sums over tokens in buffers, without waiting for the device. f_e has
-no gradient, so the gradient of P_e is one number an expert, the same for every token. The loss's backward pass runs
-first and writes these numbers to a buffer; the layers' backward passes read them. Loss and gradient equal
+transformers collects the logits of all routers and computes the loss at the end. Neither compiled layers nor the fused
+loss allow this. Here each router leaves its sums over tokens in buffers, without waiting for the device. f_e has no
+gradient, so the gradient of P_e is one number an expert, the same for every token. The loss's backward pass runs first
+and writes these numbers to a buffer; the layers' backward passes read the buffer. Loss and gradient equal
 transformers' own. techniques/router.py says what f_e and P_e are.
 """
 
@@ -21,23 +21,23 @@ from fxtune.models.structure import backbone, hooked
 from fxtune.upstream.transformers import recorded_outputs
 
 COMPARISONS = 2**24
-"""Comparisons that are made at a time, each a number in float32."""
+"""How many comparisons are made at a time. Each comparison is a number in float32."""
 
 
 class Routers:
     """A model's routers, and their sums over the tokens of the last forward pass, kept on the device.
 
-    The sums lie in buffers of each router and not in a dictionary by router: a compiled layer knows its modules'
-    buffers, and a dictionary would make it look up, and guard, an entry for each layer.
+    The sums are in buffers of each router. A compiled layer knows the buffers of its modules. With a dictionary by
+    router, it would look up and guard an entry for each layer.
     """
 
     def __init__(self, modules: list[Any], experts: int, collected: bool, device: torch.device) -> None:
-        """`collected`: the model's config asks for the logits of all routers."""
+        """`collected`: whether the model's config asks for the logits of all routers."""
         self.modules, self.experts, self.collected, self.coefficient = modules, experts, collected, 0.0
         self.mask = torch.ones(1, device=device)
         """float32 [tokens]: 0 for padding. Set it before a forward pass; without it each token counts."""
         self.slope = torch.zeros(experts, device=device)
-        """The gradient of the loss by a token's probability of each expert."""
+        """The gradient of the loss with respect to a token's probability of each expert."""
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         observe = functools.partial(_observe, self)
         for module in modules:
@@ -46,7 +46,7 @@ class Routers:
             module.register_forward_hook(observe)
 
     def loss(self) -> Tensor:
-        """The auxiliary loss of the newest forward pass, differentiable in it."""
+        """The auxiliary loss of the newest forward pass, with a gradient."""
         rows = (self.mask.sum() * len(self.modules)).clamp(min=1)
         chosen, probability = (
             torch.stack([getattr(module, f"{name}_by_expert") for module in self.modules]).sum(0) / rows
@@ -56,8 +56,8 @@ class Routers:
         return loss
 
     def statistics(self) -> dict[str, Tensor]:
-        """How even the tokens of a layer are over its experts, as means over the layers: the largest share times the
-        number of experts (1: even), and the entropy of the shares divided by its maximum (1: even)."""
+        """How evenly a layer's tokens are spread over its experts, as means over the layers: the largest share times
+        the number of experts, and the entropy of the shares divided by its maximum. Both are 1 for an even spread."""
         tokens = torch.stack([module.tokens_by_expert for module in self.modules])
         shares = tokens / tokens.sum(-1, keepdim=True).clamp(min=1)
         return {
@@ -67,7 +67,8 @@ class Routers:
 
 
 def observe_routers(model: Any, device: torch.device) -> Routers | None:
-    """Let the routers of `model` leave their sums; None, and no change, unless transformers says what they return."""
+    """Make the routers of `model` leave their sums. Returns None, and changes nothing, if transformers does not say
+    what the routers return."""
     text, decoder = model.config.get_text_config(), backbone(model)
     counts = [getattr(module, "num_experts", 0) for module in decoder.modules()]
     experts = max(count for count in counts if isinstance(count, int))
@@ -86,8 +87,8 @@ def observe_routers(model: Any, device: torch.device) -> Routers | None:
 
 
 def broken_router(model: nn.Module, routers: Routers, run: Callable[[], object]) -> str | None:
-    """The first of the `routers` of `model` that gives NaN or infinite logits for finite input while run() passes rows
-    through `model`."""
+    """Call run(), which passes rows through `model`, and return the name of the first of the `routers` that gives NaN
+    or infinite logits for finite input."""
     names = {module: name for name, module in model.named_modules() if module in routers.modules}
     found: list[str] = []
 
@@ -102,7 +103,8 @@ def broken_router(model: nn.Module, routers: Routers, run: Callable[[], object])
 
 
 def _before_pass(routers: Routers, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A mask for a pass that set none (a small row, generation), and no collection of logits by transformers."""
+    """Before a forward pass: make a mask if the caller set none (a small row, generation), and keep transformers from
+    collecting logits."""
     inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
     tokens = next(tensor.shape[:2].numel() for tensor in inputs if tensor is not None)
     if routers.mask.numel() != tokens:
@@ -111,8 +113,8 @@ def _before_pass(routers: Routers, _: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _observe(routers: Routers, router: Any, args: Any, output: Any) -> Any:
-    """A router's forward hook. `output`: logits [tokens, experts], and with them weights and numbers of experts.
-    Logits may have one column more, for no expert: a token that chooses it has the weight 0 (Zaya)."""
+    """A router's forward hook. `output`: logits [tokens, experts], then weights and numbers of the chosen experts.
+    Zaya's logits have one more column, which means "no expert". A token that chooses this column has the weight 0."""
     extra = output[0].shape[-1] - routers.experts if isinstance(output, tuple) else -1
     if extra not in (0, 1):
         return output
@@ -137,10 +139,10 @@ def _observe(routers: Routers, router: Any, args: Any, output: Any) -> Any:
 
 
 def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
-    """float32 [experts]: the tokens of each expert. `numbers` [tokens, k], `mask` [tokens].
+    """float32 [experts]: how many tokens each expert gets. `numbers` [tokens, k], `mask` [tokens].
 
-    Sums of comparisons, because a histogram on a GPU adds up atomically. Compiled code never stores the comparisons;
-    without the compiler they are made for a few experts at a time.
+    The counts are sums of comparisons, because a histogram on a GPU adds up atomically. Compiled code never stores the
+    comparisons. Without the compiler, comparisons are made for a few experts at a time.
     """
     flat, counted = numbers.flatten()[:, None], mask.repeat_interleave(numbers.shape[-1])[:, None]
     at_once = experts if torch.compiler.is_compiling() else max(1, COMPARISONS // max(len(flat), 1))
@@ -149,8 +151,8 @@ def _count(numbers: Tensor, mask: Tensor, experts: int) -> Tensor:
 
 
 class _Balance(torch.autograd.Function):
-    """The loss as a function of the sums. Its backward pass runs before the layers' backward passes: autograd
-    starts with what was computed last."""
+    """The loss as a function of the sums. Its backward pass runs before the layers' backward passes, because autograd
+    starts with the operation that was computed last."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, chosen: Tensor, probability: Tensor, rows: Tensor, slope: Tensor) -> Tensor:
@@ -161,13 +163,15 @@ class _Balance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         chosen, rows = ctx.saved_tensors
-        # .data: the layers saved this tensor to read it now, which autograd would take for a mistake.
+        # The layers saved this tensor to read the values written here. Without .data, autograd would report that as an
+        # error.
         ctx.slope.data.copy_(gradient * len(chosen) * chosen / rows)
         return (None,) * 5
 
 
 class _Carry(torch.autograd.Function):
-    """The router's weights as they are. The backward pass adds the gradient of the auxiliary loss to the logits'."""
+    """Returns the router's weights unchanged. The backward pass adds the auxiliary loss's gradient to the logits'
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, logits: Tensor, mask: Tensor, slope: Tensor) -> Tensor:

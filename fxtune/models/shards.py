@@ -1,5 +1,5 @@
-"""Builds a model that is divided over ranks: first without weights, then each rank reads its own rows of the weights.
-One process does the same with a model that fits nowhere in 16 bits: it quantizes the rows as it reads them.
+"""Builds a model that is divided over ranks. It is built without weights, and then each rank reads its own rows of the
+weights. One process also uses this for a model that fits nowhere in 16 bits, and quantizes the rows as it reads them.
 
     built = empty(...)            every parameter on the meta device, each marked with its name in the files
     ...                           techniques replace modules; joined parameters are marked (mark_joined)
@@ -8,13 +8,13 @@ One process does the same with a model that fits nowhere in 16 bits: it quantize
     read(...)                     those rows, from the files
     complete(built, ...)          what modules compute from the rows of all ranks
 
-For formats that cannot quantize a part of a matrix (nf4, int8), read_each() hands out whole tensors before shard().
+nf4 and int8 cannot quantize a part of a matrix. For these formats read_each() hands out whole tensors before shard().
 
-A module that stores its weight in another format than the files (fp8) is a StoresRows.
+A module whose weight has another format than in the files (fp8) is a StoresRows.
 
-safetensors reads a slice of a tensor without the rest of it, so no rank ever holds the model, on its device or in its
-memory. The files must store weights as the architecture has them, under its names or under older names that
-transformers knows. The experts of a mixture may also be stored apart, each as a tensor or gate and up as two tensors:
+safetensors reads a slice of a tensor without the rest, so no rank ever holds the whole model on its device or in host
+memory. The files must store weights as the architecture has them, under its names or older names that transformers
+knows. Files may also store each expert of a mixture in its own tensor, or in separate tensors for gate and up. The
 rows of the architecture's tensor are experts, so a rank reads its own experts. Other conversions are refused.
 """
 
@@ -40,41 +40,42 @@ from fxtune.upstream.transformers import EXPERTS_APART, TURNED_EXPERTS, find_con
 
 MARK = "stored_pieces"
 MXFP4 = CODES, SCALES = "_blocks", "_scales"
-"""Ends of the names of experts that a checkpoint stores in MXFP4: codes [experts, out, in / 32, 16] and exponents
-[experts, out, in / 32], both uint8."""
+"""Ends of the names of the two tensors, both uint8, in which a checkpoint stores experts in MXFP4: codes [experts,
+out, in / 32, 16] and exponents [experts, out, in / 32]."""
 
 
 class Piece(NamedTuple):
-    """A tensor of the files that is a part of a parameter, from its first column on."""
+    """A tensor of the files that is a part of a parameter. It fills the parameter's first columns."""
 
     name: str
     first: int
-    """The row of the parameter where it begins."""
+    """The row of the parameter where this part begins."""
     shape: tuple[int, ...]
 
 
 class StoresRows:
-    """A module that stores codes, of dtype uint8, in place of the rows of its weight."""
+    """A module that stores its weight as codes of dtype uint8."""
 
     rounding: float = 0.0
     """|dequantized - weight| / |weight| of the first rows that this rank has stored."""
 
     def store_rows(self, name: str, into: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-        """Write `rows` of the files to `into`, this rank's memory for them in the parameter `name` of this module.
-        `first`: their first row in the weight."""
+        """Write `rows` from the files to `into`, this rank's memory for these rows in the parameter `name` of this
+        module. `first`: the number of the first of `rows` in the weight."""
         raise NotImplementedError
 
     def complete_rows(self, world: World) -> None:
-        """Compute what follows from the rows of all ranks. All ranks call this together."""
+        """Compute values that depend on the rows of all ranks. All ranks call this together."""
         raise NotImplementedError
 
 
 Read = Callable[[str, int, int], torch.Tensor]
-"""(name, first row, row after the last) -> these rows of a tensor of the architecture."""
+"""Reads rows of a tensor of the architecture. Arguments: the tensor's name, the first row, the row after the last."""
 EXPERT = re.compile(r"(.*\.)(\d+)(\..*)")
-"""The name of an expert's tensor in the files: before its number, the number, after it."""
+"""Splits the name of an expert's tensor in the files: the text before the expert's number, the number, the text after
+it."""
 BLOCK = 2**25
-"""Most numbers that are read at a time of a tensor with more than one row."""
+"""The largest count of numbers read at a time from a tensor. One row is always read whole."""
 
 
 def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
@@ -89,7 +90,7 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
             if buffer is not None:
                 module._buffers[name] = torch.zeros_like(buffer, device=world.device)
     find_conversions(model)
-    model.initialize_weights()  # computes the buffers; on parameters without memory it does nothing
+    model.initialize_weights()  # computes the buffers, and skips parameters without memory
     for name, parameter in model.named_parameters():
         setattr(parameter, MARK, [Piece(name, 0, tuple(parameter.shape))])
     saved = model.state_dict(keep_vars=True)
@@ -100,7 +101,7 @@ def empty(hf_config: Any, dtype: torch.dtype, world: World, code: bool) -> Any:
 
 
 def mark_joined(whole: nn.Parameter, parts: Sequence[Any]) -> None:
-    """Mark `whole` as the rows of `parts`, one part after the other, if these are marked."""
+    """Mark `whole` as the rows of all `parts` in order, if all parts are marked."""
     found = [getattr(part, MARK, None) for part in parts]
     if all(found):
         starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
@@ -113,19 +114,20 @@ def mark_joined(whole: nn.Parameter, parts: Sequence[Any]) -> None:
 
 
 def mark_mxfp4(weight: Any, codes: Any, scales: Any) -> None:
-    """Mark `codes` and `scales` as the tensors that a checkpoint in MXFP4 has in place of a marked `weight`."""
+    """Mark `codes` and `scales` as tensors of the files. A checkpoint in MXFP4 has them in place of a marked
+    `weight`."""
     for piece in getattr(weight, MARK, ()):
         setattr(codes, MARK, [Piece(piece.name + CODES, 0, (*scales.shape[:3], 16))])
         setattr(scales, MARK, [Piece(piece.name + SCALES, 0, tuple(scales.shape[:3]))])
 
 
 def pieces_of(model: nn.Module) -> dict[str, list[Piece]]:
-    """The pieces of each marked parameter of `model`, by its name in it."""
+    """The pieces of each marked parameter of `model`, by the parameter's name."""
     return {name: getattr(weight, MARK) for name, weight in model.named_parameters() if hasattr(weight, MARK)}
 
 
 def _buffers(model: nn.Module) -> dict[Piece, torch.Tensor]:
-    """The buffers of `model` that files hold. They are whole on each rank."""
+    """The buffers of `model` that are stored in the files. Each rank holds them whole."""
     return {getattr(buffer, MARK)[0]: buffer for buffer in model.buffers() if hasattr(buffer, MARK)}
 
 
@@ -133,8 +135,8 @@ def _buffers(model: nn.Module) -> dict[Piece, torch.Tensor]:
 def fill(
     model: nn.Module, pieces: Mapping[str, list[Piece]], read: Read, after_each: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the rows that this rank holds of each parameter of `pieces`; numbers without a piece become zero. Calls
-    `after_each` after each piece."""
+    """Read this rank's rows of each parameter in `pieces` into the model. Numbers outside of all pieces become zero.
+    Calls `after_each` after each piece."""
     for name, parameter in model.named_parameters():
         if name in pieces:
             local(parameter).zero_()
@@ -145,7 +147,7 @@ def fill(
 
 @torch.no_grad()
 def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
-    """Write the rows of `piece`, a part of the parameter `name` of `model`, that this rank holds."""
+    """Read this rank's rows of `piece`, a part of the parameter `name`, into `model`."""
     parent, _, leaf = name.rpartition(".")
     owner = cast(Any, model.get_submodule(parent))
     parameter = owner._parameters[leaf]
@@ -163,18 +165,19 @@ def fill_piece(model: nn.Module, name: str, piece: Piece, read: Read) -> None:
 
 
 def _blocks(first: int, end: int, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first row, row after the last) of blocks of at most BLOCK numbers. `shape`: of the tensor."""
+    """Divide rows into blocks of at most BLOCK numbers: (first row, row after the last) of each. `shape`: the tensor's
+    shape."""
     step = max(1, BLOCK // max(1, math.prod(shape[1:])))
     return ((start, min(start + step, end)) for start in range(first, end, step))
 
 
 @torch.no_grad()
 def complete(model: nn.Module, world: World) -> None:
-    """Let modules compute what follows from the rows that all ranks have stored. All ranks call this together."""
+    """Make modules compute the values that depend on the rows of all ranks. All ranks call this together."""
     done: set[Any] = set()
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if isinstance(module, StoresRows) and weight not in done:  # a tied head and embedding have one weight
+        if isinstance(module, StoresRows) and weight not in done:  # a tied head shares the embedding's weight
             done.add(weight)
             module.complete_rows(world)
 
@@ -220,8 +223,9 @@ def read_each(
     path: str,
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
-    """Hand each tensor of `wanted`, by name and shape, to `take`, whole, on world.device in `dtype`, one at a time.
-    `model`: empty(). Raises what read() raises, but only on the rank that sees the broken file."""
+    """Read the tensors of `wanted`, given by name and shape, and call `take` with one whole tensor at a time, on
+    world.device in `dtype`. `model`: the result of empty(). Raises as read() does, but only on the rank that sees the
+    broken file."""
     expected = {**_shapes(model, pieces_of(model)), **wanted}
     reading = phase("Reading the weights", len(wanted), "tensors", announce=False)
     with _opened(origin, model, expected, path) as files, reading as work:
@@ -235,7 +239,7 @@ def read_each(
 
 
 def _shapes(model: nn.Module, pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that the files must have for `pieces` and for the buffers of `model`, by name."""
+    """The names and shapes of the tensors that the files must have for `pieces` and for the buffers of `model`."""
     every = [*(piece for parts in pieces.values() for piece in parts), *_buffers(model)]
     return {piece.name: piece.shape for piece in every}
 
@@ -244,14 +248,15 @@ class _Tensor(NamedTuple):
     """Where the files hold a tensor of the architecture."""
 
     parts: tuple[Mapping[int, str], ...]
-    """The names of its tensors in the files. Stored whole: {0: name}. Experts apart: {expert: name} of each matrix
-    that an expert has one after the other, gate and up or down."""
+    """The names of the tensors in the files that form this tensor. If it is stored whole: {0: name}. If experts are
+    stored apart: one {expert: name} for each matrix of an expert (gate and up, or down), in the order in which they
+    are joined."""
     shape: tuple[int, ...]
-    """Of each tensor in the files."""
+    """The shape of each of these tensors in the files."""
     apart: bool = False
-    """Whether each expert, a row, is stored apart."""
+    """Whether each expert is stored apart. An expert is a row of this tensor."""
     turned: bool = False
-    """Whether the files have the transposes of experts that are stored whole."""
+    """Whether the files have all experts in one tensor, but transposed."""
 
     @property
     def keys(self) -> list[str]:
@@ -259,8 +264,8 @@ class _Tensor(NamedTuple):
 
 
 class _Files:
-    """The opened files of a model. `stored`: the file of each tensor; `tensors`: where each tensor of the architecture
-    is."""
+    """The opened files of a model. `stored`: the file of each tensor in the files, by name; `tensors`: where each
+    tensor of the architecture is stored."""
 
     def __init__(self, stored: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> None:
         self.stored, self.tensors = stored, tensors
@@ -276,7 +281,8 @@ class _Files:
         return rows.mT if tensor.turned else rows
 
     def broken(self, pieces: Sequence[Piece], dtype: torch.dtype) -> str:
-        """The name in the files of the first tensor of `pieces` that is not finite in `dtype`, a parameter's."""
+        """The name in the files of the first tensor of `pieces` that is not finite in `dtype`. `dtype`: the
+        parameter's."""
         packs = dtype is torch.uint8
         for piece in pieces:
             for key in self.tensors[piece.name].keys:
@@ -291,8 +297,8 @@ class _Files:
 
 @contextmanager
 def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], path: str) -> Iterator[_Files]:
-    """Opens the files of `origin`. `wanted`, tensors of the architecture by name and shape, must be all that they
-    hold."""
+    """A context with the files of `origin` opened. `wanted`: names and shapes of tensors of the architecture. The
+    files must hold these tensors and no others."""
     from safetensors import safe_open
 
     files = weights.readable_files(origin)
@@ -306,15 +312,16 @@ def _opened(origin: Origin, model: Any, wanted: Mapping[str, tuple[int, ...]], p
 
 
 def key_of(name: str, names: Collection[str], prefix: str) -> str | None:
-    """The key of a parameter among the `names` of tensors: its name, with or without the prefix of the decoder."""
+    """The name of a parameter among `names`, where it may have the decoder's prefix or lack it; None if it is not
+    among them."""
     return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in names), None)
 
 
 def _found(
     stored: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], base: Any, place: str
 ) -> dict[str, _Tensor]:
-    """Where each tensor of `wanted`, by name and shape, is in the files. `stored`: the file of each of their tensors.
-    Raises StorageError if they do not fit."""
+    """Where each tensor of `wanted` is in the files. `wanted`: names and shapes. `stored`: the file of each tensor in
+    the files, by name. Raises StorageError if the files do not fit `wanted`."""
     names, joined = renamed(base, stored)
     names |= {key: key for key in stored}
     found: dict[str, _Tensor] = {}
@@ -344,8 +351,8 @@ def _found(
 
 
 def _experts(sources: Mapping[str, Sequence[str]], shape: tuple[int, ...]) -> tuple[_Tensor, set[str]]:
-    """Where the files hold experts that are stored apart, and the names of experts that they lack. `sources`: see
-    Joined; `shape`: of all experts as one tensor."""
+    """Where the files hold experts that are stored apart, and the names of tensors that the files lack. `sources`: see
+    Joined; `shape`: the shape of one tensor with all experts."""
     numbered = {
         pattern: [match for key in keys if (match := EXPERT.fullmatch(key))] for pattern, keys in sources.items()
     }

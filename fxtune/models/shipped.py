@@ -1,8 +1,9 @@
-"""Configs of published models that ship with fxtune, for commands that need no weights where the hub is out of reach.
+"""Configs of published models that ship with fxtune. Commands that need no weights use them if the hub cannot be
+reached.
 
-`fxtune plan`, and runs with model.init=random, need a model's config alone. fxtune/assets/model_configs.json has the
-configs of some 190 models, each with its source. Files in the hub's cache win over it. So a plan needs no network, and
-for a gated model no token.
+`fxtune plan`, and runs with model.init=random, need only a model's config. fxtune/assets/model_configs.json has the
+configs of some 190 models, each with its source. Files in the hub's cache are preferred. So a plan needs no network,
+and a plan of a gated model needs no token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ShippedConfig:
     """Parameters as published."""
     source: str
     config: dict[str, Any]
-    """Values of a config.json, `model_type` among them."""
+    """Values of a config.json, including `model_type`."""
 
 
 @lru_cache(maxsize=1)
@@ -39,9 +40,10 @@ def shipped_configs() -> dict[str, ShippedConfig]:
 
 @lru_cache
 def config_without_hub(path: str, revision: str | None) -> ShippedConfig | None:
-    """The shipped config of the model `path`, with one line that says so; None if the hub or its cache has the model.
+    """The shipped config of the model `path`; None if the hub or its cache has the model. Prints a line if the shipped
+    config is used.
 
-    Raises HubError for a model whose config does not ship, and the other errors of locate().
+    Raises HubError if the model's config does not ship with fxtune, and other errors as locate() does.
     """
     try:
         locate(path, revision)

@@ -28,25 +28,26 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The decoder of a model with or without adapters, which makes hidden states: no head, no vision encoder."""
+    """The decoder of a model, with or without adapters. It makes hidden states and includes neither head nor vision
+    encoder."""
     base = _base(model)
     return kind_of(base.config).backbone(base)
 
 
 def body(model: nn.Module) -> nn.Module:
-    """All of a model but its head, with or without adapters: it makes hidden states of tokens and images."""
+    """All of a model except its head, with or without adapters. It makes hidden states of tokens and images."""
     base = _base(model)
     return kind_of(base.config).body(base)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The part of a model behind its backbone(), with or without adapters."""
+    """The head of a model, with or without adapters: the part after its backbone()."""
     base = _base(model)
     return kind_of(base.config).head_of(base)
 
 
 def outputs(model: Any, **inputs: Any) -> torch.Tensor:
-    """What the head makes of each token, [rows, tokens, numbers]: logits of the vocabulary, or a score. `model`: with
+    """The head's numbers for each token, [rows, tokens, numbers]: logits of the vocabulary, or a score. `model`: with
     or without adapters."""
     return kind_of(model.config).outputs(model, inputs)
 
@@ -56,15 +57,15 @@ def _base(model: Any) -> Any:
 
 
 def is_named(path: str, name: str) -> bool:
-    """Whether `name` is the path of a module or the end of it."""
+    """Whether `name` is a module's `path` or the end of that path."""
     return f".{path}".endswith(f".{name}")
 
 
 def skeleton(config: dict[str, Any]) -> nn.Module | None:
     """The model of this config (`Facts.model`) on the meta device; None if transformers has no code for it.
 
-    Do not change it: every caller with the same config gets the same model. Raises ConfigError if transformers cannot
-    build it.
+    Do not change the model: every caller with the same config gets the same object. Raises ConfigError if transformers
+    cannot build it.
     """
     if (model := next((model for known, model in _LATEST if known is config), None)) is not None:
         return model
@@ -78,7 +79,7 @@ def skeleton(config: dict[str, Any]) -> nn.Module | None:
 
 
 _LATEST = deque[tuple[dict[str, Any], nn.Module]](maxlen=4)
-"""Configs and their skeletons: a forecast asks thousands of times."""
+"""The latest configs and their skeletons. A forecast asks for a skeleton thousands of times."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -106,7 +107,7 @@ def cache_keyword(model: nn.Module) -> str:
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether the parameter of this name is peft's: of an adapter, a module trained in full, or trained rows."""
+    """Whether the parameter of this name belongs to peft: to an adapter, a module trained in full, or trained rows."""
     return any(part in parameter for part in ("lora_", "modules_to_save", "trainable_tokens"))
 
 
@@ -119,7 +120,7 @@ def base_dtype(model: nn.Module) -> torch.dtype:
 def image_arguments(
     model: nn.Module, images: dict[str, torch.Tensor], device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of images on this device (None: where they are), with pixels in the dtype of the model's weights."""
+    """The tensors of images, moved to `device` (None: not moved), with pixels in the dtype of the model's weights."""
     dtype = base_dtype(model)
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in images.items()}
 
@@ -131,10 +132,10 @@ def beside_text(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """The number of weights that each parameter represents, by its name.
+    """The number of weights that each parameter represents, by the parameter's name.
 
-    This differs from its size if bitsandbytes packs two weights into a byte, or if a fused group of adapted linears
-    reserves rows for the adapters next to its weights (techniques/lora/frozen_weights.py).
+    The number differs from the parameter's size if bitsandbytes packs two weights into a byte, or if a fused group of
+    adapted linears reserves rows for the adapters next to its weights (techniques/lora/frozen_weights.py).
     """
     known: dict[int, int] = {}
     for module in model.modules():
@@ -147,8 +148,8 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def running_on_text(model: nn.Module) -> Iterator[None]:
-    """Raise ConfigError if the model's code fails in this context: some take more than tokens (a language, images), or
-    no autocast."""
+    """Raise ConfigError if the model's code fails in this context. Some models need more inputs than tokens (a
+    language, images) or cannot run under autocast."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -176,8 +177,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def observing(model: nn.Module, gradients: bool = False) -> Iterator[None]:
-    """The context of a pass that is only observed: without dropout and compiled code, and without gradients unless
-    `gradients`."""
+    """A context for a pass that is only observed: no dropout, no compiled code, and gradients only if `gradients`."""
     with without_dropout(model), torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
         yield
 

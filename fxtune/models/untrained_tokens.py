@@ -1,7 +1,7 @@
-"""Tokens that a base has never trained: their rows of the embedding or the head are zero, or the same as another row.
+"""Finds tokens that were not trained in a base: their rows of the embedding or the head are zero or equal another row.
 
-A base model often reserves special tokens that its own training never showed, and a chat template then writes them.
-Adapters leave the rows of both tables as they are: the model cannot tell such tokens apart, nor write them.
+A base model often reserves special tokens that did not occur in its training, and a chat template then writes them.
+Adapters do not change the rows of both tables, so the model can neither tell such tokens apart nor write them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fxtune.distributed.chunks import is_divided
 
 
 def untrained_rows(model: Any, tokens: Iterable[int]) -> dict[str, list[int]]:
-    """The `tokens` without a trained row, by the name of the frozen module that holds the rows: the embedding, and the
-    head where its weight is not the embedding's.
+    """The `tokens` without a trained row, by the name of the module that holds the row: the embedding, or the head if
+    it has a weight of its own.
 
-    Tables that are trained, adapted, quantized or divided over ranks are not looked at.
+    Tables that are trained, adapted, quantized or divided over ranks are skipped.
     """
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     found, seen = dict[str, list[int]](), set[int]()
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        plain = module.token_adapter.base_layer if hasattr(module, "token_adapter") else module  # peft's trained rows
+        plain = module.token_adapter.base_layer if hasattr(module, "token_adapter") else module  # rows trained by peft
         weight = getattr(plain, "weight", None)
-        # peft trains some rows of a table beside the base's table, which is looked at here.
+        # If peft trains some rows of a table, the base's whole table is still examined here.
         if not _is_plain(weight) or hasattr(module, "base_layer") or id(weight) in seen:
             continue
         seen.add(id(weight))
@@ -50,6 +50,6 @@ def _is_untrained(weight: torch.Tensor, token: int) -> bool:
     row = weight.detach()[token]
     if not bool(row.any()):
         return True
-    # One column first: a comparison with all rows would need as much memory as the table.
+    # Rows that differ in the first column are excluded. A comparison of all columns would need another table's memory.
     candidates = (weight.detach()[:, 0] == row[0]).nonzero()[:, 0]
     return int((weight.detach()[candidates] == row).all(-1).sum()) > 1

@@ -1,15 +1,15 @@
-"""Checks the folder of a model or an adapter before any library opens it: it is data from a stranger.
+"""Checks the folder of a model or an adapter before any library opens it. The folder is data from a stranger.
 
 Libraries trust such a folder. They follow links and names out of it, load a kernel of the hub if a config names it,
 and build two billion layers if a config asks for them. This file refuses:
 
 - links out of the folder, except into the blobs of the hub's own cache, and except weights, which can only be numbers
-- pipes, devices and folders in place of files, where reading would never end
+- pipes, devices and folders in place of files, because reading them might never end
 - JSON that is too big or nested too deeply, and sizes that no model has
 - paths where a file name belongs: shards in an index, named chat templates
 - values that make a library load code: attention kernels of the hub, Megatron modules of an adapter
 
-A model's own code (`auto_map`) and pickled weights are not read at all, see load.py.
+A model's own code (`auto_map`) and pickled weights are not read at all; see load.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_BYTES = {
     ".json": 16 << 20,
     ".jinja": 1 << 20,
 }
-"""Largest size by the name of a file, or else by its ending."""
+"""The largest allowed size in bytes, by a file's name. Files with other names are limited by their ending."""
 MAX_DEPTH = 64
 MAX_INTEGER = 2**31 - 1
 """Limit on any integer except a frequency base."""
@@ -60,14 +60,15 @@ def inspect_folder(folder: Path, source: str) -> None:
             if file.suffix in READ_ENDINGS:
                 _check_file(file, folder, source)
                 if file.suffix == ".json" and file.name not in ("tokenizer.json", "vocab.json"):
-                    # Those two are long, and read by code that limits their depth.
+                    # These two files are long, and the code that reads them limits their depth.
                     _check_json(file, f"{source}: {file}")
     except OSError as error:
         raise StorageError(f"{source}: {folder} cannot be read: {error}") from error
 
 
 def inspect_config(values: Any, source: str) -> None:
-    """Refuse numbers that no model has, and names of code to load. `source`: where `values` are written."""
+    """Refuse numbers that no model has, and names of code to load. `source`: where `values` come from, for
+    messages."""
     for name, value in _leaves(values):
         key = name.rpartition(".")[2]
         if isinstance(value, str) and _KERNEL.match(key) and ("/" in value or ":" in value):
@@ -84,12 +85,13 @@ def inspect_config(values: Any, source: str) -> None:
 
 
 def named_code(config: Path) -> str | None:
-    """The Python file that `auto_map` in a config.json or tokenizer_config.json names first; None: it names none."""
+    """The first Python file that `auto_map` in a config.json or tokenizer_config.json names; None: it names no
+    file."""
     try:
         references = json.loads(config.read_bytes())["auto_map"].values()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    # A tokenizer's entry has two classes: one in Python alone and a fast one; either may be null.
+    # A tokenizer's entry is a list of two classes: a slow one in pure Python and a fast one. Either may be null.
     classes = [name for entry in references for name in (entry if isinstance(entry, list) else [entry]) if name]
     return f"{str(classes[0]).rpartition('--')[2].partition('.')[0]}.py" if classes else None
 

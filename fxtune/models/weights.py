@@ -1,4 +1,4 @@
-"""Draws the weights of a model at random, or reads them from safetensors, completely or not at all."""
+"""Draws the weights of a model at random, or reads them from safetensors. An incomplete checkpoint is an error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from fxtune.upstream.transformers import forget_conversions
 def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
     """Whether weights that will be quantized start on world.device and not in host memory.
 
-    Random weights do if they fit: a GPU draws them a hundred times faster. Weights that are read pass through host
-    memory anyway, so they do only if they do not fit there: all at once would fragment the GPU's memory.
+    Random weights start there if they fit, because a GPU draws them a hundred times faster. Weights from files pass
+    through host memory anyway. They start on the device only if they do not fit in host memory, because all weights at
+    once would fragment the GPU's memory.
     """
     if world.device.type == "cpu":
         return True
@@ -32,10 +33,11 @@ def start_on_device(hf_config: Any, dtype: torch.dtype, world: World, code: bool
 
 
 def fits_whole(hf_config: Any, dtype: torch.dtype, world: World, code: bool, random: bool) -> bool:
-    """Whether all weights have a place before they are quantized, on world.device or in host memory.
+    """Whether world.device or host memory has room for all weights before they are quantized.
 
-    Beside a GPU, host memory is no place for random weights: a host draws about 2e8 numbers a second on any number of
-    cores, and a 70B model has 7e10 weights, each drawn twice (by its constructor and by its init function).
+    Random weights are not put into host memory if there is a GPU: a host draws about 2e8 numbers a second on any
+    number of cores. A 70B model has 7e10 weights, and each is drawn twice (in the constructor and in the init
+    function).
     """
     needed, facts = bytes_of(hf_config, dtype, code), world.facts()
     host = 0 if random and world.device.type == "cuda" else facts.host_memory
@@ -50,9 +52,9 @@ def bytes_of(hf_config: Any, dtype: torch.dtype, code: bool) -> int:
 
 
 def unpacks(origin: Origin, hf_config: Any) -> bool:
-    """Whether read() unpacks weights in the folder of `origin`: gpt-oss's experts in MXFP4, 4 bits and a scale for
-    each 32 (OCP Microscaling Formats 1.0). Their products with powers of two are exact in bfloat16. shards.read() can
-    read them packed."""
+    """Whether read() unpacks weights in the folder of `origin`: gpt-oss's experts in MXFP4, 4 bits a weight and a
+    scale for each 32 weights (OCP Microscaling Formats 1.0). Scales are powers of two, so the weights are exact in
+    bfloat16. shards.read() can read the experts packed."""
     if hf_config.model_type != "gpt_oss":
         return False
     stored = json.loads((origin.folder / "config.json").read_text()).get("quantization_config") or {}
@@ -77,8 +79,8 @@ def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool
 def read(
     origin: Origin, hf_config: Any, dtype: torch.dtype, world: World, code: bool, path: str, seed: int = 0
 ) -> Any:
-    """A model with the weights in the folder of `origin`. `path`: model.path, for messages. `seed`: for a head that a
-    base does not have."""
+    """A model with the weights in the folder of `origin`. `path`: model.path, for messages. `seed`: for drawing a head
+    that the base lacks."""
     from safetensors import SafetensorError
 
     files, place = readable_files(origin), f"model.path={path}: the weights in {origin.folder}"
@@ -87,8 +89,8 @@ def read(
     placement = {} if world.device.type == "cpu" else {"device_map": {"": world.device}}
     if unpacked := unpacks(origin, hf_config):
         hf_config = copy.deepcopy(hf_config)
-        hf_config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}  # removed by transformers
-    # ImportError: a kernel that config.json names is not installed.
+        hf_config.quantization_config = {"quant_method": "mxfp4", "dequantize": True}  # transformers removes it
+    # ImportError is raised if config.json names a kernel that is not installed.
     unusable = (OSError, ValueError, TypeError, KeyError, RuntimeError, AssertionError, ArithmeticError, ImportError)
     try:
         built, report = loader(
@@ -116,17 +118,17 @@ def read(
     for name in kind.drawn_weights(set(report["missing_keys"])):
         draw_weight(built.get_parameter(name), hf_config, seed)
     if unpacked:
-        forget_conversions(built)  # or save_pretrained would name the unpacked tensors as the packed ones
+        forget_conversions(built)  # otherwise save_pretrained would give these tensors the packed names
         for name, weight in built.named_parameters():
             if ".experts." in name:
-                weight.data = weight.data.to(dtype)  # transformers 5.17 leaves them in bfloat16, which is exact
+                weight.data = weight.data.to(dtype)  # transformers 5.17 unpacks to bfloat16, exactly
     if reason := _packed_weight(files, built) or ("" if all_finite(built) else _why_not_finite(files, dtype)):
         raise StorageError(f"model.path={path}: {reason}")
     return built
 
 
 def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
-    """misfits() in transformers' report on the weights that it has loaded."""
+    """The misfits() in transformers' report on the weights that transformers has loaded."""
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
     homeless = unexpected.difference(kind.unused_weights(unexpected))
     shapes = [
@@ -143,20 +145,22 @@ def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
 
 @torch.no_grad()
 def draw_weight(weight: torch.Tensor, hf_config: Any, seed: int) -> None:
-    """Draw a weight as transformers draws linears: from a normal distribution, the same on every device."""
+    """Draw a weight from a normal distribution, as transformers draws linears. Every device gets the same numbers."""
     spread = float(getattr(hf_config.get_text_config(), "initializer_range", None) or 0.02)
     weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * spread)
 
 
 def misfits(*problems: tuple[str, Collection[str]]) -> str:
-    """Each problem with the number of its weights and the first of their names; empty if no weight has a problem."""
+    """A message with each problem, how many weights have it, and the first name of these weights; empty if no weight
+    has a problem."""
     return "; ".join(f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems if names)
 
 
 def all_finite(model: torch.nn.Module) -> bool:
-    """Whether no weight is NaN or infinite. Computes one number per tensor on its device, waits once for all of them,
-    and needs no memory: about 15 ms for an 8B model on a GPU, 2 s on one core."""
-    # min and max propagate NaN and, unlike a sum, never overflow. A finite number times 0 is 0, any other gives NaN.
+    """Whether no weight is NaN or infinite. Computes the ends of each tensor on its device, waits for the device once,
+    and needs no memory. An 8B model takes about 15 ms on a GPU, 2 s on one core."""
+    # min and max propagate NaN and, unlike a sum, never overflow. A finite number times 0 is 0; NaN or an infinite
+    # number times 0 is NaN.
     ends = [
         torch.stack(torch.aminmax(weight.detach()))
         for weight in model.parameters()
@@ -166,7 +170,8 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 
 def _packed_weight(files: list[Path], model: torch.nn.Module) -> str | None:
-    """Names the first weight that is stored as integers or complex numbers and would be read as real ones."""
+    """A message about the first weight that is stored as integers or complex numbers but would be read as real
+    numbers; None if all are stored as real numbers."""
     floating = {key for key, weight in model.named_parameters() if weight.is_floating_point()}
     for file, key, opened in _stored(files):
         if key in floating and "F" not in (dtype := opened.get_slice(key).get_dtype()):
@@ -202,7 +207,7 @@ def names(origin: Origin) -> set[str]:
 
 
 def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """(file, name, the opened file) of each tensor in `files`. Reads only their headers."""
+    """Yield (file, name, opened file) for each tensor in `files`. Reads only the files' headers."""
     from safetensors import safe_open
 
     for file in files:
@@ -212,7 +217,7 @@ def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
 
 
 def readable_files(origin: Origin) -> list[Path]:
-    """Make the safetensors files of the model local (its index names them), check each, and return them."""
+    """Fetch the safetensors files that the model's index names, check each file, and return their paths."""
     from safetensors import SafetensorError
 
     files = ["model.safetensors"]

@@ -1,9 +1,9 @@
 """The interface of objectives: the loss that training minimises.
 
-An objective reads log-probabilities of supervised tokens from a LanguageModel, token by token or summed over a
-document, and returns a sum for each micro-batch. The training step divides by `normalizer`, once for the whole
-optimizer step. A mean of means would give a token more weight in a micro-batch with few tokens (transformers#34191),
-and the loss would depend on the split of a step into micro-batches.
+An objective reads log-probabilities of supervised tokens from a LanguageModel, for each token or summed over a
+document. It returns a sum for each micro-batch. The training step divides the sums by `normalizer`, which counts the
+whole step. A mean of means would give a token more weight in a micro-batch with few tokens (transformers#34191), and
+the loss would depend on the split of a step into micro-batches.
 
 An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is the key `objective.beta`.
 """
@@ -39,41 +39,42 @@ class Objective:
     """`causal_lm`: cross-entropy of the supervised tokens. Plugins add others (docs/plugins.md)."""
     needs: ClassVar[Needs] = Needs()
     interface: ClassVar[type[LanguageModel]] = LanguageModel
-    """The class of the model that loss() gets, for the head of `needs`."""
+    """The class of the model that loss() gets. It must have the head that `needs` names."""
     unit: ClassVar[str] = "mean loss"
     """The unit of a mean loss, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}
-    """Metrics of loss() that people read, each with a line about it, for `fxtune help objective`."""
+    """The metrics of loss() that `fxtune help objective` lists, and a line about each."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without
         gradient.
 
-        All are sums on the device; dividing them by `normalizer` gives means. A metric `name` is logged as
-        `train/name` and `eval/name`; every batch must have the same metrics. Must not wait for the device: a pass may
-        be recorded as a CUDA graph.
+        Loss and metrics are sums on the device. Divided by `normalizer` they are means. A metric `name` is logged as
+        `train/name` and `eval/name`, and every batch must have the same metrics. This method must not wait for the
+        device, because a pass may be recorded as a CUDA graph.
         """
         raise NotImplementedError
 
     def normalizer(self, plan: Plan, step: int) -> float:
-        """The divisor of an optimizer step's sums, over all micro-batches and ranks; computed from the plan alone."""
+        """The divisor of a step's sums over all micro-batches and ranks. It is computed from the plan alone."""
         raise NotImplementedError
 
     def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
-        """float32 [Needs.step_sums], without gradient: a micro-batch's part of sums that all losses depend on.
+        """A micro-batch's part of the sums on which all losses of a step depend, float32 [Needs.step_sums], without
+        gradient.
 
-        A first pass adds up the parts over all micro-batches and ranks of the step, or of an evaluation. loss() reads
-        the sums as `batch.step_sums`; None: the micro-batch stands alone.
+        Before the losses, a pass adds up these parts over all micro-batches and ranks of a step or an evaluation.
+        loss() reads the sums as `batch.step_sums`. They are None if the micro-batch stands alone.
         """
         raise NotImplementedError
 
     @property
     def forward_passes(self) -> int:
-        """Forward passes without gradient in each optimizer step: for step_sums()."""
+        """The number of forward passes without gradient for each training pass: one if there are step_sums()."""
         return int(self.needs.step_sums > 0)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Further evaluation figures, computed on the host from the means: `means["loss"]` and each metric."""
+        """Further figures of an evaluation, computed on the host. `means`: the means of `loss` and of each metric."""
         return {}
 
     def refusals(self, facts: Facts) -> Iterator[str]:
@@ -81,12 +82,12 @@ class Objective:
         yield from self.needs.refusals(self.name, facts.degrees)
 
     def keeps_start(self, adapters: bool, epochs: float) -> bool:
-        """Whether a run of `epochs` keeps a copy of its first adapters. `adapters`: whether it trains adapters."""
+        """Whether a run of `epochs` keeps a copy of its first adapters. `adapters`: whether it trains any."""
         return False
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
-        """Yield each reason why nothing can be learned from the documents of a training plan. See also accept(), which
-        sees the held-out documents, too."""
+        """Yield each reason why nothing can be learned from the documents of a training plan. accept() also sees the
+        held-out documents."""
         yield from ()
 
     def plan_notes(self, plan: Plan) -> Iterator[str]:
@@ -96,8 +97,8 @@ class Objective:
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
     ) -> tuple[list[TokenTable], list[TokenTable]]:
-        """The tables to train and to evaluate on: the tables of the sources, or tables made from them. `data`: the
-        length of rows, and the treatment of longer groups.
+        """The tables to train on and the tables to evaluate on: the sources' tables, or tables made from these. `data`
+        gives the length of rows, and what happens to longer groups.
 
         Raises one ConfigError that names each table whose rows this objective cannot learn from.
         """
@@ -108,14 +109,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class GroupLosses:
-    """The loss and the metrics of each group of a micro-batch, stored in the slot of one document of the group."""
+    """The loss and the metrics of each group of a micro-batch. One document of each group has them in its slot."""
 
     counted: torch.Tensor
-    """bool [slots]: one document of each group. The other slots of `losses` and `metrics` are meaningless."""
+    """bool [slots]: true for one document of each group. Other slots of `losses` and `metrics` are meaningless."""
     losses: torch.Tensor
-    """float32 [slots]; the only part with a gradient that counts."""
+    """float32 [slots]. Only gradients of these losses are used."""
     metrics: Mapping[str, torch.Tensor]
-    """float32 [slots] each."""
+    """By name, a tensor float32 [slots]."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         return torch.where(self.counted, values, 0.0).sum()
@@ -123,7 +124,7 @@ class GroupLosses:
 
 @dataclass
 class GroupObjective(Objective):
-    """An objective in which each group counts once, however long its documents are. A subclass gives
+    """An objective in which each group counts once, independent of the length of its documents. A subclass defines
     group_losses()."""
 
     @abstractmethod
@@ -142,15 +143,15 @@ class GroupObjective(Objective):
 
 
 def from_options(options: Mapping[str, Any]) -> Objective:
-    """The objective `options["name"]`, with its other options. Raises ConfigError for an unknown name, and OmegaConf's
-    errors for a wrong option: a Validator has found both before."""
+    """Make the objective `options["name"]` with the other options. Raises ConfigError for an unknown name, and
+    OmegaConf's errors for a wrong option. A Validator has usually reported both before."""
     made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OBJECTIVES[options["name"]]), options))
     assert isinstance(made, Objective)
     return made
 
 
 def contract_broken(returned: Any, normalizer: Any) -> str:
-    """How what loss() and normalizer() returned breaks the protocol; empty if it does not."""
+    """How the results of loss() and normalizer() break the protocol of objectives; empty if they keep it."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
         return f"loss() returned {type(returned).__name__}, not (loss, metrics)"
     loss, metrics = returned

@@ -1,4 +1,4 @@
-"""Causal language modelling: the cross-entropy of supervised tokens, divided by their number in the whole step.
+"""Causal language modelling: the cross-entropy of supervised tokens, divided by the number of them in a whole step.
 
 The loss of a mixture of experts also has the auxiliary loss of its routers (techniques.router.aux_loss_coef). `loss`
 is in nats per supervised token; `eval/perplexity` is e to the power of `eval/loss`.

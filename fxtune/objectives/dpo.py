@@ -2,12 +2,12 @@
 
     loss = -log sigmoid(beta * (log ratio of chosen - log ratio of rejected)),  log ratio = log(policy / reference)
 
-The sums are over the answer's tokens. With policy = reference, as in the first step, the loss is ln 2.
+Log ratios are sums over the answer's tokens. With policy = reference, as in the first step, the loss is ln 2.
 
-Variants: `label_smoothing` for labels that are wrong at that rate (conservative DPO, Mitchell 2023); `loss=hinge`
-(SLiC, arXiv:2305.10425); `sft_weight` adds the negative log-likelihood of a token of the chosen answer (RPO,
-arXiv:2404.19733); `length_normalized` below 1 lets the tokens beyond the shorter answer's length count less (LD-DPO,
-arXiv:2409.06411), under the trained model and under the reference alike.
+Variants: `label_smoothing` is for data in which this share of the labels is wrong (conservative DPO, Mitchell 2023).
+`loss_type=hinge` is SLiC's loss (arXiv:2305.10425). `sft_weight` adds the chosen answer's mean negative log-likelihood
+per token (RPO, arXiv:2404.19733). With `length_normalized` below 1 the tokens beyond the shorter answer's length count
+less (LD-DPO, arXiv:2409.06411), both for the trained model and for the reference.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class PairLoss(str, Enum):
 class DPO(PairObjective, WithReference):
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None, reference=True)
     beta: float = field(default=0.1, metadata={"above": 0})
-    """How strongly the model is held to its reference: the larger, the closer."""
+    """How strongly the model is held to its reference. A larger value keeps the model closer to it."""
     loss_type: PairLoss = PairLoss.sigmoid
     """`sigmoid`: the logistic loss of DPO. `hinge`: max(0, 1 - beta * margin)."""
     label_smoothing: float = field(default=0.0, metadata={"min": 0, "below": 0.5})
-    """The share of pairs whose chosen answer is taken to be the worse one (cDPO)."""
+    """The assumed share of pairs whose chosen answer is in fact the worse one (cDPO)."""
     sft_weight: float = field(default=0.0, metadata={"min": 0})
-    """Weight of the negative log-likelihood of the chosen answer, a mean over its tokens (RPO has 1)."""
+    """Weight of the chosen answer's negative log-likelihood, the mean over its tokens (RPO has 1)."""
     length_normalized: float = field(default=1.0, metadata={"min": 0, "max": 1})
-    """Weight of the tokens beyond the length of the pair's shorter answer (LD-DPO has 0.5); 1: as the others."""
+    """Weight of the tokens beyond the length of the pair's shorter answer (LD-DPO has 0.5). 1: all tokens count the
+    same."""
 
     def token_weights(self, batch: Batch, lengths: torch.Tensor) -> torch.Tensor | None:
         if self.length_normalized == 1:
@@ -50,7 +51,7 @@ class DPO(PairObjective, WithReference):
         first = is_first_of_pair(batch)
         answers = Answers.of(lengths)
         shorter = torch.minimum(answers.chosen, answers.rejected)
-        # A pair's shorter length in the slots of both documents.
+        # Copy a pair's shorter length to the slots of both documents.
         shorter = torch.where(first, shorter, F.pad(shorter[:-1], (1, 0)))
         document = batch.document_of_target()
         place = torch.arange(len(document), device=document.device) - (lengths.cumsum(0) - lengths).long()[document]

@@ -1,5 +1,5 @@
-"""Identity preference optimization (Azar et al., arXiv:2310.12036): a squared loss, so the margin does not grow
-without bound, even where all pairs agree.
+"""Identity preference optimization (Azar et al., arXiv:2310.12036): a squared loss, so that the margin does not grow
+without bound if all pairs agree.
 
     loss = (margin - 1 / (2 beta))^2,  margin = log ratio of chosen - log ratio of rejected
 
@@ -23,9 +23,9 @@ from fxtune.objectives.reference import WithReference
 class IPO(PairObjective, WithReference):
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None, reference=True)
     beta: float = field(default=0.1, metadata={"above": 0})
-    """The paper's tau: the loss is least at a margin of 1 / (2 beta)."""
+    """The paper's tau. The loss is smallest at a margin of 1 / (2 beta)."""
     by_token: bool = True
-    """Log ratios are means over the answer's tokens. False: sums, as in the paper's text."""
+    """true: log ratios are means over the answer's tokens. false: they are sums, as in the paper's text."""
 
     def _log_ratios(self, pairs: ScoredPairs) -> Answers:
         return pairs.log_ratios / pairs.length if self.by_token else pairs.log_ratios

@@ -4,10 +4,9 @@
     loss = desirable_weight   * (1 - sigmoid(beta * (r - z0)))   for a good answer
            undesirable_weight * (1 - sigmoid(beta * (z0 - r)))   for a bad one
 
-z0 estimates how far the model has moved from its reference. Its mean is over the mismatched answers of the whole
-optimizer step and of all ranks, found in a first pass without gradient, so the loss does not depend on
-train.micro_batch_size. A mismatched answer is this row's prompt with another row's answer
-(data/tokenized/mismatched.py).
+z0 estimates how far the model has moved from its reference. A mismatched answer is the answer of another row after the
+prompt of this row (data/tokenized/mismatched.py). z0 is a mean over the mismatched answers of a whole step on all
+ranks, so the loss does not depend on train.micro_batch_size. A pass without gradient computes z0 before the losses.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from fxtune.objectives.needs import Needs, same_label_refusals
 from fxtune.objectives.reference import WithReference
 
 MOST_GOOD = 4 / 3
-"""(weight x number of good answers) / (weight x number of bad answers) is 1 to this in the paper."""
+"""In the paper (weight x number of good answers) / (weight x number of bad answers) is between 1 and this number."""
 
 
 def _judgments(plan: Plan) -> tuple[int, int]:
-    """How many good and how many bad answers the plan trains on."""
+    """The numbers of good and of bad answers on which the plan trains."""
     labels = plan.stream.labels()
     return int((labels > 0).sum()), int((labels <= 0).sum())
 
@@ -50,10 +49,10 @@ class KTO(GroupObjective, WithReference):
         "length": "tokens of an answer",
     }
     beta: float = field(default=0.1, metadata={"above": 0})
-    """How close the model stays to its reference: the larger, the closer."""
+    """How strongly the model is held to its reference. A larger value keeps the model closer to it."""
     desirable_weight: float = field(default=1.0, metadata={"above": 0})
-    """Weight of good answers. Raise it where good answers are few: in the paper, weight times number of good answers
-    is 1 to 4/3 times weight times number of bad answers."""
+    """Weight of good answers. Raise it if good answers are few: in the paper, weight x number of the good answers is 1
+    to 4/3 times weight x number of the bad answers."""
     undesirable_weight: float = field(default=1.0, metadata={"above": 0})
     """Weight of bad answers."""
 
@@ -102,7 +101,7 @@ class KTO(GroupObjective, WithReference):
         return self._step_sums(batch, ratios)
 
     def _step_sums(self, batch: Batch, ratios: torch.Tensor) -> torch.Tensor:
-        """(log ratios of mismatched answers, their number)"""
+        """The sum of the log ratios of mismatched answers, and the number of mismatched answers."""
         assert batch.document_labels is not None
         assert batch.group_of is not None
         mismatched = (batch.group_of >= 0) & batch.document_labels.isnan()

@@ -1,13 +1,13 @@
 """The model's interface for objectives: losses and log-probabilities of supervised tokens only.
 
-The head is the largest matmul of a model: with a vocabulary of 128k it is 1/15 of an 8B model's work, and its logits
-take 256 KB a token in bfloat16. So the decoder runs on all tokens, its hidden states at `Batch.supervised_at` are
-gathered, and the head runs on these alone: the same numbers for less work, and no host sync. A batch without images
-skips the vision encoder.
+The head is the largest matmul of a model. With a vocabulary of 128k it does 1/15 of an 8B model's work, and its logits
+take 256 KB a token in bfloat16. So the head runs on supervised tokens only: the decoder computes all tokens, and its
+hidden states at `Batch.supervised_at` are gathered for the head. This gives the same numbers with less work, and the
+host does not wait for the device. A batch without images skips the vision encoder.
 
 Some families change their logits after the head (a soft cap in Gemma 2, a scale in Granite and Cohere), and
-LOGIT_FACTORS may miss a family. So the constructor compares the logits of a small row with the model's own forward. If
-they differ, the model's own forward is used, and the evidence says so.
+LOGIT_FACTORS may lack a family. So the constructor compares the logits of a small row with the model's own forward
+pass. If they differ, the model's own forward pass computes the logits, and the evidence says so.
 
 With Liger's `fused_linear_cross_entropy` the logits are never stored as a whole (kernels/linear_cross_entropy.py).
 """
@@ -45,25 +45,25 @@ LOGIT_FACTORS = {
     "logit_scale": lambda value: value,  # Cohere
     "lm_head_multiplier": lambda value: value,  # Falcon-H1
 }
-"""Options of Hugging Face configs that scale the logits, and the factor for an option's value."""
+"""Options of Hugging Face configs that scale the logits, each with the function from its value to the factor."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Largest difference from the model's own logits, relative to their norm, by the dtype of the head's output."""
+"""Largest difference from the model's own logits, relative to their norm, for each dtype of the head's output."""
 TF32_TOLERANCE = 2e-3
 SMALL_ROW = 24
-"""Tokens of the row on which the constructor compares logits."""
+"""The number of tokens in the row on which the constructor compares logits."""
 
 
 class LanguageModel:
     """A model with its head and loss. Call its methods under the autocast context of training.
 
-    `evidence` holds the comparison with the model's own forward. Its `acted` is False if the fused loss was requested
-    and is not possible; the constructor does not raise for that. `context_group`: the process group of the ranks that
-    have the other pieces of rows (Batch.pieces). `reference`: for reference_log_probs() of batches without stored
-    numbers.
+    `evidence` holds the comparison with the model's own forward pass. If the recipe requests the fused loss and it is
+    impossible, `acted` is False there, and the constructor raises no error. `context_group`: the process group of the
+    ranks that have the other pieces of rows (Batch.pieces). `reference`: the model for reference_log_probs() of
+    batches without stored log-probabilities.
     """
 
     unit = "loss in nats"
-    """What total() adds up."""
+    """The unit of total()."""
 
     def __init__(
         self,
@@ -82,39 +82,41 @@ class LanguageModel:
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.gemm = prepared.gemm or CUBLAS
         self.asked_routers = False
-        """Whether an objective has asked for router_terms()."""
+        """Whether an objective has called router_terms()."""
         self.own_forward = False
-        """Whether the model's own forward computes the logits, for all positions."""
+        """Whether the model's own forward pass computes the logits, at all positions."""
         self.evidence = [self._compare()]
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy in nats, summed over the supervised tokens of `batch`; a float32 scalar, 0 without any."""
+        """Cross-entropy in nats, summed over the supervised tokens of `batch`: a float32 scalar, 0 without supervised
+        tokens."""
         return self._cross_entropy(batch, "sum")
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability of each supervised token, float32 [supervised], as in `batch.labels`; 0 for IGNORE_INDEX."""
+        """Log-probability of each supervised token, float32 [supervised], in the order of `batch.labels`; 0 for
+        IGNORE_INDEX."""
         return -self._cross_entropy(batch, "none")
 
     def total(self, batch: Batch) -> torch.Tensor:
-        """The sum of the head's results for the documents with targets, in `unit`; for proofs."""
+        """The sum of the head's results for the documents with targets, in `unit`. Proofs compare this number."""
         return self.summed_loss(batch)
 
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].
 
-        As Batch.document_sums(). An objective that calls this method sets `Needs.whole_documents`.
+        Slots are those of Batch.document_sums(). An objective that calls this method sets `Needs.whole_documents`.
         """
         return batch.document_sums(self.log_probs(batch))
 
     def scores(self, batch: Batch) -> torch.Tensor:
-        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]; undefined for slots without a
-        document. An objective that calls this method sets `Needs.head`, and gets a ScoreModel."""
+        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]. Slots without a document have
+        undefined numbers. An objective that calls this method sets `Needs.head` to `score` and gets a ScoreModel."""
         raise NotImplementedError
 
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability of each supervised token under the reference, float32 [supervised], without gradient.
 
-        An objective calls this method before log_probs(): router_terms() reads the newest forward pass.
+        An objective calls this method before log_probs(), so that router_terms() reads the trained model's pass.
         """
         if batch.reference is not None:
             return batch.reference
@@ -125,10 +127,11 @@ class LanguageModel:
     def router_terms(
         self, batch: Batch, count: torch.Tensor | float
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """(the auxiliary loss, figures of the routers) of the newest forward pass, whose input was `batch`.
+        """The auxiliary loss and the figures of the routers in the newest forward pass, whose input was `batch`.
 
-        Each is multiplied by `count`, this micro-batch's part of the objective's normalizer: its supervised tokens,
-        documents or groups. The loss is None in evaluation and for models without an auxiliary loss.
+        Loss and figures are multiplied by `count`. It is this micro-batch's part of the objective's normalizer: the
+        number of supervised tokens, documents or groups. The loss is None in evaluation and for models without an
+        auxiliary loss.
         """
         self.asked_routers = True
         if self.routers is None:
@@ -151,14 +154,15 @@ class LanguageModel:
         return self.prepared.with_head(lambda: self._head_losses(self._hidden(batch), batch.labels, reduction))
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        """[supervised, d]: the last hidden states at the positions that have a target."""
+        """The last hidden states [supervised, d] at the positions that have a target."""
         part = backbone(self.model) if batch.images is None else body(self.model)
         states = part(**self._inputs(batch))[0]
         selected: torch.Tensor = _SelectRows.apply(states.flatten(0, 1), batch.supervised_at)
         return selected
 
     def _head_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Cross-entropy of `labels` [rows] for `hidden` [rows, d]; reduction "sum": a scalar, "none": [rows]."""
+        """Cross-entropy of `labels` [rows], from the hidden states `hidden` [rows, d]. The result is a scalar for the
+        reduction "sum" and [rows] for "none"."""
         if not self.fused:
             return self._plain_losses(hidden, labels, reduction)
         if (linear := _linear(self.head)) is not None:
@@ -171,8 +175,8 @@ class LanguageModel:
             if reduction == "sum":
                 return linear_cross_entropy(hidden, linear.weight, labels, linear.bias, **options)
             return -linear_log_probs(hidden, linear.weight, labels, linear.bias, **options)
-        # A head with an adapter or with packed weights runs its own forward, recomputed in the backward pass. The
-        # random state is saved only for dropout, because it cannot be read while a CUDA graph is recorded.
+        # A head with an adapter or with packed weights runs its own forward(), which the backward pass recomputes. The
+        # random state is saved only if there is dropout, because it cannot be read while a CUDA graph is recorded.
         random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.head.modules())
         chunks = zip(hidden.split(self._chunk_size()), labels.split(self._chunk_size()), strict=True)
         losses = [
@@ -211,7 +215,7 @@ class LanguageModel:
         return self._logits(hidden), self._head_losses(hidden, labels, "none")
 
     def _compare(self) -> Evidence:
-        """Compare the logits and losses of a small row with the model's own forward pass; sets `own_forward`."""
+        """Compare the logits and losses of a small row with the model's own forward pass, and set `own_forward`."""
         device = next(self.model.parameters()).device
         row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
         starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
@@ -229,7 +233,7 @@ class LanguageModel:
                     relative_distance(logits, own.float()),
                     relative_distance(losses, expected),
                 ]
-            except (AttributeError, RuntimeError, TypeError) as problem:  # no head directly after the decoder
+            except (AttributeError, RuntimeError, TypeError) as problem:  # no head right after the decoder
                 if out_of_memory_reason(problem):
                     raise
                 differences, why = [float("inf")], f"its decoder and head do not run one after the other ({problem})"
@@ -242,7 +246,7 @@ class LanguageModel:
             return Evidence("loss", requested, found, not self.fused, "liger.fused_linear_cross_entropy")
         found = f"a small row's logits and losses within {max(differences):.1e} of the model's own"
         if self.fused:
-            with torch.no_grad():  # with_head: ranks that divide the head's weight have it whole while it is used
+            with torch.no_grad():  # inside with_head() ranks have the head's whole weight
                 found = f"{found}; {self.prepared.with_head(self._description)}"
         return Evidence("loss", requested, found, True)
 
@@ -258,8 +262,8 @@ class LanguageModel:
 
 
 class _SelectRows(torch.autograd.Function):
-    """states[at] for distinct rows, so the backward pass copies each gradient and adds up nothing. torch's index_copy_
-    sorts in deterministic mode."""
+    """Computes states[at]. Rows `at` are distinct, so the backward pass copies gradients and adds up nothing. It calls
+    index_copy_ on indices only, because torch's index_copy_ sorts in deterministic mode."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -275,7 +279,7 @@ class _SelectRows(torch.autograd.Function):
 
 
 def _linear(head: Any) -> nn.Linear | None:
-    """The head's linear layer: plain, fp8, or the copy that an adapter trains instead. None for any other head."""
+    """The head's linear layer: a plain one, an fp8 one, or the copy that an adapter trains. None for other heads."""
     if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     if isinstance(head, Fp8Head):

@@ -1,4 +1,4 @@
-"""What an objective needs of the data and of the run, checked before a weight is read."""
+"""What an objective needs from the data and from the run. Its needs are checked before weights are read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class Needs:
     documents: tuple[int, int | None] = (1, 1)
     """The fewest and the most documents of a group; None: any number."""
     labels: bool | None = False
-    """True: each group has a label on at least one of its documents. None: labels are optional. False: labels are
-    refused, because nothing would read them."""
+    """True: at least one document of each group has a label. None: labels are optional. False: labels are refused,
+    because the objective would not read them."""
     whole_documents: bool = False
-    """Whether the loss is computed from one number for each document, so that no document may be divided among ranks.
-    An objective with groups or labels always needs whole documents."""
+    """Whether the loss needs one number for each document, so that ranks may not divide documents. An objective with
+    groups or labels always needs whole documents."""
     reference: bool = False
-    """Whether the objective compares the model with a reference, the model at the start of the run. Such an objective
-    has an option `reference` (objectives/reference.py)."""
+    """Whether the objective compares the model with a reference. Such an objective has an option `reference`
+    (objectives/reference.py)."""
     step_sums: int = 0
-    """How many sums over the whole optimizer step the loss of a micro-batch depends on (Objective.step_sums())."""
+    """The number of sums over a whole step on which the loss of a micro-batch depends (Objective.step_sums())."""
     head: str = "lm"
-    """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for a number a document."""
+    """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for one number per
+    document."""
 
     @property
     def reads_groups(self) -> bool:
-        """Whether the objective compares documents or reads labels, unlike an objective for supervised text."""
+        """Whether the objective compares documents or reads labels. Objectives for supervised text do neither."""
         return self.documents != (1, 1) or self.labels is not False
 
     @property
@@ -46,7 +47,7 @@ class Needs:
         return self.documents == (2, 2)
 
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
-        """Yield each reason, with its key, why the objective `name` cannot run on ranks of these degrees."""
+        """Yield each reason, with its key, why the objective `name` cannot run on ranks with these degrees."""
         if degrees.context > 1 and (self.whole_documents or self.reads_groups):
             yield (
                 f"parallel.context: objective={name} reads whole documents, and {degrees.context} ranks would divide "
@@ -95,7 +96,7 @@ class Needs:
                 )
 
     def _fitting_rows(self) -> str:
-        """Words for the rows that the objective can learn from."""
+        """A phrase that describes the rows from which the objective can learn."""
         if self.are_pairs:
             return "rows with `prompt`, `chosen` and `rejected`"
         if self.documents == (1, 1):
@@ -104,7 +105,7 @@ class Needs:
 
 
 def same_label_refusals(name: str, tables: Iterable[TokenTable]) -> Iterator[str]:
-    """Yield a message if all answers of the tables have the same label, so that the objective `name` has nothing to
+    """Yield a message if all answers of the tables have the same label. The objective `name` then has nothing to
     compare."""
     tables = [table for table in tables if has_labels(table)]
     found = {label for table in tables for label in np.unique(np.asarray(table.labels)) if not np.isnan(label)}
@@ -130,7 +131,7 @@ def _unlabelled_groups(table: TokenTable) -> int:
 
 
 def _rows_have(count: int, total: int) -> str:
-    """The beginning of a sentence on `count` of the `total` rows of a table."""
+    """The beginning of a sentence about `count` of a table's `total` rows."""
     return "its rows have" if count == total else f"{count:,} of its {total:,} rows have"
 
 

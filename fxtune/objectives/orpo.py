@@ -1,10 +1,10 @@
 """Odds ratio preference optimization (Hong et al., arXiv:2403.07691): supervised tuning on the chosen answer, and a
-term that lowers the odds of the rejected one. One stage, no reference.
+term that lowers the odds of the rejected answer. It needs no reference and no supervised training before it.
 
     loss = -mean of chosen - beta * log sigmoid(log odds of chosen - log odds of rejected)
     log odds = m - log(1 - exp(m)),  m = mean log-probability of a token
 
-The likelihood is of the answer's tokens alone; the prompt is not learned.
+Only the answer's tokens count. The prompt is not learned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fxtune.objectives.preferences import Answers, PairObjective, ScoredPairs
 
 LARGEST_MEAN = -1e-6
-"""Means are kept below this, because the odds of a certain answer are infinite."""
+"""Upper limit for mean log-probabilities. At a mean of 0 the answer is certain, and its odds are infinite."""
 
 
 @dataclass

@@ -4,8 +4,8 @@ An objective gets the summed log-probabilities of both answers of each pair, und
 reference, and returns a loss for each pair. The step divides the sum of losses by its number of pairs, so a pair
 counts once, however long its answers are.
 
-The metrics show changes that a falling loss hides. `log_probs_chosen` often falls as well, and `log_probs_rejected`
-falls faster; `length_chosen` and `length_rejected` show whether the data prefers long answers.
+The metrics show changes that a falling loss hides. Often `log_probs_chosen` falls, too, while `log_probs_rejected`
+falls faster. `length_chosen` and `length_rejected` show whether the data prefers long answers.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ METRICS = {
     "length_chosen": "tokens of the chosen answer",
     "length_rejected": "tokens of the rejected answer; if it is much shorter, the model may learn length alone",
 }
-"""A line on each metric."""
+"""The metrics by name, with a line about each."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A number for both answers of each pair, float32 [slots], stored in the slot of the pair's first document in
-    `Batch.cu_seqlens`. Slots without a pair are meaningless, but finite."""
+    """A number for the chosen and one for the rejected answer of each pair, float32 [slots]. Both are in the slot of
+    the pair's first document in `Batch.cu_seqlens`. Other slots are meaningless, but finite."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
 
     @staticmethod
     def of(documents: torch.Tensor) -> Answers:
-        """From a number for each document [slots]."""
+        """Make Answers from a tensor with a number for each document [slots]."""
         return Answers(documents, F.pad(documents[1:], (0, 1)))
 
     @property
@@ -73,11 +73,11 @@ class ScoredPairs:
     """The log-probabilities of a micro-batch of pairs, in nats."""
 
     policy: Answers
-    """Summed over each answer's tokens, under the trained model; the only part with a gradient."""
+    """The log-probability of each answer under the trained model, summed over its tokens. Only this has a gradient."""
     reference: Answers | None
-    """The same under the reference; None for an objective without one."""
+    """The log-probability of each answer under the reference. None if the objective has no reference."""
     length: Answers
-    """Supervised tokens of each answer, at least 1."""
+    """The number of supervised tokens of each answer, at least 1."""
 
     @property
     def log_ratios(self) -> Answers:
@@ -92,13 +92,13 @@ class ScoredPairs:
 
 
 def is_first_of_pair(batch: Batch) -> torch.Tensor:
-    """bool [slots]: which documents of `batch.cu_seqlens` are the first of their group."""
+    """bool [slots]: whether each document of `batch.cu_seqlens` is the first one of its group."""
     assert batch.group_of is not None
     return (batch.group_of >= 0) & (batch.group_of != F.pad(batch.group_of[:-1], (1, 0), value=-1))
 
 
 def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
-    """The metrics that all objectives over pairs have, float32 [slots]."""
+    """The metrics that all objectives over pairs have, each float32 [slots]."""
     return {
         "reward_accuracy": (rewards.margin > 0).float(),
         "reward_margin": rewards.margin,
@@ -110,7 +110,7 @@ def pair_metrics(rewards: Answers, lengths: Answers) -> dict[str, torch.Tensor]:
 
 
 def contradictions(plan: Plan) -> Iterator[str]:
-    """Yield a line if the plan trains on the same two answers in both orders."""
+    """Yield a line if the plan has pairs of the same two answers in both orders."""
     found = plan.stream.spans(np.arange(len(plan.stream.segments)))
     texts = [
         hash(plan.tables[source].ids[slice(*plan.tables[source].offsets[document : document + 2])].tobytes())
@@ -127,7 +127,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 @dataclass
 class PairObjective(GroupObjective):
-    """An objective over pairs. A subclass gives pair_losses() and rewards()."""
+    """An objective over pairs. A subclass defines pair_losses() and rewards()."""
 
     needs: ClassVar[Needs] = Needs(documents=(2, 2), labels=None)
     metrics: ClassVar[Mapping[str, str]] = METRICS
@@ -141,11 +141,11 @@ class PairObjective(GroupObjective):
 
     @abstractmethod
     def rewards(self, pairs: ScoredPairs) -> Answers:
-        """How much the trained model prefers each answer, in the objective's measure."""
+        """How strongly the trained model prefers each answer, in the objective's measure."""
 
     def token_weights(self, batch: Batch, lengths: torch.Tensor) -> torch.Tensor | None:
-        """The weight of each target in the sums, float32 [supervised]; None: all count alike. `lengths` [slots]: the
-        supervised tokens of each document."""
+        """The weight of each target in the sums, float32 [supervised]. None: all targets have weight 1. `lengths`
+        [slots]: the number of supervised tokens of each document."""
         return None
 
     def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:

@@ -1,4 +1,4 @@
-"""The reference of a preference objective: which model it is, and when its log-probabilities are computed."""
+"""Chooses a preference objective's reference model, and the time at which its log-probabilities are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reference(str, Enum):
     stored = "stored"
 
     def describe(self) -> str:
-        """What a settled reference is, for the log."""
+        """A description of the reference for the log."""
         return {
             Reference.auto: "decided when the data is read",
             Reference.base: "the model with its adapters off, in each step",
@@ -34,19 +34,20 @@ class WithReference(Objective):
 
     needs: ClassVar[Needs] = Needs(reference=True)
     reference: Reference = Reference.auto
-    """The model that the trained model is compared with. `start`: the model when training began, with the adapter of
-    model.adapter, computed in each step. `stored`: the same model, computed once before the first step and kept beside
-    the tokens. `base`: the model without any adapter, computed in each step. `auto`: `stored` for full fine-tuning and
-    for more than one epoch, else `start`."""
+    """The model with which the trained model is compared. `start`: the model at the start of training, with the
+    adapter of model.adapter; its log-probabilities are computed in each step. `stored`: the same model; its
+    log-probabilities are computed once before the first step and kept beside the tokens. `base`: the model without any
+    adapter, computed in each step. `auto`: `stored` for full fine-tuning and for more than one epoch, else `start`."""
 
     @property
     def forward_passes(self) -> int:
-        """Also a pass of the reference for each pass of the trained model, unless the reference is stored."""
+        """The trained model's passes without gradient, and a pass of the reference for each pass of the trained model
+        unless the reference is stored."""
         own = super().forward_passes
         return own if self.reference is Reference.stored else 2 * own + 1
 
     def settle_reference(self, adapters: bool, epochs: float) -> Reference:
-        """The reference of a run. `adapters`: whether adapters are trained."""
+        """The reference of a run, with `auto` decided. `adapters`: whether adapters are trained."""
         if self.reference is Reference.auto:
             return Reference.stored if not adapters or epochs > 1 else Reference.start
         return self.reference

@@ -1,4 +1,4 @@
-"""The objectives by name, built-in and from plugins: dataclasses that derive from Objective (base.py)."""
+"""The objectives by name, fxtune's own and those of plugins: dataclasses that derive from Objective (base.py)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Reward models (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155): a number for each answer, higher for the
-chosen than for the rejected answer.
+"""Reward models (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155): the model gives each answer a number, and
+the chosen answer a higher number than the rejected answer.
 
     loss = -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2
 
-Only differences of rewards matter for the first term, so rewards could drift; the second term keeps them around zero
-(Eisenstein et al., arXiv:2312.09244). `margin` asks for a larger difference where the labels of a pair differ more
-(Touvron et al., arXiv:2307.09288).
+The first term depends only on differences of rewards, so all rewards could drift. The second term keeps rewards around
+zero (Eisenstein et al., arXiv:2312.09244). With `margin`, pairs whose labels differ more must have a larger difference
+of rewards (Touvron et al., arXiv:2307.09288).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxtune.objectives.score_model import ScoreModel
 
 
 def _margins(plan: Plan) -> np.ndarray:
-    """The margin of each pair, float32 [pairs]; NaN without labels."""
+    """The margin of each pair, float32 [pairs]. A pair without labels has NaN."""
     labels = plan.stream.labels().reshape(-1, 2)
     return np.asarray(labels[:, 0] - labels[:, 1])
 
@@ -39,8 +39,8 @@ class Reward(GroupObjective):
     center: float = field(default=0.01, metadata={"min": 0})
     """Weight of the squared sum of a pair's rewards, which keeps them around zero."""
     margin: bool = False
-    """Whether the chosen reward must win by the difference of the pair's labels (`margin` of a row, or `score_chosen`
-    minus `score_rejected`). A pair without labels has margin 0."""
+    """Whether the chosen answer's reward must exceed the rejected answer's by the difference of the pair's labels
+    (`margin` of a row, or `score_chosen` minus `score_rejected`). A pair without labels has margin 0."""
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         if self.margin and np.isnan(_margins(plan)).all():

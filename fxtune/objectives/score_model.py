@@ -1,9 +1,9 @@
 """The model's interface for objectives over a head that scores documents (models/kinds/scorer.py).
 
 The score of a document is the head's number for the hidden state of its last token. The bounds of documents give the
-last tokens, so rows may be packed, and only these hidden states reach the head. (transformers takes the rightmost
-token of a row that is not `pad_token_id`, which is a wrong token where padding and end of text are the same token.)
-The product is float32 under every autocast, because rewards are compared with each other."""
+last tokens, so rows may be packed. Only the hidden states of last tokens reach the head. (transformers takes the
+rightmost token of a row that is not `pad_token_id`. This is a wrong token if padding and end of text are the same
+token.) The head's product is in float32 even under autocast, because rewards are compared with each other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fxtune.techniques.base import Evidence
 
 
 class ScoreModel(LanguageModel):
-    """A LanguageModel with scores() in place of losses of tokens. The constructor raises ConfigError if the head does
-    not give the scores of the model's own forward pass."""
+    """A LanguageModel that has scores() in place of losses of tokens. The constructor raises ConfigError if scores()
+    differs from the model's own forward pass."""
 
     unit = "score"
 
@@ -41,7 +41,7 @@ class ScoreModel(LanguageModel):
         raise NotImplementedError
 
     def _scores(self, inputs: dict[str, Any], at: torch.Tensor) -> torch.Tensor:
-        """Scores [len(at)] at flattened positions, which may be equal."""
+        """Scores [len(at)] of the tokens at the flattened positions `at`. Positions may occur twice."""
         states = backbone(self.model)(**inputs)[0]
         states = states.flatten(0, 1).index_select(0, at)
         head: Any = output_head(self.model)

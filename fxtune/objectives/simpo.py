@@ -1,10 +1,10 @@
-"""Simple preference optimization (Meng et al., arXiv:2405.14734): no reference, and means a token, so that a longer
-answer has no advantage.
+"""Simple preference optimization (Meng et al., arXiv:2405.14734): no reference, and mean log-probabilities per token,
+so that a longer answer has no advantage.
 
     loss = -log sigmoid(beta * (mean of chosen - mean of rejected) - gamma),  mean = mean log-probability of a token
 
-The paper tunes beta from 2 to 2.5 (up to 10) and gamma / beta around 0.5. With a learning rate of 1e-5 in full
-fine-tuning its models broke.
+The paper chooses beta between 2 and 2.5 (up to 10) and gamma / beta around 0.5. In full fine-tuning with a learning
+rate of 1e-5 its models broke.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class SimPO(PairObjective):
     beta: float = field(default=2.0, metadata={"above": 0})
     """Scale of the difference of mean log-probabilities."""
     gamma: float = field(default=1.0, metadata={"min": 0})
-    """The margin by which the chosen answer must win, after `beta`."""
+    """The margin, after multiplication by `beta`, by which the chosen answer must win."""
     sft_weight: float = field(default=0.0, metadata={"min": 0})
-    """Weight of the negative log-likelihood of the chosen answer, a mean over its tokens (CPO-SimPO)."""
+    """Weight of the chosen answer's negative log-likelihood, the mean over its tokens (CPO-SimPO)."""
 
     def rewards(self, pairs: ScoredPairs) -> Answers:
         return pairs.means * self.beta

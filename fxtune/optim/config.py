@@ -1,4 +1,5 @@
-"""Optimizers by name: their options, the options that each reads, and the reasons why one cannot run on a machine."""
+"""Optimizers by name: their options, which optimizer reads which option, and the reasons why an optimizer cannot
+run."""
 
 from __future__ import annotations
 
@@ -37,16 +38,17 @@ class Moments(str, Enum):
 @dataclass
 class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
-    """`adamw_8bit` keeps AdamW's moments in 8 bits (by bitsandbytes, with stochastic_rounding by torchao);
+    """`adamw_8bit` keeps AdamW's moments in 8 bits (with bitsandbytes, or with torchao for stochastic_rounding).
     `adamw_schedulefree` averages its weights instead of decaying the learning rate (arXiv 2405.15682), so it needs
-    schedule.name=constant; `apex_adamw` is FusedAdam of NVIDIA's Apex; `muon` updates matrices with Muon, scaled so
+    schedule.name=constant. `apex_adamw` is FusedAdam of NVIDIA's Apex. `muon` updates matrices with Muon, scaled so
     that an AdamW learning rate fits, and all other weights with AdamW."""
     lr: Any = field(default=2e-4, metadata={"kind": float, "above": 0, "words": (AUTO,)})
-    """Peak learning rate. `auto`: from the size of the model, the adapters and the documents in a step, by a published
-    rule for AdamW and supervised text (docs/learning_rate.md); a line says how. `fxtune lr` tests rates."""
+    """Peak learning rate. `auto` computes it from the size of the model, the adapters and the documents in a step, by
+    a published rule for AdamW and supervised text (docs/learning_rate.md); a line shows how. `fxtune lr` tests
+    rates."""
     lr_vision: Optional[float] = field(default=None, metadata={"above": 0})
     """Peak learning rate of the parts for images, on the same schedule: the vision encoder and its projector, whole or
-    with adapters. null: full fine-tuning leaves these parts as they are, and adapters there have `lr`."""
+    with adapters. null: full fine-tuning does not train these parts, and adapters on them have the rate `lr`."""
     weight_decay: float = field(default=0.0, metadata={"min": 0})
     """Decoupled weight decay (weight x lr x weight_decay a step). The exception is torch's SGD, which adds weight x
     weight_decay to the gradient, and so to the momentum. Norms, biases and other 1-d parameters are not decayed."""
@@ -57,23 +59,23 @@ class OptimizerConfig:
     momentum: float = field(default=0.9, metadata={"min": 0, "below": 1})
     """SGD's and Muon's momentum."""
     stochastic_rounding: bool = False
-    """Round updates of bfloat16 weights up or down at random, so that small updates add up instead of being lost. For
-    `adamw`, and for `adamw_8bit`."""
+    """Round updates of bfloat16 weights up or down at random, so that small updates add up instead of being lost.
+    `adamw` and `adamw_8bit` can do this."""
     moments: Moments = Moments.float32
-    """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16`: half the memory, 4 bytes a weight,
-    also with stochastic rounding."""
+    """The dtype of the moments of `adamw` with stochastic_rounding. `bfloat16` takes half the memory, 4 bytes a
+    weight. These moments are rounded stochastically, too."""
     in_backward: Switch = Switch.auto
-    """Update each weight in the backward pass, as soon as its gradient is whole, and free the gradient: full
-    fine-tuning then holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on
-    one card. `auto`: where these hold and the forecast says that all gradients at once would not fit."""
+    """Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient. So full
+    fine-tuning holds the gradients of about one layer. Needs train.max_grad_norm=0 and one micro-batch a step on one
+    card. `auto`: if these conditions hold and, by the forecast, all gradients at once would not fit."""
 
     def __post_init__(self) -> None:
-        if self.lr != AUTO:  # as OmegaConf reads a float: 1, "1e-4"
+        if self.lr != AUTO:  # take what OmegaConf takes for a float: 1, "1e-4"
             self.lr = FloatNode().validate_and_convert(self.lr)
 
 
 ZERO_INITS = ("default", "gaussian")
-"""Values of techniques.lora.init with which an adapter starts as zero."""
+"""The values of techniques.lora.init with which an adapter starts at zero."""
 
 
 class Traits(NamedTuple):
@@ -84,7 +86,7 @@ class Traits(NamedTuple):
     moments: float
     """Numbers that the optimizer keeps for each parameter."""
     has_lr_rule: bool = False
-    """Whether lr=auto has a rule: for the kinds of AdamW, and for Muon, whose updates are scaled to AdamW's."""
+    """Whether lr=auto has a rule. All kinds of AdamW have it, and Muon, because its updates are scaled to AdamW's."""
 
 
 TRAITS = {
@@ -185,8 +187,8 @@ def packages(config: OptimizerConfig, facts: Facts) -> Iterator[str]:
 
 
 def library(config: OptimizerConfig, facts: MachineFacts) -> str:
-    """The package of adamw_8bit: bitsandbytes, because torchao's update is compiled at the start of a run. It is
-    torchao with stochastic rounding, which bitsandbytes lacks, and where bitsandbytes is not installed."""
+    """The package of adamw_8bit. By default it is bitsandbytes, because torchao's update is compiled when a run
+    starts. It is torchao if bitsandbytes is not installed, or for stochastic rounding, which bitsandbytes lacks."""
     return TORCHAO if config.stochastic_rounding or BITSANDBYTES not in facts.packages else BITSANDBYTES
 
 

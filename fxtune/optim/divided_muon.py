@@ -1,9 +1,9 @@
 """Muon for matrices that are divided by rows over ranks (parallel.shard).
 
-Muon makes the update of a whole matrix orthogonal, and here a rank has only some rows of the matrix. Each rank keeps
-the momentum of its rows. Then N ranks share the work on N matrices: rank i gets all rows of the update of matrix i,
-makes the update orthogonal, and sends the rows back. Both exchanges are in bfloat16, Muon's own precision, so N ranks
-and one process get the same numbers. A rank sends 4 (N - 1) / N bytes for each weight that it holds.
+Muon makes the update of a whole matrix orthogonal. But a rank has only some rows of the matrix. Each rank keeps the
+momentum of its rows. Then N ranks share the work on N matrices: rank i gets all rows of the update of matrix i, makes
+the update orthogonal, and sends the rows back. Both exchanges are in bfloat16, Muon's own precision, so N ranks and
+one process get the same numbers. A rank sends 4 (N - 1) / N bytes for each weight that it holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
 
 
 class DividedMuon(torch.optim.Muon):
-    """torch.optim.Muon over `matrices`, the same ones in the same order on all ranks of `sharding`."""
+    """torch.optim.Muon over `matrices`. All ranks of `sharding` give the same matrices in the same order."""
 
     def __init__(self, matrices: Sequence[Matrix], sharding: Sharding, **options: Any) -> None:
         self.orthogonal, self.adjusted = upstream.muon_parts()
@@ -71,7 +71,7 @@ class DividedMuon(torch.optim.Muon):
                 self._apply_to(matrix, update, options)
 
     def _update(self, own: nn.Parameter, options: dict[str, Any]) -> torch.Tensor:
-        """The momentum's update of this rank's rows, in bfloat16; zeros without a gradient."""
+        """Update the momentum of this rank's rows. Returns the rows' update in bfloat16, zeros without a gradient."""
         if own.grad is None or not own.numel():
             return torch.zeros_like(own, dtype=torch.bfloat16)
         state = self.state[own]
@@ -90,6 +90,6 @@ class DividedMuon(torch.optim.Muon):
 
 
 def _rows(count: int, ranks: int) -> list[slice]:
-    """The rows of each rank, as fully_shard divides them."""
+    """The rows of each rank, as torch's fully_shard divides `count` rows."""
     most = -(-count // ranks)
     return [slice(min(rank * most, count), min((rank + 1) * most, count)) for rank in range(ranks)]

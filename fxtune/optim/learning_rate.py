@@ -3,15 +3,15 @@
     5e-5 x (10 for adapters) x (2000 / hidden size)^P x (32 / alpha) x sqrt(documents in a step / 128)
 
 The first three factors are Thinking Machines' rule, fitted to sweeps of Llama (P = 0.781) and Qwen (P = 0.0775) models
-(the guide to hyperparameters of their tinker-cookbook; "LoRA Without Regret", 2025, has the 10). Other families get
-Llama's exponent, which is safer: it gives large models a lower rate. The rule is for adapters of alpha / r with
-alpha = 32, where the best rate does not depend on r. An adapter's update grows with alpha and with the rate, so a
-larger alpha divides the rate; with alpha = 2 r the rate falls as 1 / r (arXiv 2602.06204 finds both). The last factor
-is the guide's factor for batches; 128 documents are the batch of its sweeps. Here it is between 1 and 2: small batches
-need no reduction (arXiv 2507.07101, and the built-in model agrees: docs/learning_rate.md), and adapters tolerate large
-batches less than full fine-tuning does ("LoRA Without Regret").
+(the guide to hyperparameters of their tinker-cookbook; "LoRA Without Regret", 2025, has the factor 10). Other families
+get Llama's exponent, which is safer: it gives large models a lower rate. The rule is for adapters that are scaled by
+alpha / r with alpha = 32. With this scale the best rate does not depend on r. An adapter's update grows with alpha and
+with the rate, so a larger alpha divides the rate; with alpha = 2 r the rate falls as 1 / r (arXiv 2602.06204 finds
+both). The last factor is the guide's factor for batches; 128 documents are the batch of its sweeps. fxtune keeps this
+factor between 1 and 2: small batches need no reduction (arXiv 2507.07101, and the built-in model agrees:
+docs/learning_rate.md), and adapters tolerate large batches less than full fine-tuning does ("LoRA Without Regret").
 
-It is a first guess. `fxtune lr` tests rates on the data.
+The result is a first guess. `fxtune lr` tests rates on the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BASE = 5e-5
 ADAPTERS = 10.0
 HIDDEN = 2000
 EXPONENTS = {"qwen": 0.0775, "llama": 0.781}
-"""Beginning of a `model_type` -> P."""
+"""The exponent P of each family. A family is the beginning of a `model_type`."""
 ALPHA = 32.0
 DOCUMENTS = 128.0
 LARGEST = 2.0

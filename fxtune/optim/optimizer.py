@@ -1,12 +1,13 @@
 """One interface to the optimizers of all libraries: parameter groups, updates that skip non-finite steps, saved state.
 
-When the loss or the gradient of a step is not finite, neither weights nor moments change. That needs no host sync
-(skip_nonfinite.py), except with Adafactor and with large models whose optimizer is not fused.
+When the loss or the gradient of a step is not finite, neither weights nor moments change. The check needs no host sync
+(skip_nonfinite.py), with these exceptions: Adafactor, schedule-free AdamW, Muon over divided weights, and large models
+whose optimizer is not fused.
 
-Memory of the state in bytes per trained weight: AdamW 8 over float32 weights (4 over bfloat16 ones, whose moments are
-bfloat16 too), adamw_8bit 2 (blocks of 256 values share a scale, arXiv 2110.02861; tensors of fewer than 4,096 values
-keep 8), Lion, Muon and SGD with momentum half as much as AdamW, Adafactor almost none. Schedule-free AdamW has as much
-as AdamW; during an evaluation and a save it needs one or two more copies of the weights.
+Bytes of state per trained weight: AdamW takes 8 for float32 weights, and 4 for bfloat16 weights, whose moments are
+bfloat16, too. adamw_8bit takes 2, because blocks of 256 values share a scale (arXiv 2110.02861); tensors of fewer than
+4,096 values take 8. Lion, Muon and SGD with momentum take half of AdamW's bytes, and Adafactor almost none.
+Schedule-free AdamW takes AdamW's bytes, and one or two more copies of the weights during an evaluation and a save.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from fxtune.upstream import torch as upstream
 
 Scalar = int | float | bool
 STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
-"""State that a package keeps for all weights of a group. It is saved with each weight."""
+"""The state that a package keeps once for all weights of a group. A checkpoint stores this state with each weight."""
 EIGHT_BIT_BYTES = 150.0
-"""torchao's AdamW with 8-bit moments and stochastic rounding takes as long as reading so many bytes for each weight
-(full fine-tuning of 8B: 0.3 s)."""
+"""The time of torchao's AdamW with 8-bit moments and stochastic rounding, as bytes per weight that could be read in
+this time (full fine-tuning of 8B: 0.3 s)."""
 TRAINED = "trained"
-"""The state's key for the trained weight of an optimizer that saves and evaluates an average (averages())."""
+"""The state's key for the trained weight, if the optimizer saves and evaluates an average instead (averages())."""
 
 
 class Optimizer:
@@ -59,21 +60,22 @@ class Optimizer:
         the same tensors. A weight that no backward pass has reached since the last step is still not updated: a
         gradient of zeros would apply weight decay and the momentum of earlier steps.
 
-        `one_by_one`: update() is called for each weight in place of step(). `sharding`: of a model whose weights are
-        divided over ranks. `for_images`: the parameters with OptimizerConfig.lr_vision, if it is set.
+        `one_by_one`: update() is called for each weight in place of step(). `sharding`: how weights are divided over
+        ranks; None if they are not divided. `for_images`: the parameters that get OptimizerConfig.lr_vision, if it is
+        set.
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divided: dict[torch.Tensor, nn.Parameter] = {}
-        """Where weights are divided over ranks: the rows that this rank holds and updates, and the parameter."""
+        """The parameter of each divided weight. The key is the tensor with this rank's rows, which is updated."""
         self.names: dict[torch.Tensor, str] = {}
-        """Updated tensor -> name of its parameter."""
+        """The tensors that are updated, each with its parameter's name."""
         rows: dict[torch.Tensor, nn.Parameter] = {}
-        """This rank's rows of each divided weight, perhaps none."""
+        """This rank's rows of each divided weight. A rank may have no rows."""
         for name, weight in trained.items():
             own = weight
             if is_divided(weight):
                 own = rows[weight] = nn.Parameter(local(weight))
-            if not own.numel():  # a weight of fewer rows than ranks
+            if not own.numel():  # the weight has fewer rows than there are ranks
                 continue
             if own is not weight:
                 self.divided[own] = weight
@@ -92,7 +94,7 @@ class Optimizer:
             divided = {} if of_images.intersection(group) else rows
             self.parts += _library_optimizers(model, config, group, divided, sharding)
         self.rates = dict.fromkeys(self.parts, 1.0)
-        """The learning rate of each part, as a multiple of step()'s."""
+        """The learning rate of each part, as a multiple of step()'s learning rate."""
         for part in self.parts if of_images else ():
             first = part.param_groups[0]["params"][0]
             if self.divided.get(first, first) in of_images:
@@ -101,12 +103,11 @@ class Optimizer:
             part: NonfiniteGuard(part) for part in self.parts if _needs_guard(part, self._in_one_step(part))
         }
         self.averaging = config.betas[0] if config.name is OptimizerName.adamw_schedulefree else None
-        """The momentum of schedule-free AdamW, which trains other weights than it evaluates; None with other
-        optimizers."""
+        """The momentum of schedule-free AdamW; None with other optimizers. See averages()."""
         self.keep_gradients = keep_gradients
         self.reached: set[str] = set()
-        """With keep_gradients: names of the weights that have received a gradient since the last step, added by
-        autograd hooks; when a CUDA graph is replayed, by the recorder."""
+        """With keep_gradients: names of the weights that have received a gradient since the last step. Autograd hooks
+        add them, or the recorder when it replays a CUDA graph."""
         self.kept: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, name in self.names.items() if keep_gradients else ():
             self.kept[parameter] = parameter.grad = torch.zeros_like(parameter)
@@ -114,12 +115,12 @@ class Optimizer:
 
     @property
     def whole(self) -> dict[torch.Tensor, str]:
-        """The weights that each rank holds whole, and their names: all, unless weights are divided. Each rank has its
-        own gradients of them until set_gradients(). The backward pass sums gradients of divided weights over ranks."""
+        """The weights that each rank holds whole, with their names; all weights if none are divided. Their gradients
+        differ between ranks until set_gradients(). The backward pass sums gradients of divided weights over ranks."""
         return {weight: name for weight, name in self.names.items() if weight not in self.divided}
 
     def _in_one_step(self, part: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The weights that are updated together with the weights of `part`, including these."""
+        """All weights that are updated in one step with the weights of `part`. The weights of `part` are included."""
         return (
             [weight for group in part.param_groups for weight in group["params"]]
             if self.one_by_one
@@ -127,14 +128,14 @@ class Optimizer:
         )
 
     def collect(self) -> None:
-        """Take the gradients that the backward pass has left in divided parameters."""
+        """For each divided weight, take the gradient of this rank's rows from the parameter."""
         if self.sharding is not None:
             self.sharding.collect_gradients_of_experts()
         for own, parameter in self.divided.items():
             own.grad = None if parameter.grad is None else local(parameter.grad)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients of `whole`; None where no backward pass has reached a weight."""
+        """The gradients of `whole`; None for a weight that no backward pass has reached."""
         return [self._gradient(weight) for weight in self.whole]
 
     def _gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
@@ -153,7 +154,7 @@ class Optimizer:
                 self.reached.add(self.names[parameter])
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient down to norm `max_norm` (0: do not). Returns its norm before, a scalar on the device."""
+        """Scale the gradient down to norm `max_norm`; 0: do not. Returns the earlier norm, a scalar on the device."""
         reached = {weight: gradient for weight in self.names if (gradient := self._gradient(weight)) is not None}
         norm = self._norm(gradient for weight, gradient in reached.items() if weight not in self.divided)
         if self.sharding is not None:
@@ -172,12 +173,12 @@ class Optimizer:
         return torch.nn.utils.get_total_norm(list(gradients), foreach=True).to(device)
 
     def step(self, lr: float, finite: torch.Tensor, seed: int = 0) -> None:
-        """Update the weights with learning rate `lr` if `finite` (a bool scalar on the device), then drop the
-        gradients. `seed`: of this step's stochastic rounding.
+        """Update the weights with learning rate `lr` if `finite`, a bool scalar on the device, is true. Then drop the
+        gradients. `seed`: the seed of this step's stochastic rounding.
         """
         for parameter in self.kept:
             if self.names[parameter] not in self.reached:
-                parameter.grad = None  # until drop()
+                parameter.grad = None  # drop() sets the gradient again
         on_host = functools.cache(finite.item)  # at most one host sync
         for part in self.parts:
             self.update(part, lr, finite, seed, on_host)
@@ -199,15 +200,15 @@ class Optimizer:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        if self.rounds:  # the bits of a weight do not depend on when it is updated
+        if self.rounds:  # so a weight's bits do not depend on the time of its update
             torch.manual_seed(_seed(seed, self.names[part.param_groups[0]["params"][0]]))
         if part.defaults.get("fused"):
-            part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # as GradScaler tells fused kernels
+            part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # like GradScaler, for fused kernels
             part.step()
             return
         with _eager_on_cpu(part):
             taken = part in self.guards and self.guards[part].step(finite)
-            if not taken and (on_host or finite.item)():  # cannot skip on the device: the host waits for it
+            if not taken and (on_host or finite.item)():  # the device cannot skip the step, so the host decides
                 part.step()
 
     def drop(self) -> None:
@@ -222,7 +223,7 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-        """The state by `parameter name/key`, as two dicts: plain tensors, and numbers."""
+        """The state as two dicts, plain tensors and numbers. Their keys are `parameter name/key`."""
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Scalar] = {}
         for part in self.parts:
@@ -241,9 +242,10 @@ class Optimizer:
         return tensors, scalars
 
     def load(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Scalar]) -> None:
-        """Restore what state() returned. Keeps the saved dtypes; torch's `load_state_dict` casts to the weight's."""
+        """Restore what state() returned. Keeps the saved dtypes. torch's `load_state_dict` would cast to the
+        weight's."""
         for guard in self.guards.values():
-            guard.settle()  # its correction belongs to the state that is replaced
+            guard.settle()  # a waiting correction belongs to the state that is replaced
         saved: dict[str, dict[str, Any]] = {}
         for full, value in [*tensors.items(), *scalars.items()]:
             name, key = full.rsplit("/", 1)
@@ -266,8 +268,8 @@ class Optimizer:
     def averages(self) -> dict[torch.Tensor, torch.Tensor]:
         """The tensors to evaluate, save and export in place of the weights; empty for optimizers without averages.
 
-        Schedule-free AdamW takes gradients at y, between the averaged weights x and the moving ones, z: y = b x +
-        (1 - b) z, with its momentum b.
+        Schedule-free AdamW takes gradients at y, which lies between the averaged weights x and the moving weights z: y
+        = b x + (1 - b) z. Here b is its momentum.
         """
         if self.averaging is None:
             return {}
@@ -280,7 +282,7 @@ class Optimizer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """In the body the weights are their averages(). Afterwards they have the bits that they had before."""
+        """In the body the weights are their averages(). Afterwards the weights have their earlier bits."""
         averages = self.averages()
         trained = {parameter: parameter.detach().clone() for parameter in averages}
         try:
@@ -291,7 +293,7 @@ class Optimizer:
 
     @torch.no_grad()
     def use_averages(self, values: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Replace the weights by `values`; None: by their averages()."""
+        """Replace the weights by `values`. None: replace them by averages()."""
         for parameter, value in (self.averages() if values is None else values).items():
             parameter.copy_(value)
 
@@ -310,7 +312,7 @@ def _mark_reached(reached: set[str], name: str, _: torch.Tensor) -> None:
 
 
 def _plain_state(moments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a state's plain tensors and numbers; torchao's 8-bit tensors become `key.codes`, `.scale`, `.qmap`."""
+    """Yield a state's plain tensors and numbers. torchao's 8-bit tensors become `key.codes`, `.scale` and `.qmap`."""
     for key, value in moments.items():
         if hasattr(value, "__tensor_flatten__"):
             yield from ((f"{key}.{inner}", getattr(value, inner)) for inner in value.__tensor_flatten__()[0])
@@ -333,14 +335,14 @@ def _library_state(parameter: torch.Tensor, plain: dict[str, Any]) -> dict[str, 
 
 
 def _eager_on_cpu(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-    """On a CPU torchao's update runs uncompiled: compiling its C++ takes longer than it saves."""
+    """A context in which torchao's update on a CPU is not compiled: compiling its C++ takes longer than it saves."""
     on_cpu = part.param_groups[0]["params"][0].device.type == "cpu"
     eager = on_cpu and _is_from(part, TORCHAO)
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
 def state_of(config: OptimizerConfig) -> OptimizerState:
-    """What this optimizer keeps, for the forecasts."""
+    """The state that this optimizer keeps, for the forecasts."""
     eight_bit = config.name is OptimizerName.adamw_8bit
     size = getattr(torch, config.moments.value).itemsize if config.stochastic_rounding else 0
     return OptimizerState(
@@ -353,15 +355,15 @@ def state_of(config: OptimizerConfig) -> OptimizerState:
 
 
 def undo_limit(config: OptimizerConfig) -> int:
-    """The largest size in bytes of trained weights on a GPU for which a NonfiniteGuard undoes bad steps of this
-    optimizer; 0 if no guard does."""
+    """A NonfiniteGuard undoes bad steps of this optimizer if the trained weights on a GPU take at most this many
+    bytes. 0: no guard does."""
     fused = (OptimizerName.adamw, OptimizerName.sgd)
     syncs = (OptimizerName.adafactor, OptimizerName.adamw_schedulefree)
     return 0 if config.name in (*fused, *syncs) else MAX_BYTES
 
 
 def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Whether a NonfiniteGuard undoes bad steps of `part`, which updates `parameters` together with others."""
+    """Whether a NonfiniteGuard undoes bad steps of `part`. `parameters`: the weights of a whole update."""
     small = sum(parameter.nbytes for parameter in parameters) <= MAX_BYTES
     return small and parameters[0].is_cuda and _can_undo(part)
 
@@ -369,7 +371,7 @@ def _needs_guard(part: torch.optim.Optimizer, parameters: list[torch.Tensor]) ->
 def _can_undo(part: torch.optim.Optimizer) -> bool:
     """Whether a NonfiniteGuard may undo steps. Adafactor syncs for each weight; schedulefree counts on the host."""
     counts = isinstance(part, torch.optim.Adafactor) or _is_from(part, "schedulefree")
-    # Ranks that exchange updates in a step take it together, or none does.
+    # Ranks that exchange updates must all take the step, or none.
     return not part.defaults.get("fused") and not counts and not isinstance(part, DividedMuon)
 
 
@@ -391,7 +393,7 @@ def _library_optimizers(
 
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if config.stochastic_rounding:
-            use_cache_folder()  # its step is compiled
+            use_cache_folder()  # StochasticAdamW compiles its step
             return StochasticAdamW(groups, moments=getattr(torch, config.moments.value), **adam)
         return torch.optim.AdamW(groups, fused=True, **adam)
 
@@ -423,11 +425,11 @@ def _library_optimizers(
         from lion_pytorch import Lion
 
         return [Lion(groups, betas=adam["betas"], **shared)]
-    # Muon is for matrices that map activations to activations. Embeddings and heads are look-up tables: AdamW's.
+    # Muon is for matrices that map activations to activations. Embeddings and heads are tables, which AdamW updates.
     tables = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tables |= set(head.parameters()) if head is not None else set()
-    tables |= {p for name, p in model.named_parameters() if "trainable_tokens" in name}  # rows of both
+    tables |= {p for name, p in model.named_parameters() if "trainable_tokens" in name}  # rows of such tables
     tables |= {p for name, p in model.named_parameters() if "score." in name and len(p) == 1}  # a head of one row
     tables |= {rows[table] for table in tables if table in rows}
     matrices = [p for p in parameters if p.ndim == 2 and p not in tables]
@@ -449,7 +451,7 @@ def _torchao_adamw(
     use_cache_folder()
     part = AdamW8bit(groups, bf16_stochastic_round=stochastic_rounding, **options)
     for parameter in (parameter for group in groups for parameter in group["params"]):
-        # torchao keeps a small tensor's moments in its weight's dtype. In bfloat16 the second one would never change.
+        # torchao keeps a small tensor's moments in its weight's dtype. A second moment in bfloat16 would never change.
         if parameter.numel() < 4096 or parameter.numel() % part.block_size:
             part.state[parameter].update(
                 step=torch.tensor(0.0),
@@ -460,7 +462,8 @@ def _torchao_adamw(
 
 
 def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: norms, biases and other 1-d parameters get no weight decay, which would only hurt them."""
+    """Parameter groups. Norms, biases and other 1-d parameters have no weight decay, because it would only hurt
+    them."""
     groups = [
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=weight_decay),
         dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
@@ -469,7 +472,7 @@ def _groups(parameters: list[torch.Tensor], weight_decay: float) -> list[dict[st
 
 
 def moment_bytes(state: OptimizerState, parts: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of the moments that the library optimizers `parts` will keep. `state`: by state_of()."""
+    """Bytes of the moments that the library optimizers `parts` will keep. `state`: the result of state_of()."""
     total = 0
     for part in parts:
         others = state.others if isinstance(part, torch.optim.AdamW) else None

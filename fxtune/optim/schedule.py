@@ -1,8 +1,8 @@
-"""Learning-rate schedules: a pure function of the step and of a few lengths, the fields of `Schedule`.
+"""Learning-rate schedules. A rate depends only on the step and on a few lengths, the fields of `Schedule`.
 
 The lengths are saved with a run's state, because they may change: a run that ends early decays from then on, and a
-finished run may be extended. WSD (warmup-stable-decay, arXiv 2404.06395) allows both: its rate does not depend on the
-end of the run until the decay begins, so the decay may begin at any checkpoint.
+finished run may be extended. WSD (warmup-stable-decay, arXiv 2404.06395) allows both. Before its decay the rate does
+not depend on the end of the run, so the decay may begin at any checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ScheduleConfig:
     warmup_steps: float = field(default=0.03, metadata={"min": 0})
     """Steps of linear warm-up; a number below 1 is a share of the run."""
     min_lr_ratio: float = field(default=0.0, metadata={"min": 0, "max": 1})
-    """Where decay ends, as a share of optimizer.lr."""
+    """The rate at which decay ends, as a share of optimizer.lr."""
     decay_steps: float = field(default=0.2, metadata={"min": 0})
     """wsd only: steps of decay; a number below 1 is a share of the run. A run that ends early decays over the
     same share of its steps."""
@@ -50,7 +50,7 @@ class Schedule:
     steps: int
     """The length of warm-up, plateau and decay together."""
     last: int
-    """The run ends after this many steps: before `steps` if it was cut off."""
+    """The run ends after this many steps. A run that was cut off ends before `steps`."""
     warmup: int
     decay: int
     """Steps of decay at the end of `steps`."""
@@ -103,8 +103,8 @@ class Schedule:
         return self.steps - self.decay
 
     def decay_from(self, origin: int) -> int:
-        """The length of a decay that begins after `origin` steps: the same share as in a whole run, within the
-        plan."""
+        """The length of a decay that begins after `origin` steps. It is the same share of the steps as in a whole run,
+        and ends within the plan."""
         config = self.config
         share = min(config.decay_steps, 0.99)  # of all steps, the decay included
         decay = math.ceil(origin * share / (1 - share)) if config.decay_steps < 1 else _steps(config.decay_steps, 0)
@@ -118,7 +118,8 @@ class Schedule:
         return replace(self, steps=end, last=end, decay=decay, dropped=step - origin)
 
     def ending(self, last: int) -> Schedule:
-        """The same rates in a run that ends after `last` steps. A decay of wsd that has begun ends by then, too."""
+        """The schedule of a run that now ends after `last` steps. Its rates stay the same, unless a decay of wsd
+        begins before `last`: that decay is shortened to end there."""
         if not self.branches or last <= self.decay_start:
             return replace(self, last=last)
         return replace(self, steps=last, last=last, decay=last - self.decay_start)
@@ -135,7 +136,7 @@ class Schedule:
 
 
 def _steps(number: float, steps: int) -> int:
-    """`number` of steps; below 1: this share of `steps`."""
+    """`number` as a number of steps. A number below 1 is a share of `steps`."""
     return math.ceil(number * steps if number < 1 else number)
 
 
@@ -144,5 +145,5 @@ LENGTHS = ("planned", "steps", "last", "warmup", "decay", "dropped")
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """The learning rate of step `step` (0-based) of a run of `steps`; `peak` is optimizer.lr."""
+    """The learning rate of step `step`, counted from 0, in a run of `steps` steps. `peak` is optimizer.lr."""
     return Schedule.of(config, peak, steps).rate(step)

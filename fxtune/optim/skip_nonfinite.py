@@ -1,15 +1,14 @@
 """Skips the step of a library's optimizer if the gradient is not finite, without a host sync.
 
-torch's fused kernels can skip a step on the device; other optimizers cannot, and reading `finite.item()` first would
-stop the host once a step. So the step is always taken, and a bad step is undone on the device: weights and moments are
-copied before the step, and after the step each tensor becomes `new * finite + old * (1 - finite)`, in a few
-multi-tensor launches. This arithmetic runs on the tensors' bits, read as integers: an infinite moment read as a float
-would give inf * 0 = NaN. The optimizer gets zeros for the gradients of a bad step, so that no library's kernel sees a
-NaN.
+torch's fused kernels can skip a step on the device. Other optimizers cannot, and reading `finite.item()` before each
+step would stop the host. So the step is always taken, and a bad step is undone on the device. Weights and moments are
+copied before the step. After the step each tensor becomes `new * finite + old * (1 - finite)`, in a few multi-tensor
+launches. This arithmetic reads the tensors' bits as integers, because an infinite moment as a float would give inf * 0
+= NaN. The optimizer gets zeros for the gradients of a bad step, so that no library's kernel sees a NaN.
 
-Libraries count steps on the host for bias correction, where the device cannot correct the count. The host reads
-`finite` when the next step begins, long after the device computed it, and corrects the count before the count is used.
-Libraries count no step of a weight without a gradient, such as a weight of an expert that got no token.
+Libraries count steps on the host for bias correction, and the device cannot correct a count on the host. When the next
+step begins, the device has computed `finite` long ago. Then the host reads `finite` and corrects the count before it
+is used. For a weight without a gradient, such as a weight of an expert that got no token, libraries count no step.
 
 Cost: a copy of the trained weights, their gradients and moments during the step, so this is for adapters and small
 models (MAX_BYTES). In larger models a host sync costs a thousandth of the step.
@@ -27,11 +26,11 @@ from fxtune.upstream import torch as upstream
 MAX_BYTES = 2 * 2**30
 """Largest size of the trained weights, without gradients and moments, for which steps are undone by copies."""
 ALIGNMENT = 64
-"""Copies begin at a multiple of this many numbers, since kernels load 16 bytes at a time."""
+"""In its buffer a copy begins at a multiple of this many numbers, because kernels load 16 bytes at a time."""
 CONSTANT_TABLES = ("qmap",)
 """State keys of constant tables. Every parameter's state refers to the same table."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""{bytes of a number: the integer dtype of this size}."""
+"""The integer dtype for each size of a number in bytes."""
 
 
 class NonfiniteGuard:
@@ -40,7 +39,7 @@ class NonfiniteGuard:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.last_finite: torch.Tensor | None = None
-        """On the host: whether the last step was finite. Valid after the event `copied`. None after settle()."""
+        """Whether the last step was finite. It is on the host, valid after the event `copied`, None after settle()."""
         self.copied: Any = None
         """The event after the copy of `last_finite` to the host; None on a CPU."""
         self.counters: list[dict[str, Any]] = []
@@ -48,10 +47,11 @@ class NonfiniteGuard:
 
     @torch.no_grad()
     def step(self, finite: torch.Tensor) -> bool:
-        """Step if `finite` (a bool scalar on the device), without waiting. Each weight keeps its `.grad`.
+        """Take a step if `finite`, a bool scalar on the device, is true. The host does not wait. Weights keep their
+        `.grad`.
 
-        Returns False, without a step, if a weight has no moments yet: then there are no old moments to restore. The
-        caller reads `finite` and steps without the guard.
+        Takes no step and returns False if a weight has no moments yet, because no old moments could be restored. The
+        caller must then read `finite` and step without the guard.
         """
         self.settle()
         current = self._tensors()
@@ -103,7 +103,7 @@ class NonfiniteGuard:
         self.counters = []
 
     def _tensors(self) -> dict[torch.dtype, list[torch.Tensor]] | None:
-        """All weights with a gradient and their moments, as integers by dtype. None if a weight has no moments yet."""
+        """All weights with a gradient and their moments, viewed as integers, by dtype. None if moments are missing."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -144,7 +144,7 @@ def _copies(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tenso
 
 
 def _state_tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors of a parameter's state on the device; for torchao's 8-bit tensors their parts."""
+    """Yield the tensors in a parameter's state that are on the device. Of torchao's 8-bit tensors, yield the parts."""
     for key, value in state.items():
         if (
             not isinstance(value, torch.Tensor)

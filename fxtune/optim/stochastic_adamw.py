@@ -1,15 +1,15 @@
-"""AdamW with stochastic rounding to bfloat16, so that updates too small for a bfloat16 weight still add up.
+"""AdamW with stochastic rounding to bfloat16. Updates that are too small for a bfloat16 weight still add up.
 
 A bfloat16 has 8 significant bits. Rounding to nearest loses updates below 1/512 of a weight, and may lose updates
-below 1/256. A fine-tuning update is about as large as the learning rate, 1e-5. Here the update is computed in float32,
-16 random bits are added below the bits that stay, and the sum is truncated. So a weight changes rarely, but by the
-right amount on average (arXiv 2010.06192). The moments are float32 or bfloat16. Moments in bfloat16 are rounded
-stochastically, too: a second moment changes by 1/1000 a step, which rounding to nearest would lose.
+below 1/256. A fine-tuning update has about the size of the learning rate, such as 1e-5. Here the update is computed in
+float32, 16 random bits are added below the bits that stay, and the sum is truncated. So a weight changes rarely, but
+by the right amount on average (arXiv 2010.06192). The moments are float32 or bfloat16. Moments in bfloat16 are rounded
+stochastically, too. A second moment changes by 1/1000 in a step, and rounding to nearest would lose this change.
 
 Memory per weight: 2 bytes + 8 for the moments (4 in bfloat16) + 2 for the gradient; float32 weights take 4 + 8 + 4.
 The random bits come from torch's generator of the device. The caller seeds it for each weight and step, so a resumed
-run draws the same bits. On a GPU the update is compiled to one kernel a tensor, for any size; on a CPU it runs
-eagerly."""
+run draws the same bits. On a GPU the update is compiled: each tensor, of any size, takes one kernel. On a CPU the
+update runs eagerly."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ def update(
 ) -> None:
     """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `decay` is 1 - lr x weight decay.
 
-    weight, and first and second, the moments of its shape: each bfloat16 or float32; step, lr, decay, finite: scalars
-    on the same device, so that a change causes no host sync and no recompilation. `step` includes this step.
+    `weight` and its moments `first` and `second` have one shape; each is bfloat16 or float32. `step`, `lr`, `decay`
+    and `finite` are scalars on the same device, so that a new value causes no host sync and no recompilation. `step`
+    counts this step, too.
     """
     fine = gradient.float()
     mean = torch.lerp(first.float(), fine, 1 - beta1)
     square = second.float() * beta2 + fine * fine * (1 - beta2)
     denominator = (square / (1 - beta2**step)).sqrt() + eps
     moved = weight.float() * decay - lr / (1 - beta1**step) * mean / denominator
-    if weight.dtype is torch.bfloat16:  # drawing takes the longest: one draw of 48 bits serves three tensors
+    if weight.dtype is torch.bfloat16:  # drawing is slow, so one draw of 48 bits serves three tensors
         bits = torch.randint(0, 1 << 48, weight.shape, dtype=torch.int64, device=weight.device)
     for place, (old, new) in enumerate(((weight, moved), (first, mean), (second, square))):
         if old.dtype is torch.bfloat16:
@@ -65,8 +66,8 @@ def update(
 
 
 COMPILING = {"specialize_float": True, "recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-"""Compiler options for update(). Without the first, betas and eps would be copied from the host in each call. There is
-one graph for each dtype and number of dimensions, which may exceed torch's recompile limits."""
+"""Compiler options for update(). Without `specialize_float`, each call would copy betas and eps from the host. Each
+dtype and number of dimensions has a graph, and these graphs may be more than torch's recompile limits allow."""
 
 
 @functools.cache
@@ -75,8 +76,8 @@ def _compiled() -> Callable[..., None]:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW for bfloat16 weights; float32 weights are not rounded. As with torch's fused AdamW the caller sets
-    `found_inf`, a float scalar on the device, before step(): if it is not 0, no weight, moment or counter changes.
+    """AdamW for bfloat16 weights; float32 weights are not rounded. Before step() the caller sets `found_inf`, a float
+    scalar on the device, as for torch's fused AdamW. If `found_inf` is not 0, no weight, moment or counter changes.
     `moments`: the dtype of the moments of bfloat16 weights; float32 weights have float32 moments."""
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What a run has left on disk, used: found by its name, merged, asked, evaluated, refreshed."""
+"""Uses what a run has left on disk: finds it by name, merges it, chats with it, evaluates it, refreshes it."""

@@ -1,4 +1,4 @@
-"""Opens the folder of a LoRA adapter, or an adapter of the hub, with the base that it names."""
+"""Opens a LoRA adapter, from a folder or the hub, together with the base that the adapter names."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fxtune.upstream.transformers import set_attention
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter whose files were checked, and the base that it names."""
+    """An adapter with checked files, and the base that the adapter names."""
 
     name: str
     origin: Origin
     lora: Any
     model: ModelConfig
-    """The base, in its stored dtype."""
+    """Where the base is, with its stored dtype."""
     hf_config: Any
-    """The base's config, with the RoPE scaling of the adapter and rows for the tokens that its run added."""
+    """The base's config, with the adapter's RoPE scaling and rows for the tokens that the adapter's run added."""
     tokenizer: Any
 
     @property
@@ -47,7 +47,7 @@ class OpenedAdapter:
         return base
 
     def adapt(self, base: Any) -> Any:
-        """The base with the adapter as a model of peft. Raises ConfigError if they do not fit each other."""
+        """A model of peft: `base` with the adapter. Raises ConfigError if the two do not fit each other."""
         _require_fast_patterns(base, self.lora, self.name)
         try:
             with alone() as peft, warnings.catch_warnings(action="ignore"):
@@ -62,7 +62,7 @@ class OpenedAdapter:
 
 
 def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> OpenedAdapter:
-    """Check the files of an adapter (a folder or a hub id) and find its base. `use`: for messages.
+    """Check the files of an adapter (a folder or a hub id) and find its base. `use`: a word for messages (`merged`).
 
     Raises ConfigError if the adapter cannot be used or names no base, StorageError if a file cannot be read.
     """
@@ -83,7 +83,7 @@ def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> Opened
             "If the base has moved, write where it is into that file, and remove proof.json beside it."
         ) from error
     model = ModelConfig(**source, dtype=stored_dtype(hf_config, source["path"]))
-    set_attention(hf_config, "eager")  # the kernels that it names may not be installed
+    set_attention(hf_config, "eager")  # the attention kernels that the config names may not be installed
     own = str(origin.folder) if (origin.folder / "tokenizer_config.json").exists() else None
     hf_config = models.with_changes_of(origin, hf_config)
     tokenizer = models.load_tokenizer(ModelConfig(**source, tokenizer=own), hf_config)
@@ -91,7 +91,7 @@ def open_adapter(name: str, use: str, trust_remote_code: bool = False) -> Opened
 
 
 def stored_dtype(hf_config: Any, path: str) -> DType:
-    """The dtype of the base's weights in its config.json, which the merged model keeps."""
+    """The dtype of the base's stored weights, from its config.json. The merged model keeps this dtype."""
     stored = str(hf_config.dtype or torch.float32).removeprefix("torch.")
     if stored not in (known := [kind.value for kind in DType if kind is not DType.auto]):
         raise ConfigError(
@@ -124,7 +124,7 @@ def _read_lora_config(origin: Origin, name: str) -> Any:
 
 
 def _require_fast_patterns(base: Any, lora: Any, name: str) -> None:
-    """Match the adapter's regular expressions against the module names within a time limit: some never end."""
+    """Raise ConfigError if a regular expression of the adapter takes too long for the module names: some never end."""
     options = ("target_modules", "exclude_modules", "layers_pattern")
     patterns = {option: [value] for option in options if isinstance(value := getattr(lora, option, None), str)}
     for option in ("rank_pattern", "alpha_pattern"):

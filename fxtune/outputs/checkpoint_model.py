@@ -1,4 +1,4 @@
-"""The model of any checkpoint of a run, built from the run's own config."""
+"""Builds the model of any checkpoint of a run from the run's own config."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module) -> TrainState:
 def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[PreparedModel, Any, dict[str, Any]]:
     """(model, tokenizer, facts for its model card) of a checkpoint, on the CPU, for save_model().
 
-    Only adapters and RoPE scaling are applied, in the dtype of the run: nothing else changes the exported files. So a
-    machine without a GPU can export. Raises as compose.of_run().
+    The weights have the dtype of the run. Only adapters and RoPE scaling are applied, because no other technique
+    changes the exported files. So a machine without a GPU can export. Raises the errors of compose.of_run().
     """
     run = run_of(checkpoint)
     config = compose.of_run(run, trust_remote_code)
@@ -62,7 +62,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     pipeline.attention.enabled = pipeline.precision.enabled = False
     source = replace(config.model, dtype=_dtype(run, config))
     hf_config = models.load_config(source, config.objective.needs.head)
-    set_attention(hf_config, "eager")  # the kernels of its attention may not be installed here
+    set_attention(hf_config, "eager")  # the attention kernels that the config names may not be installed
     tokenizer = models.load_tokenizer(source, hf_config)
     model = assemble(pipeline, source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model.module)
@@ -77,7 +77,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
 
 
 def _ends(run: Path, config: Config) -> list[int]:
-    """The end tokens of the run's data, and the end tokens of the adapter from which the run started."""
+    """The end tokens of the adapter that the run started from, and the end tokens of the run's data."""
     earlier = read_end_tokens(locate_adapter(config.model.adapter).folder) if config.model.adapter else []
     try:
         return [*earlier, *map(int, read_json(run / ABOUT)[ENDS])]
@@ -86,8 +86,8 @@ def _ends(run: Path, config: Config) -> list[int]:
 
 
 def _dtype(run: Path, config: Config) -> DType:
-    """The dtype that the weights had in the run, which `auto` chose for its machine."""
+    """The dtype of the weights in the run. `auto` has chosen it for the run's machine."""
     try:
         return DType(read_json(run / SETTING)["model"]["dtype"])
-    except (ValueError, KeyError, TypeError):  # a run that was started by an early version
+    except (ValueError, KeyError, TypeError):  # an early version of fxtune started the run
         return config.model.dtype

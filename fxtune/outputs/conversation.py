@@ -1,4 +1,5 @@
-"""A conversation with what a run has trained, written as in training: by the run's chat template, or as plain text."""
+"""A conversation with the model that a run has trained. Prompts are written as in training, by the run's chat template
+or as plain text."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ from fxtune.upstream.transformers import set_attention
 
 Write = Callable[[str], None]
 ANYWHERE = Path(os.sep)
-"""The root folder: a person who asks may show any file."""
+"""The root folder. A person who chats may show any file."""
 
 
 @dataclass
 class Speaker:
-    """A model, and the conversation as that model has seen it."""
+    """A model, and the messages of the conversation as the model has seen it."""
 
     label: str
     model: Any
@@ -67,7 +68,7 @@ def load_speakers(
     elif output.kind is OutputKind.adapter:
         adapter = open_adapter(folder, "loaded", trust_remote_code)
         tuned, tokenizer = adapter.adapt(adapter.build_base(device).module), adapter.tokenizer
-        named = (output.config.get("model") or {}).get("tokenizer")  # also the image processor's folder
+        named = (output.config.get("model") or {}).get("tokenizer")  # the image processor is in the same folder
         source, hf_config = replace(adapter.model, tokenizer=named), adapter.hf_config
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
@@ -97,7 +98,7 @@ def _whole(source: ModelConfig, device: torch.device) -> Any:
     """A model without adapters, in its stored dtype."""
     hf_config = models.load_config(source)
     source = replace(source, dtype=stored_dtype(hf_config, str(source.path)))
-    set_attention(hf_config, "eager")  # the kernels that it names may not be installed
+    set_attention(hf_config, "eager")  # the attention kernels that the config names may not be installed
     return models.build(source, hf_config, World(device), seed=0).module.eval()
 
 
@@ -121,15 +122,15 @@ class Conversation:
         max_new_tokens: int = 512,
         temperature: float = 0.0,
     ) -> None:
-        """`images`: of a model that reads images."""
+        """`images`: the image processor of a model that reads images."""
         self.speakers, self.tokenizer, self.images = speakers, tokenizer, images
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         data = output.config.get("data") or {}
         template, self.system = data.get("chat_template"), data.get("system")
         self.encoder: Encoder | None = None
-        """Writes prompts by the chat template; None: the model continues plain text."""
+        """The encoder that writes prompts by the chat template; None: the model continues plain text."""
         self.continues_text = ""
-        """Why the model continues plain text."""
+        """The reason why the model continues plain text; empty if it does not."""
         if output.prompts_are_texts:
             self.continues_text = "The run has learned from plain texts, so the model continues your text."
         elif not (template or tokenizer.chat_template):
@@ -141,8 +142,8 @@ class Conversation:
 
     @staticmethod
     def open(output: RunOutput, show: str, trust_remote_code: bool = False, **options: Any) -> Conversation:
-        """A conversation with the speakers that `show` names: tuned, base or both. `options`: as of Conversation.
-        Raises ConfigError for an output that has no base to show, or that writes no answers."""
+        """A conversation with the speakers that `show` names: tuned, base or both. `options`: keywords of
+        Conversation(). Raises ConfigError if the output has no base to show, or if its model writes no answers."""
         speakers, tokenizer, images = load_speakers(output, show, trust_remote_code)
         return Conversation(speakers, tokenizer, output, images, **options)
 
@@ -159,8 +160,8 @@ class Conversation:
         find_image(file, ANYWHERE)
 
     def answer(self, speaker: Speaker, prompt: str, write: Write, shown: Sequence[str] = ()) -> dict[str, str]:
-        """Write the answer of `speaker` to `prompt`, in pieces, and return {"answer": text}, or {"error": why there is
-        none}. The conversation gets the prompt and the answer. `shown`: image files."""
+        """Write the answer of `speaker` to `prompt`, piece by piece. Returns {"answer": text}, or {"error": reason} if
+        there is no answer. The prompt and the answer join the speaker's messages. `shown`: image files."""
         shown = [os.path.abspath(file) for file in shown]
         parts = [{"type": "image", "image": file} for file in shown]
         content = [*parts, {"type": "text", "text": prompt}] if parts else prompt

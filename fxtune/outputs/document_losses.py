@@ -1,7 +1,7 @@
 """Measures the loss of each document under a run's weights, for the statistical tests of refresh_data.py.
 
-An objective over groups has one loss for a group: what is called a document here is a group then. Where its loss
-compares the model with a reference, all models are compared with one reference, so that their losses have one scale.
+An objective over groups has one loss for each group. With such an objective, a `document` in this file is a group. If
+the objective compares the model with a reference, all models get one reference, so that their losses have one scale.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MeasuredDocuments:
 
     tables: Sequence[TokenTable]
     digests: np.ndarray
-    """uint64 [documents], each once."""
+    """uint64 [documents], without duplicates."""
 
     def plan(self, config: Config, pad_id: int) -> Plan:
         """The plan of an evaluation on these documents."""
@@ -65,13 +65,13 @@ class DocumentLosses:
     digests: np.ndarray
     """uint64 [documents], ascending. Documents without a supervised token have no loss and are left out."""
     summed: np.ndarray
-    """float64 [documents]: nats of all supervised tokens; of a group, its loss, once for each copy of the group."""
+    """float64 [documents]: nats of all supervised tokens. For groups: sum of the losses of a group's copies."""
     count: np.ndarray
-    """float64 [documents]: number of supervised tokens; of a group, number of its copies."""
+    """float64 [documents]: number of supervised tokens. For groups: number of a group's copies."""
 
     @property
     def means(self) -> np.ndarray:
-        """float64 [documents]: nats per supervised token; of a group, its loss."""
+        """float64 [documents]: nats per supervised token. For groups: a group's loss."""
         return self.summed / self.count
 
     def only(self, digests: np.ndarray) -> DocumentLosses:
@@ -83,10 +83,11 @@ class DocumentLosses:
 def measure(
     config: Config, weights: Path, documents: Sequence[MeasuredDocuments], pad_id: int
 ) -> list[DocumentLosses]:
-    """The losses of each group of `documents` in this process, under the model of `config` with the weights in the
-    folder `weights`, an export of a run. If the objective has a reference, store_common_reference() has been called.
+    """Measure the losses of each entry of `documents` in this process. The model is the model of `config` with the
+    weights in the folder `weights`, an export of a run. If the objective has a reference, call
+    store_common_reference() before this function.
 
-    Raises NumbersError if a loss is not finite, otherwise as RunBuilder and its methods do.
+    Raises NumbersError if a loss is not finite, and the errors of RunBuilder and its methods.
     """
     builder = _builder(config, starting_from(config.model, weights))
     config, objective = builder.config, builder.config.objective
@@ -108,7 +109,7 @@ def measure(
         return [sizes.run("evaluation", rows, partial(of_plan, plan), plan.stream.rows_of_group) for plan in plans]
 
     step_sums = None
-    if objective.needs.step_sums:  # of all plans, so that losses of one model may be compared with each other
+    if objective.needs.step_sums:  # summed over all plans, so that the losses of one model are comparable
         parts = of_each_plan(
             partial(evaluation_sums, language_model, objective, precision=precision, world=builder.world)
         )
@@ -126,10 +127,10 @@ def measure(
 def store_common_reference(
     config: Config, start: ModelConfig, documents: Sequence[MeasuredDocuments], pad_id: int
 ) -> None:
-    """Give the tables of `documents` the reference's log-probabilities, for an objective with a reference. The
-    reference is the model that a run of `config` from `start` begins with. Numbers that lie beside the table are read.
+    """Store the reference's log-probabilities beside the tables of `documents`, for an objective with a reference. The
+    reference is the model that a run of `config` from `start` begins with. Numbers that are stored already are read.
 
-    Raises as RunBuilder and its methods do, StorageError if the file cannot be written.
+    Raises StorageError if the file cannot be written, and the errors of RunBuilder and its methods.
     """
     builder = _builder(config, start)
     plans = [group.plan(builder.config, pad_id) for group in documents]
@@ -138,9 +139,9 @@ def store_common_reference(
 
 
 def _builder(config: Config, model: ModelConfig) -> RunBuilder:
-    """A builder, in this process, of models that are measured. Raises HardwareError if the weights fit no device."""
+    """A builder of the measured models, in this process. Raises HardwareError if the weights do not fit the device."""
     gc.collect()  # frees the model of an earlier call
-    alone = ParallelConfig()  # the run may divide its weights over ranks
+    alone = ParallelConfig()  # this process has all weights, also if the run divides them over ranks
     objective = config.objective
     if isinstance(objective, WithReference):  # one reference for all models that are compared
         objective = replace(objective, reference=Reference.stored)
@@ -174,7 +175,7 @@ def document_losses(
     precision: Precision,
     step_sums: torch.Tensor | None = None,
 ) -> DocumentLosses:
-    """The loss of each document or group of the loader's plan, without dropout. `step_sums`: as in Batch."""
+    """The loss of each document or group of the loader's plan, without dropout. `step_sums`: the field of Batch."""
     plan, training = loader.plan, model.model.training
     digests, parts = list[np.ndarray](), list[torch.Tensor]()
     try:

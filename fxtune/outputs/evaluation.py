@@ -1,4 +1,4 @@
-"""Loss on held-out data, and exact match on held-out questions, by a recipe's model or a run's output."""
+"""Measures loss on held-out data and exact match on held-out questions, for a recipe's model or a run's output."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from fxtune.training.forecast.oom_advice import MemoryPhase
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on held-out data and questions."""
+    """The results of a model on held-out data and questions."""
 
     model: str
     figures: dict[str, float]
-    """By the name of the metric: eval/loss, questions/exact_match, ..."""
+    """The values of the metrics by name: eval/loss, questions/exact_match, ..."""
     answers: list[tuple[Question, str]]
     notes: list[str]
     supervised_tokens: int | None
-    """Of the held-out data; None without such data."""
+    """Number of supervised tokens in the held-out data; None without such data."""
     dtype: str
     shown_answers: int
-    """How many answers a page shows: data.questions.show."""
+    """Number of answers that are printed: data.questions.show."""
 
     def require_finite(self) -> None:
         """Raise NumbersError if the loss is not finite."""
@@ -52,9 +52,10 @@ class Evaluation:
 
 
 def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False) -> Evaluation:
-    """evaluate() with the config of a run, changed by `keys`, and the run's exported weights or a checkpoint's.
+    """Evaluate the exported weights or a checkpoint of a run, with the run's config changed by `keys`.
 
-    Raises ConfigError for an adapter or a model that lies in no run, or that misses a reference to compare with.
+    Raises ConfigError for an adapter or a model that lies in no run, or if its objective needs a reference that the
+    folder does not have. Also raises the errors of evaluate().
     """
     found = find_output(output)
     if found.run is None:
@@ -62,7 +63,7 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False) ->
             f"{found.folder} lies in no run, whose config would say what to evaluate on. Give a recipe: fxtune eval "
             f"+recipe=NAME model.{'path' if found.kind is OutputKind.model else 'adapter'}={found.folder}"
         )
-    # The run may have divided its weights over more ranks than there are here.
+    # The run may have divided its weights over more ranks than this machine has.
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
     compares = config.objective.needs.reference and config.data.holds_out
     if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):
@@ -76,10 +77,10 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False) ->
 
 
 def evaluate(config: Config, trained: Path | None = None, trust_remote_code: bool = False) -> Evaluation:
-    """Evaluate the model of a recipe. `trained`: a checkpoint or an adapter of a run of this config.
-    Its weights replace the weights from which the run started; these stay the reference.
+    """Evaluate the model of a recipe. `trained`: a checkpoint or an adapter of a run of this config. Its weights
+    replace the weights that the run started from. The reference keeps the weights of the start.
 
-    Raises ConfigError if the config names nothing to evaluate on, otherwise as a run does.
+    Raises ConfigError if the config names nothing to evaluate on, and the errors of a run.
     """
     config.model.trust_remote_code |= trust_remote_code
     notes, data = config.data.unasked(), replace(config.data, questions=config.data.applicable_questions())
@@ -106,7 +107,7 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     if plan is not None:
         builder.compare_on([plan], from_base=trained is None and techniques.lora.enabled)
     if trained is not None and not is_checkpoint(trained):
-        builder.special_tokens = ids_of_adapter(str(trained))  # as techniques.lora.train_tokens=auto chose them
+        builder.special_tokens = ids_of_adapter(str(trained))  # techniques.lora.train_tokens=auto chose these
     language_model, _ = builder.proven_model()
     if trained is not None and is_checkpoint(trained):
         load_checkpoint(trained, language_model.model)
@@ -139,8 +140,8 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
 
 
 def _trained_techniques(config: Config) -> Pipeline:
-    """The techniques without an untrained adapter, which adds nothing. Over a quantized base it stays, because a
-    quantized base needs adapters."""
+    """The techniques, without lora if its adapters would be untrained, because these add nothing. With a quantized
+    base lora stays, because such a base needs adapters."""
     techniques = config.techniques
     if config.model.adapter or techniques.quantize.enabled:
         return techniques

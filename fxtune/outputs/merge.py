@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 def newest_adapter(config: Config) -> Path:
-    """The adapter of the recipe's newest run. Raises ConfigError if there is none."""
+    """The adapter of the recipe's newest run. Raises ConfigError if no run has an adapter."""
     root = Path(config.run.dir) if config.run.dir else Path("runs") / config.run.name
     folders = [root] if config.run.dir else [path for path in root.parent.glob("*") if is_run(path.name, root.name)]
     adapters = [path / "adapter" for path in folders if (path / "adapter").is_dir()]
@@ -51,10 +51,10 @@ def merge(
     unmerged: bool = False,
     card: dict[str, Any] | None = None,
 ) -> Path:
-    """Write an adapter (a run, a checkpoint of it, a folder or a hub id) and the base that it names as one model into
-    `out`, and return `out`. Without `out`: `merged` beside the adapter, RUN/merged-step-70 for a checkpoint.
-    `unmerged`: write the adapter of a checkpoint alone. `card`: more for the model card of an adapter's folder, see
-    write_card().
+    """Merge an adapter into the base that it names, write the model into `out`, and return `out`. `adapter`: a run, a
+    checkpoint, a folder or a hub id. Without `out`, the model goes to `merged` beside the adapter, and for a
+    checkpoint to RUN/merged-step-70. `unmerged`: write the adapter of a checkpoint alone. `card`: more fields for
+    write_card(), unless `adapter` is a checkpoint.
 
     Raises ConfigError if the adapter cannot be used, StorageError if `out` exists or cannot be written, or if weights
     do not fit or are not finite.
@@ -75,7 +75,7 @@ def merge(
 
 
 def _find(name: str) -> RunOutput | None:
-    """What `name` means on this machine; None for a name of the hub's. Raises ConfigError for a name of neither."""
+    """The output that `name` means on this machine; None if `name` can be a hub id. Otherwise raises ConfigError."""
     if find_folder(name) is not None:
         return find_output(name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", f"{RUNS}/")):
@@ -112,7 +112,7 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
             f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
         )
     merged.name_or_path = base_name
-    _require_writable(out)  # again, because save_model() replaces what is there and another merge may have been faster
+    _require_writable(out)  # again: another merge may have written `out` since, and save_model() would replace it
     return save_model(
         replace(base, module=merged),
         opened.tokenizer,
@@ -125,8 +125,8 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
 
 
 def _require_writable(out: Path) -> Path:
-    """Refuse a folder that exists or cannot be written. Returns the nearest existing folder above it. Nothing is
-    opened, as opening a pipe would wait forever."""
+    """Refuse a folder that exists or cannot be written. Returns the nearest existing folder above `out`. No file is
+    opened, because opening a pipe would wait forever."""
     for path in (out, *(staging_folders(out) if out.name else ())):
         try:
             mode = path.lstat().st_mode
@@ -161,8 +161,8 @@ def _require_space(base: Any, out: Path, place: Path) -> None:
 
 
 def _merge_into_base(adapted: Any, name: str) -> Any:
-    """The base of a model of peft with the adapter added to its weights, without peft's modules. `name`: the
-    adapter's, for messages."""
+    """Add the adapter to the weights of its base, and return the base without peft's modules. `adapted`: a model of
+    peft. `name`: the adapter's name, for messages."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 
@@ -171,7 +171,7 @@ def _merge_into_base(adapted: Any, name: str) -> Any:
     for layer in layers:
         _merge_in_float32(layer, name)
     for wrapper in [module for module in adapted.modules() if isinstance(module, TrainableTokensWrapper)]:
-        wrapper.token_adapter.merge()  # the rows of trainable_token_indices, which unload() would leave out
+        wrapper.token_adapter.merge()  # unload() would leave out the rows of trainable_token_indices
     merged = adapted.unload()
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
@@ -180,8 +180,8 @@ def _merge_into_base(adapted: Any, name: str) -> Any:
 
 
 def _untie(adapted: Any, layers: list[Any]) -> None:
-    """Separate a tied head or embedding with an adapter from the weight that it shares, so that the adapter is added
-    to one of the two only."""
+    """If a head and an embedding share a weight, give the one with an adapter a copy of the weight. So the adapter is
+    added to only one of the two."""
     uses = Counter(id(weight) for module in adapted.modules() for weight in module.parameters(recurse=False))
     for layer in layers:
         base_layer = layer.get_base_layer()
@@ -191,13 +191,13 @@ def _untie(adapted: Any, layers: list[Any]) -> None:
 
 
 def _merge_in_float32(layer: Any, name: str) -> None:
-    base_layer: Any = layer.get_base_layer()  # a linear, or experts, whose weights have other names
+    base_layer: Any = layer.get_base_layer()  # a linear layer, or experts with weights of other names
     dtypes = {key: weight.dtype for key, weight in base_layer.named_parameters(recurse=False)}
     for weight in base_layer.parameters(recurse=False):
         weight.data = weight.data.float()
     try:
         layer.merge()
-    except (RuntimeError, ValueError) as error:  # what peft cannot merge, such as a bias if the base has none
+    except (RuntimeError, ValueError) as error:  # peft cannot merge, for example, a bias if the base has none
         if out_of_memory_reason(error):
             raise
         raise ConfigError(f"adapter {name} cannot be merged: {first_line(error)}. Use it with peft.") from error

@@ -1,4 +1,4 @@
-"""One refresh of a run, from drift to promotion. lineage.json keeps each decision, so a killed refresh goes on."""
+"""Refreshes a run, from drift to promotion. lineage.json keeps each decision, so that a killed refresh can go on."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ from fxtune.system.terminal.redact import redact, redact_arguments
 
 PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "replaced"
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
-"""The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. A refresh that is not finished has DRIFT,
-TRAINING or PROMOTING, and LEFT once another refresh was begun. REPLACED is an answer of the command, never in the
-file."""
+"""The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. An unfinished refresh has DRIFT, TRAINING
+or PROMOTING. It gets LEFT when another refresh begins. The command also answers REPLACED, which the file never has."""
 FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
 """Keys of `data` that a refresh may set. The other keys define the old rows."""
 DECIDED = {
@@ -54,7 +53,7 @@ DECIDED = {
 }
 """Keys that a refresh decides, and why."""
 SCRIPTS = 3
-"""Scripts that are shown."""
+"""Number of scripts in the table of old and new rows."""
 
 
 def refresh(
@@ -62,8 +61,8 @@ def refresh(
 ) -> dict[str, Any]:
     """Refresh `run` with `overrides`, and return the entry of lineage.json, with its decision.
 
-    Raises ConfigError for a run that is not there or not finished, and for keys that a refresh decides;
-    DataError for rows that are no use; otherwise as a run does.
+    Raises ConfigError if the run does not exist or is not finished, and for keys that a refresh decides; DataError if
+    the rows cannot be used; and the errors of a run.
     """
     _check(overrides)
     lineage = open_lineage(run_folder(run))
@@ -74,7 +73,7 @@ def refresh(
 
 
 def _check(overrides: Sequence[str]) -> None:
-    """Refuse keys that a refresh decides."""
+    """Raise ConfigError for keys that a refresh decides, and if no new rows are named."""
     keys = [text.lstrip("+").partition("=")[0] for text in overrides]
     if not any(key == "data.sources" for key in keys):
         raise ConfigError("fxtune refresh needs the new rows: refresh RUN 'data.sources=[{path: new.jsonl}]'")
@@ -92,10 +91,10 @@ class _Refresh:
     def __init__(self, lineage: Lineage, overrides: list[str], force: bool, trust: bool) -> None:
         self.lineage, self.overrides, self.force, self.trust = lineage, overrides, force, trust
         self.kind = "adapter"
-        """What the run exported: `adapter` or `model`, as the folder in it."""
+        """`adapter` or `model`: what the run has exported, and the name of its folder in the run."""
 
     def decide(self) -> dict[str, Any]:
-        """The entry of lineage.json, with its decision."""
+        """Do what remains of the refresh. Returns the entry of lineage.json, with its decision."""
         lineage, last = self.lineage, self._last()
         if last.get("decision") == PROMOTING:
             self._promote(last)
@@ -145,11 +144,11 @@ class _Refresh:
         return self.lineage.refreshes[-1] if self.lineage.refreshes else {}
 
     def _candidate(self, entry: dict[str, Any]) -> Path:
-        """The run of an entry."""
+        """The folder of the run that an entry trains."""
         return self.lineage.folder / f"run-{entry['number']}"
 
     def _configs(self, parent: Path) -> tuple[Config, Config]:
-        """(the config of the run that serves, that config with the keys of the command)."""
+        """(the config of the run that serves, the same config with the command's keys)."""
         if not parent.is_dir():
             link = self.lineage.folder / "current"
             raise ConfigError(
@@ -162,7 +161,8 @@ class _Refresh:
         weights = parent / self.kind
         if not (weights / (ADAPTER_FILE if self.kind == "adapter" else "config.json")).exists():
             raise ConfigError(f"{weights} is gone, so {parent} cannot be refreshed. Bring it back.")
-        # What the run did with overlaps may not be read beside the new sources alone; the candidate decides it anew.
+        # With the new sources alone, nothing may read the run's on_overlap, and it would be refused. candidate() sets
+        # it again.
         config = compose.of_run(parent, self.trust, [*self.overrides, "data.on_overlap=error"])
         if config.techniques.lora.enabled != before.techniques.lora.enabled:
             raise ConfigError(f"`techniques.lora.enabled` cannot be set here: {parent} has exported its {self.kind}.")
@@ -178,12 +178,12 @@ class _Refresh:
                 "data.mix.long_share=null to mix by these alone."
             )
         config.model = starting_from(config.model, weights)
-        config.data.length_schedule = []  # the model knows the longest rows
+        config.data.length_schedule = []  # the model has been trained on the longest rows already
         return before, config
 
     def _start(self, config: Config) -> ModelConfig:
-        """The model that an objective with a reference compares old and new model with: the reference of the first
-        run, so that all refreshes have one scale."""
+        """The reference that an objective with a reference compares both models with. It is the reference of the
+        lineage's first run, so that the losses of all refreshes have one scale."""
         objective, first = config.objective, self.lineage.first
         if not objective.needs.reference:
             return config.model
@@ -198,7 +198,7 @@ class _Refresh:
         return begun.model
 
     def _begin(self, key: dict[str, Any], data: RefreshData, parent: Path) -> dict[str, Any]:
-        """A new entry, with the figures of the drift."""
+        """Test for drift, and add an entry with the figures to the lineage."""
         lineage, last = self.lineage, self._last()
         if last.get("decision") in (DRIFT, TRAINING):
             last["decision"] = LEFT
@@ -236,7 +236,7 @@ class _Refresh:
         self.lineage.save()
 
     def _train(self, entry: dict[str, Any], config: Config) -> None:
-        """Start or resume the run of an entry, until it is finished. `config`: as _configs() returned it."""
+        """Start or resume the run of an entry, and train to its end. `config`: the second config of _configs()."""
         if (self._candidate(entry) / RESULT).exists():
             return
         words = [
@@ -258,7 +258,7 @@ class _Refresh:
             trainer.run(config)
 
     def _judge(self, entry: dict[str, Any], data: RefreshData, parent: Path) -> None:
-        """Compare the models, and let the new one serve if it passes."""
+        """Compare the old and the new model. If the new model passes the gate, it serves from now on."""
         gate = data.gate(parent / self.kind, self._candidate(entry) / self.kind)
         entry["gate"] = dataclasses.asdict(gate)
         entry["decision"] = PROMOTING if gate.passed else REJECTED

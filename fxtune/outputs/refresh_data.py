@@ -5,17 +5,18 @@ base, or a whole model.
 1. **Drift.** A permutation test compares the mean loss of the new documents with the mean loss of the documents that
    the run held out. There is drift if the new documents have a higher loss, at refresh.alpha.
 2. **Training.** The model is trained further on a mixture of new rows and old rows (refresh.replay is the share of old
-   rows), so that it does not forget the old rows. Early stopping uses the held-out rows of both.
+   rows), so that it does not forget the old rows. Early stopping uses held-out rows of both kinds.
 3. **Gate.** Tests of paired differences compare the old and the new model on the same held-out documents. The new
    model must be better on the new documents by more than refresh.gain, and must not be worse on the old documents by
-   refresh.bound or more. Both must be shown at refresh.alpha: with too few documents no model is replaced.
+   refresh.bound or more. Tests must show both at refresh.alpha: with too few documents no model is replaced.
 
-For preferences a document is a pair, or an answer with a judgment: the tests compare the objective's loss of each. If
+For preferences a document is a pair, or an answer with a judgment, and the tests compare the objective's losses. If
 the objective has a reference, all models are compared with the model that the first run of the lineage started from.
-Compared each with its own start, a refreshed model would begin with the loss of a model that has learned nothing.
+If each model had its own start as reference, a refreshed model would begin with the loss of a model that has learned
+nothing.
 
-The tests take documents as independent of each other. Rows that depend on each other (many of one conversation) count
-as more evidence than they are.
+The tests assume that documents are independent. Rows that depend on each other, such as many rows of one conversation,
+count as more evidence than they are.
 """
 
 from __future__ import annotations
@@ -48,27 +49,28 @@ from fxtune.system.files.atomic_files import read_json, replacing
 from fxtune.training.run.resume_check import describe_tables
 
 MEASURED = 1000
-"""The most old documents, and the most new documents, that are compared."""
+"""The largest number of old documents in a test, and of new documents."""
 PATIENCE = 3
-"""train.stop.patience of a refresh whose run had none."""
+"""train.stop.patience of a refresh, if the refreshed run had no early stopping."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Loss: nats per supervised token, or the objective's loss of a group; the mean over documents."""
+    """The result of the drift test. Losses are means over documents, in nats per supervised token. For groups they are
+    means of the objective's loss."""
 
     old_documents: int
     new_documents: int
     old_loss: float
     new_loss: float
     p: float
-    """The p-value of "the new rows have no higher loss than the old ones"."""
+    """The p-value of "the new rows have no higher loss than the old rows"."""
     found: bool
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Loss: as in Drift."""
+    """The result of the gate's tests, with losses as in Drift."""
 
     old_documents: int
     new_documents: int
@@ -79,12 +81,12 @@ class Gate:
     p_kept: float
     """The p-value of "the new model is worse on the old rows, by refresh.bound or more"."""
     p_better: float
-    """The p-value of "the new model is no better on the new rows, or by refresh.gain or less"."""
+    """The p-value of "the new model is better on the new rows by refresh.gain or less, or not better"."""
     passed: bool
 
 
 def find_drift(old: DocumentLosses, new: DocumentLosses, settings: RefreshConfig) -> Drift:
-    """Whether the documents of `new` have a higher loss than the documents of `old`."""
+    """Test whether the documents of `new` have a higher loss than the documents of `old`."""
     p = higher_mean(old.means, new.means)
     means = float(old.means.mean()), float(new.means.mean())
     return Drift(len(old.digests), len(new.digests), *means, p, p <= settings.alpha)
@@ -93,8 +95,8 @@ def find_drift(old: DocumentLosses, new: DocumentLosses, settings: RefreshConfig
 def judge(
     old: tuple[DocumentLosses, DocumentLosses], new: tuple[DocumentLosses, DocumentLosses], settings: RefreshConfig
 ) -> Gate:
-    """Whether the new model may replace the old model. `old`: the losses of the (old, new) model on the old held-out
-    documents. `new`: the losses of both models on the new held-out documents."""
+    """Test whether the new model may replace the old model. `old`: (losses of the old model, losses of the new model)
+    on the old held-out documents. `new`: the same on the new held-out documents."""
     kept, better = (after.means - before.means for before, after in (old, new))
     p_kept, p_better = lower_mean(kept, settings.bound), lower_mean(better, -settings.gain)
     losses = [(float(before.means.mean()), float(after.means.mean())) for before, after in (old, new)]
@@ -110,7 +112,7 @@ class RefreshData:
 
     def __init__(self, parent: Path, before: DataConfig, config: Config, start: models.ModelConfig) -> None:
         """`before`: the run's data config. `config`: the run's config with the keys of the command; its data.sources
-        are the new rows. `start`: the model that an objective with a reference compares models with."""
+        are the new rows. `start`: the model with which an objective with a reference compares all models."""
         self.before, self.config, self.settings, self.start = before, config, config.refresh, start
         if not before.holds_out:
             raise ConfigError(
@@ -126,12 +128,12 @@ class RefreshData:
         )
         _require_same_format(parent, old, new)
         self.old_rows, self.new_rows = old, new
-        """The tables as they were tokenized; the objective makes `old_tables` and `new_tables` from them."""
+        """Tables as they were tokenized. The objective makes `old_tables` and `new_tables` from these."""
         tables, self.eval_tables = config.objective.accept([*old, *new], held, config.data)
         self.old_tables, self.new_tables = tables[: len(old)], tables[len(old) :]
         _require_same_data(parent, self.old_tables)
         self.noun = old[0].format.noun
-        """What is compared, for messages: `documents`, `pairs`, ..."""
+        """A word for the compared documents, for messages: `documents`, `pairs`, ..."""
         tables = [*self.old_tables, *self.eval_tables]
         held_out = [_held_out(self.old_tables, before.held_out_shares), *(table.digests for table in self.eval_tables)]
         self.old = self._sample(tables, np.concatenate(held_out))
@@ -140,7 +142,7 @@ class RefreshData:
         self.unknown = of_sources[~np.isin(of_sources, of_run)]
         """Digests of the documents of data.sources that the run has neither trained on nor held out, ascending."""
         self.known = len(of_sources) - len(self.unknown)
-        """Number of the other documents of data.sources."""
+        """Number of documents of data.sources that the run has trained on or held out."""
         self.new = self._sample(self.new_tables, self.unknown)
         shares = [self.share(source) for source in config.data.sources]
         self.new_held_out = self.new.digests[np.isin(self.new.digests, _held_out(self.new_tables, shares))]
@@ -154,7 +156,8 @@ class RefreshData:
         return tokenize(source, self.config.data, self.tokenizer, images=self.images)
 
     def _sample(self, tables: Sequence[TokenTable], digests: np.ndarray) -> MeasuredDocuments:
-        """At most MEASURED of the documents `digests` of `tables`, in the order of holding out."""
+        """At most MEASURED documents of `tables` that are in `digests`, in the order in which documents are held
+        out."""
         of_tables = np.concatenate([table.digests for table in tables])
         distinct, first = np.unique(of_tables, return_index=True)
         held_out_by = np.concatenate([table.held_out_by for table in tables])[first]
@@ -189,13 +192,13 @@ class RefreshData:
         return old, new
 
     def drift(self, weights: Path) -> Drift:
-        """Whether the new rows have a higher loss under the weights in the folder `weights`."""
+        """Test whether the new rows have a higher loss under the weights in the folder `weights`."""
         self._store_reference()
         old, new = measure(self.config, weights, (self.old, self.new), self.pad_id)
         return find_drift(old, new, self.settings)
 
     def gate(self, before: Path, after: Path) -> Gate:
-        """Whether the weights in the folder `after` may replace the weights in `before`."""
+        """Test whether the weights in the folder `after` may replace the weights in the folder `before`."""
         self._store_reference()
         groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
         old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
@@ -207,14 +210,14 @@ class RefreshData:
             store_common_reference(self.config, self.start, (self.old, self.new), self.pad_id)
 
     def digests(self) -> list[dict[str, Any]]:
-        """Path, number of documents and digest of the tokens of each new source."""
+        """The path, the number of documents and the digest of the tokens, for each new source."""
         return [
             {"path": table.name, "documents": len(table.by_group), "digest": table.fingerprint}
             for table in self.new_tables
         ]
 
     def candidate(self, weights: Path, folder: Path, rows: Sequence[SourceConfig]) -> Config:
-        """The config of the run in `folder` that trains `weights` further. `rows`: the sources that write_new_rows()
+        """The config of the run that trains `weights` further in `folder`. `rows`: the sources that write_new_rows()
         returned."""
         config, before, replay = self.config, self.before, self.settings.replay
         old, new = (
@@ -236,17 +239,17 @@ class RefreshData:
             for side, plan, share in ((old, old_plan, replay), (new, new_plan, 1 - replay))
             for source, summary in zip(side.sources, plan.summary()["sources"], strict=True)
         ]
-        # An epoch of a mixture has as many supervised tokens as all its sources.
+        # One epoch of a mixture has the supervised tokens of all its sources together.
         fresh, total = sum(new_plan.stream.supply), sum(old_plan.stream.supply) + sum(new_plan.stream.supply)
         stop = config.train.stop
-        # New pairs may have prompts that the old ones hold out. on_overlap is refused where no side differs.
+        # New pairs may have prompts of held-out old pairs. Where no row can be on both sides, on_overlap is refused.
         shares = {source.eval_fraction for source in weighted}
         has_other_sides = old.eval_sources or old.questions.path is not None or len(shares) > 1
         overlap = OnOverlap.drop if has_other_sides else OnOverlap.error
         objective, lora = config.objective, config.techniques.lora
         began_as_base = lora.enabled and not lora.factored and self.start.adapter is None
         if isinstance(objective, WithReference) and objective.reference is Reference.auto and began_as_base:
-            # The reference that the gate has. With the adapter that it continues as its reference, the run would add
+            # The run gets the gate's reference. If the adapter that it continues were its reference, the run would add
             # to margins that the old pairs have already.
             objective = replace(objective, reference=Reference.base)
         return replace(
@@ -273,8 +276,8 @@ class RefreshData:
         )
 
     def write_new_rows(self, folder: Path, name: str) -> list[SourceConfig]:
-        """Write the new rows to JSONL files in `folder`: a later refresh replays them from there. Returns the sources
-        that read these files. Raises StorageError."""
+        """Write the new rows to JSONL files in `folder`, from which a later refresh can replay them. Returns the
+        sources that read these files. Raises StorageError."""
         written = []
         for number, (source, table) in enumerate(zip(self.config.data.sources, self.new_rows, strict=True)):
             file = folder / f"{name}.rows-{number}.jsonl"
@@ -297,7 +300,7 @@ class RefreshData:
 
 
 def _held_out(tables: Sequence[TokenTable], shares: Sequence[float]) -> np.ndarray:
-    """Digests of the documents of `tables` that are held out, if each table holds out its share."""
+    """Digests of the documents of `tables` that are held out, if each table holds out its share of `shares`."""
     sides = zip(tables, shares, strict=True)
     return np.concatenate(
         [table.digests[is_on_side(Side.held_out, table.held_out_by, share)] for table, share in sides]

@@ -6,7 +6,7 @@
     runs/quickstart/checkpoints/step-87
     quickstart/adapter, downloads/lamps      # the folder of an adapter or of a model
 
-All commands that take such a word take it from here.
+Every command with such a word calls this module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunOutput:
     """The folder of the checkpoint, of the adapter or of the whole model."""
     kind: OutputKind
     run: Path | None
-    """The folder of the run that wrote it; None for a folder that lies in no run."""
+    """The folder of the run that wrote the output; None if the output lies in no run."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class RunOutput:
 
 
 def find_output(name: str) -> RunOutput:
-    """The checkpoint, adapter or model that `name` means; of a run, what the run has exported. Raises ConfigError."""
+    """The checkpoint, adapter or model that `name` means. For a run: the run's export. Raises ConfigError."""
     folder = find_folder(name)
     if folder is None:
         raise unknown(name)
@@ -79,7 +79,7 @@ def find_output(name: str) -> RunOutput:
 
 
 def run_folder(name: str) -> Path:
-    """The run that `name` means, or a folder of runs; of the adapter or the model of a run, that run. Raises
+    """The run or the folder of runs that `name` means. For a run's adapter or model: the folder of the run. Raises
     ConfigError."""
     folder = find_folder(name)
     if folder is None:
@@ -91,7 +91,7 @@ def run_folder(name: str) -> Path:
 
 
 def find_folder(name: str) -> Path | None:
-    """The folder that `name` means; None if there is none. Raises ConfigError for a step that the run lacks."""
+    """The folder that `name` means; None if it means no folder. Raises ConfigError for a step that the run lacks."""
     path = Path(os.path.expanduser(name))
     if any(os.path.isfile(path / file) for file in (ADAPTER_FILE, "config.json", "config.yaml")):
         return path
@@ -134,7 +134,7 @@ def _newest(name: str) -> Path | None:
 
 
 def _checkpoint(place: Path, name: str) -> Path | None:
-    """The checkpoint of this step in a folder of checkpoints or of a run; None if `place` is in neither."""
+    """The checkpoint of the step that `place` names, in a run or its folder of checkpoints. None for other places."""
     for folder in (place.parent, place.parent / CHECKPOINTS):
         if not os.path.isdir(folder):
             continue
@@ -149,7 +149,7 @@ def _checkpoint(place: Path, name: str) -> Path | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run in `folder`, or the run with the checkpoint or the export in `folder`."""
+    """The run that `folder` is, or the run that the checkpoint or export in `folder` belongs to."""
     levels = 2 if is_checkpoint(folder) else 1
     above = (folder if len(folder.parts) > levels else folder.absolute()).parents[levels - 1]
     return next((run for run in (folder, above) if holds_run(run)), None)

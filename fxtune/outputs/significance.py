@@ -1,5 +1,5 @@
-"""Whether two means differ: permutation tests, which are exact for any distribution. The observed difference is
-compared with the differences of the same numbers under random labels or random signs (Fisher 1935, Pitman 1937).
+"""Tests whether two means differ. Permutation tests are exact for any distribution. They compare the observed
+difference with differences of the same numbers under random labels or random signs (Fisher 1935, Pitman 1937).
 
 A test with the rate `alpha` of false alarms rejects where p <= alpha. The observation counts as one of the draws, so
 p is never too small (Phipson and Smyth 2010).
@@ -10,15 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 DRAWS = 19_999
-"""Random permutations or signs. The smallest p is 1 / (DRAWS + 1)."""
+"""Number of random draws of labels or signs. The smallest p is 1 / (DRAWS + 1)."""
 _CHUNK = 4_000_000
-"""Random numbers that are in memory at a time."""
+"""The most random numbers in memory at a time."""
 
 
 def higher_mean(baseline: np.ndarray, sample: np.ndarray, seed: int = 0) -> float:
     """The p-value under the hypothesis that `sample` [n] has no higher mean than `baseline` [m].
 
-    The numbers are independent. The labels are permuted, so the p-value is exact if both arrays have one distribution.
+    The numbers must be independent. The labels are permuted: the p-value is exact if both arrays have one
+    distribution.
     """
     pooled = np.concatenate([baseline, sample]).astype(np.float64)
     pooled -= pooled.mean()
@@ -44,13 +45,13 @@ def lower_mean(differences: np.ndarray, bound: float = 0.0, seed: int = 0) -> fl
 
 
 def least_pairs(alpha: float) -> int:
-    """The number of pairs with which lower_mean() can return `alpha` or less: the least n with 2^-n <= alpha, and one
-    more pair, because the random signs repeat the observation in about 2^-n of the draws."""
+    """The least number of pairs with which lower_mean() can return `alpha` or less. It is the least n with 2^-n <=
+    alpha, and one more, because the random signs repeat the observation in about 2^-n of the draws."""
     return int(np.ceil(np.log2(1 / alpha))) + 1
 
 
 def _parts(width: int) -> list[int]:
-    """DRAWS divided into parts of at most _CHUNK numbers, `width` numbers a draw."""
+    """The sizes of parts of the DRAWS draws. A draw takes `width` numbers, and a part at most _CHUNK numbers."""
     rows = max(1, _CHUNK // width)
     return [min(rows, DRAWS - first) for first in range(0, DRAWS, rows)]
 

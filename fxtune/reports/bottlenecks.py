@@ -1,7 +1,7 @@
-"""Where the time of a run goes, and which keys would save time: RULES, one entry for each cause.
+"""Finds where the time of a run goes, and which keys would save time. RULES has an entry for each cause.
 
-A rule reads only figures that the run recorded. Its share is a share of the run's whole time, so the change that saves
-most comes first.
+A rule reads only figures that the run recorded. A share is a share of the run's whole time, so the change that saves
+most can come first.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Times:
         return self.parts[key].seconds / self.total if key in self.parts else 0.0
 
     def option(self, key: str) -> Any:
-        """A value of the recipe; None for a key that it lacks."""
+        """A value of the recipe; None if the recipe lacks the key."""
         value: Any = self.run.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
     def mean(self, metric: str) -> float:
-        """The mean over the log lines; 0 without any."""
+        """The mean of a metric over the log lines; 0 if no line has it."""
         values = [value for value in self.run.curves.get(metric, {}).values() if isinstance(value, (int, float))]
         return sum(values) / len(values) if values else 0.0
 
@@ -73,7 +73,7 @@ class Rule:
     """The smallest share that is reported."""
     share: Callable[[Times], float]
     sentence: Callable[[Times], str]
-    """The sentence; {share} in it stands for the share."""
+    """The sentence with the placeholder {share}."""
     keys: Callable[[Times], list[str]]
 
 
@@ -84,7 +84,7 @@ def _workers(times: Times) -> list[str]:
 
 
 def _slowest(times: Times) -> float:
-    """What the run would gain if the slowest rank were as fast as the others."""
+    """The share of the time that the run would save if the slowest rank were as fast as the others."""
     behind = times.mean("train/slowest_behind")
     return times.share("passes") * behind / (1 + behind)
 
@@ -96,7 +96,7 @@ def _evaluations(times: Times) -> list[str]:
 
 
 def _padding(times: Times) -> float:
-    """The share of the run's time that went to padding, if a padded token takes as long as another."""
+    """The share of the run's time that padding took, if a padded token takes as long as any other token."""
     training = times.run.about.get("training") or {}
     rows = times.run.setting.get("rows") or {}
     return 0.0 if rows.get("packing") else times.share("passes") * float(training.get("padding_share") or 0.0)
@@ -108,7 +108,7 @@ def _checkpoints(times: Times) -> list[str]:
 
 
 def _idle_card(times: Times) -> float:
-    """The share of the time in which the card had no kernel, without the time that other rules explain."""
+    """The share of the time in which the card ran no kernel, less the shares that other rules explain."""
     used = times.run.last.get("energy/gpu_utilization")
     known = sum(map(times.share, ("startup", "data", "evaluation", "other", "saving", "rest")))
     return max(1.0 - used - known, 0.0) if isinstance(used, (int, float)) else 0.0
@@ -198,7 +198,7 @@ RULES: dict[str, Rule] = {
 
 
 def find_bottlenecks(run: RunFiles) -> list[Bottleneck]:
-    """The findings, the largest share first. Empty if no change is worth it, or if nothing was recorded."""
+    """The findings, the largest share first; empty if no change is worth it, or if the run recorded no times."""
     times = Times(run)
     found = []
     for rule in RULES.values():
@@ -208,7 +208,7 @@ def find_bottlenecks(run: RunFiles) -> list[Bottleneck]:
 
 
 def sentences(run: RunFiles) -> Iterator[str]:
-    """The parts of the time and the findings, in words."""
+    """Yield sentences about the parts of the time and about the findings."""
     parts, found = time_shares(run), find_bottlenecks(run)
     total = sum(part.seconds for part in parts)
     if not parts:

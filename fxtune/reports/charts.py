@@ -1,5 +1,6 @@
-"""Charts of the metrics of one or several runs, drawn by pygal, as SVG without style, script or address. The page has
-the style. A line has at most POINTS points: in a longer line, the lowest and the highest value of each section.
+"""Charts of the metrics of one or several runs. pygal draws them as SVG without style, script or web address; the page
+has the style. A line has at most POINTS points. A longer line is thinned to the lowest and the highest value of each
+section.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LOGARITHMIC = 30
 class Line:
     name: str
     points: Mapping[int, float]
-    """Step -> value."""
+    """The value at each step."""
     color: int
     dashed: bool = False
 
@@ -34,7 +35,7 @@ class Chart:
     svg: str
     logarithmic: bool
     summary: str
-    """In words, for a screen reader."""
+    """The lines in words, for a screen reader."""
     values: list[dict[str, object]] = field(default_factory=list)
     """What the page shows under the pointer: name, color, steps and values of each line, as they are drawn."""
 
@@ -81,7 +82,8 @@ def draw(title: str, unit: str, lines: Sequence[Line], logarithmic: bool = False
 
 
 def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """At most POINTS of the finite points, in order: the first, the last, the lowest and highest of each section."""
+    """At most POINTS of the finite points, in order. If there are more: the first, the last, and each section's lowest
+    and highest."""
     rows = sorted(item for item in points.items() if math.isfinite(item[1]))
     if len(rows) <= POINTS:
         return rows
@@ -94,8 +96,8 @@ def thin(points: Mapping[int, float]) -> list[tuple[int, float]]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most about `most` round numbers that span `low` to `high`."""
-    if high <= low:  # one value: a little room around it
+    """About `most` round numbers that span `low` to `high`."""
+    if high <= low:  # a single value gets a little room around it
         room = abs(low) / 10 or 1
         return [low] if isinstance(low, int) else [low - room, low, low + room]
     rough = (high - low) / most
@@ -137,7 +139,7 @@ def _finish(root: ElementTree.Element, lines: Sequence[Line], label: str) -> Non
     for child in list(root):
         if not isinstance(child.tag, str) or child.tag.removeprefix(space) in ("defs", "title"):
             root.remove(child)
-    for parent in root.iter():  # a title would be a tooltip in the browser's font
+    for parent in root.iter():  # a browser would show a title as a tooltip in its own font
         for child in list(parent):
             if isinstance(child.tag, str) and child.tag.removeprefix(space) in ("title", "desc"):
                 parent.remove(child)

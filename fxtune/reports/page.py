@@ -1,8 +1,8 @@
-"""A page about a run, or about several side by side: one HTML file that needs no network.
+"""A page about a run, or about several runs side by side. It is one HTML file that needs no network.
 
-It shows the figures that the runs recorded, and names the figures that they did not record. The template
+The page shows the figures that the runs recorded, and names the figures that are missing. The template
 (fxtune/assets/report.html) escapes every value, because a sample may contain `</script>`. The page's policy lets a
-browser load nothing, and run only the script of the page.
+browser load nothing, and run no script but the page's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDE = ("Loss", "Gradient norm")
 
 
 def _both(metric: str) -> dict[str, str]:
-    """A metric of the chosen and of the rejected answer, in training and held out."""
+    """The metrics of chosen and rejected answers, in training and held out, with their names."""
     parts = {"train": "", "eval": ", held out"}
     return {
         f"{part}/{metric}_{answer}": f"{answer}{where}"
@@ -54,7 +54,7 @@ CHARTS = (
     ("Model FLOPs utilization", "share of the dense peak", {"train/mfu": "utilization"}),
     ("Exact match", "share of the questions", {"questions/exact_match": "exact match"}),
 )
-"""Title, unit, and metric -> its name, of each chart."""
+"""(title, unit, the name of each metric) for each chart."""
 PREFERENCES = (
     (
         "Reward accuracy",
@@ -70,21 +70,21 @@ PREFERENCES = (
     ("Log-probabilities", "nats a token of the answer", _both("log_probs")),
     ("Length of answers", "tokens", _both("length")),
 )
-"""The same for objectives of preferences. Other runs do not have them."""
+"""The charts in the same form that only runs with an objective of preferences have."""
 
 
 @dataclass
 class ShownQuestion:
     text: Any
     pictures: list[tuple[str, str]]
-    """(data: URI of a small copy, name) of its first images."""
+    """(data: URI of a small copy, name) of the question's first images."""
     left_out: int
     """Images of the question that are not in `pictures`."""
 
 
 @dataclass
 class Table:
-    """`rows`: a label and a cell for each column; None is a value that was not recorded."""
+    """`rows`: each row has a cell for each column. A cell of None is a value that was not recorded."""
 
     columns: list[str]
     rows: list[list[Any]]
@@ -112,10 +112,9 @@ class Page:
     differences: Table
     sources: Table
     evidence: list[tuple[str, list[dict[str, Any]]]]
-    """(names of the runs, their options). Runs with equal options share an entry, whose name is empty if all do."""
+    """(names of runs, their options). Runs with equal options share an entry. An entry of all runs has no names."""
     lengths: list[tuple[str, list[tuple[str, int, float]]]]
-    """(training source and names of the runs, [(range of tokens, documents in it, their share of the largest
-    count)])."""
+    """(training source and names of runs, [(range of tokens, number of documents, share of the largest number)])."""
     answers: Table
     environment: Table
     written: str
@@ -123,8 +122,8 @@ class Page:
 
 
 def write_report(folders: Sequence[Path], file: Path) -> None:
-    """Write the page about the runs in `folders` to `file`. Raises ConfigError for a folder that is no run, and
-    StorageError for a file that cannot be read or written."""
+    """Write the page about the runs in `folders` to `file`. Raises ConfigError if a folder has no run, and
+    StorageError if a file cannot be read or written."""
     with as_written(*folders):
         text = render([RunFiles(folder) for folder in folders])
     try:
@@ -171,7 +170,7 @@ def collect(runs: Sequence[RunFiles]) -> Page:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """The folders' own names; where two are equal, with their parents."""
+    """The names of the folders. If two are equal, all names include the parent folder."""
     paths = [run.folder.resolve() for run in runs]
     last = [path.name for path in paths]
     return last if len(set(last)) == len(last) else [f"{path.parent.name}/{path.name}" for path in paths]
@@ -219,7 +218,7 @@ def _counts(table: dict[str, Any]) -> list[tuple[str, int, float]]:
 
 
 def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
-    """The figures that people look for first. A row that no run has is left out."""
+    """The figures that people look for first. A figure that no run recorded has no row."""
     rows: list[tuple[str, Callable[[RunFiles], Any]]] = [
         ("State", _state),
         ("Loss", lambda run: run.last.get("train/loss")),
@@ -268,7 +267,7 @@ def _exact_match(run: RunFiles) -> str | None:
 
 
 def _middle(run: RunFiles, metric: str) -> float | None:
-    """The median over the log lines."""
+    """The median of a metric over the log lines."""
     curve = run.curves.get(metric)
     return median(curve.values()) if curve else None
 
@@ -285,7 +284,7 @@ def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], li
             for run in runs
         ]
         if title == "Exact match" and all(len(line.points) <= 2 for own in lines for line in own):
-            continue  # asked before and after training at most, which the results show
+            continue  # at most two values, before and after training: the results show them
         without = [name for name, own in zip(names, lines, strict=True) if not any(line.points for line in own)]
         if without:
             whose = "" if len(without) == len(runs) else f" in {', '.join(without)}"
@@ -312,7 +311,7 @@ def _why_missing(title: str, runs: Sequence[RunFiles]) -> str:
 
 
 def _differences(runs: Sequence[RunFiles], names: list[str]) -> Table:
-    """The keys in which several runs differ."""
+    """The keys with different values in several runs."""
     if len(runs) == 1:
         return Table([], [])
     settings = [flat(run.config) | flat(run.setting) for run in runs]
@@ -362,8 +361,7 @@ def _sources_of(run: RunFiles) -> list[list[Any]]:
 
 
 def _answers(runs: Sequence[RunFiles], names: list[str]) -> Table:
-    """The first questions: the right answer, the first run's answer before training, and each run's answer after
-    it."""
+    """The first questions, with the right answer, one answer before training, and each run's answer after training."""
     before = {_asked(row): row for run in runs for row in run.answers("before")}
     after = [{_asked(row): row for row in run.answers("after")} for run in runs]
     questions = {asked: row for own in after for asked, row in own.items()} or before
@@ -437,5 +435,5 @@ def _seconds(value: Any) -> str | None:
 
 
 def cell(value: Any) -> str:
-    """A cell's text; the template escapes it."""
+    """The text of a cell. The template escapes the text."""
     return f"{value:,.4g}" if isinstance(value, float) else str(value)

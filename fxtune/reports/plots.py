@@ -1,4 +1,4 @@
-"""Draws one chart as an SVG file: the held-out losses of a sweep, the curve of a range test.
+"""Draws one chart as an SVG file, such as the held-out losses of a sweep or the curve of a range test.
 
 pygal draws the chart with a legend. The file has no scripts and loads nothing from the web. All points are inside the
 frame: values that are far apart get a logarithmic scale.
@@ -22,18 +22,18 @@ LEGEND_ROW_HEIGHT = 18
 class Series:
     name: str
     points: Sequence[tuple[float, float]]
-    """(x, y)."""
+    """(x, y) of each point."""
     thick: bool = False
     joined: bool = True
-    """False: dots without a line."""
+    """Whether a line joins the points; without it they are dots."""
     continues: bool = False
-    """True: dashed, in the colour of the series before it."""
+    """Whether the series continues the series before it. Then it is dashed and has the same colour."""
 
 
 def plot(title: str, series: Sequence[Series], x_title: str, y_title: str, percent: bool = False) -> str:
     """The text of an SVG file. Points that are not finite, and series without a finite point, are left out.
 
-    `percent`: x is a share, labelled in per cent.
+    `percent`: whether x is a share, so that its labels are in per cent.
     """
     import pygal
     from pygal.style import Style

@@ -1,7 +1,7 @@
-"""How two runs differ: their recipes, their data, the decisions of `auto`, machine and packages, and their curves,
-from the first step at which they part.
+"""How two runs differ: in their recipes, their data, the decisions of `auto`, their machines and packages, and their
+curves. For each metric it finds the first step at which the curves part.
 
-The files of a run's folder are compared (config.yaml, setting.json, metrics.jsonl), also for a run that still trains.
+The files in the folders of the runs are compared (config.yaml, setting.json, metrics.jsonl). A run may still train.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SECTIONS = {
     "built": "what was decided",
     "parallel": "what was decided",
 }
-"""Group of setting.json -> heading of its differences."""
+"""The heading for the differences in each group of setting.json."""
 
 
 @dataclass(frozen=True)
 class Difference:
     key: str
     first: Any
-    """The value in the first run; None: the run has no value."""
+    """The value in the first run; None if the run has no value."""
     second: Any
 
 
@@ -58,9 +58,9 @@ class Parting:
 
     metric: str
     common: int
-    """Number of steps at which both runs have the metric."""
+    """The number of steps at which both runs have the metric."""
     step: int | None
-    """The first common step with different values; None: the values agree in every digit."""
+    """The first common step with different values; None if the values agree in every digit."""
     largest: float = 0.0
     """The largest difference at any step, relative to the first run's value."""
 
@@ -69,22 +69,22 @@ class Parting:
 class RunDifference:
     recipe: list[Difference] = field(default_factory=list)
     sections: dict[str, list[Difference]] = field(default_factory=dict)
-    """By heading, without differences that `recipe` has already."""
+    """The differences under each heading, without the differences in `recipe`."""
     same: list[str] = field(default_factory=list)
-    """The headings without a difference, also in the keys of the recipe that belong to the heading."""
+    """The headings without a difference. The keys of the recipe that belong to these headings do not differ either."""
     partings: list[Parting] = field(default_factory=list)
     figures: list[Difference] = field(default_factory=list)
     """The last values of the metrics in FIGURES, equal or not."""
 
     @property
     def equal(self) -> bool:
-        """Whether only figures that depend on the clock differ."""
+        """Whether the runs are equal, except for figures that depend on the clock."""
         return not (self.recipe or any(self.sections.values()) or any(part.step is not None for part in self.partings))
 
 
 def compare_runs(first: Path, second: Path) -> RunDifference:
-    """How the runs in two folders differ. Raises ConfigError for a folder that is no run, StorageError for a file that
-    cannot be read."""
+    """How the runs in two folders differ. Raises ConfigError if a folder has no run, StorageError if a file is
+    unreadable."""
     difference = RunDifference()
     runs = [RunFiles(folder) for folder in (first, second)]
     configs = [flat(run.config) for run in runs]

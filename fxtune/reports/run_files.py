@@ -1,4 +1,4 @@
-"""Reads what a run has left in its folder so far, finished or not."""
+"""Reads the files that a run has written so far. The run need not be finished."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fxtune.system.files.atomic_files import read_json
 
 STEP = "train/step"
 ANSWERS = 6
-"""Questions that a report shows."""
+"""How many questions a report shows."""
 PICTURES_OF_QUESTION = 4
-"""Images of a question that a report shows."""
+"""How many images of a question a report shows."""
 LARGEST_PICTURE = 1 << 17
 """Bytes of the largest picture that a report takes in."""
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -28,7 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 @dataclass
 class _Metrics:
-    """metrics.jsonl, read once: a long run has a hundred thousand lines."""
+    """metrics.jsonl, which is read only once, because a long run has a hundred thousand lines."""
 
     curves: dict[str, dict[int, float]] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Metrics:
 
 @contextmanager
 def as_written(*folders: Path) -> Iterator[None]:
-    """In the body values of files that fxtune would not have written raise StorageError."""
+    """In the body, a value in the files that fxtune would not have written raises StorageError."""
     try:
         yield
     except UserError:
@@ -63,8 +63,8 @@ def as_written(*folders: Path) -> Iterator[None]:
 
 
 class RunFiles:
-    """The files of the run in `folder`, each read when it is first used; a missing file is empty. Raises ConfigError
-    for a folder that is no run, StorageError for a file that cannot be read."""
+    """The files of the run in `folder`. A file is read when it is first used; a missing file counts as empty. Raises
+    ConfigError if the folder has no run, and StorageError if a file cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,12 +80,12 @@ class RunFiles:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a log line, in order."""
+        """A dict for each log line, in order."""
         return list(metric_rows(self.folder))
 
     @property
     def curves(self) -> dict[str, dict[int, float]]:
-        """Metric -> step -> value. A step that was repeated after a resume has its last value."""
+        """The values of each metric by step. A step that was repeated after a resume has its last value."""
         return self._metrics.curves
 
     @property
@@ -96,7 +96,7 @@ class RunFiles:
 
     @cached_property
     def last(self) -> dict[str, Any]:
-        """The last value of each metric; of a finished run, its final figures."""
+        """The last value of each metric. In a finished run the final figures replace values of the log lines."""
         return self._metrics.last | self.result
 
     @cached_property
@@ -108,7 +108,7 @@ class RunFiles:
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """The figures of a finished run; empty before."""
+        """The figures of a finished run; empty if the run is not finished."""
         return self._object(RESULT)
 
     @cached_property
@@ -145,12 +145,11 @@ class RunFiles:
         return [row for row in rows if isinstance(row, dict)]
 
     def picture(self, digest: str) -> str | None:
-        """A data: URI with the small copy of a question's image, by the hash of the image's file; None without a
-        copy."""
+        """The small copy of a question's image as a data: URI, or None. `digest`: the hash of the image's file."""
         file = self.folder / PICTURES / f"{digest}.jpg"
         try:
             if not _DIGEST.fullmatch(digest) or file.is_symlink() or kind_of(file) != FILE:
-                return None  # a link of a stranger's run could lead to another file
+                return None  # a link in a stranger's folder could lead to another file
             if file.stat().st_size > LARGEST_PICTURE:
                 return None
             return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"

@@ -1,7 +1,8 @@
-"""Where the time of a run went, from the times that it recorded: start-up, parts of the steps, evaluations, saves.
+"""Divides the time of a run, as the run recorded it, into start-up, parts of the steps, evaluations and saves.
 
-The time of a part of the steps is its mean over the log lines, weighted by the steps of each line, times the number of
-steps. A line that a resumed run has repeated counts once, so steps that a kill lost are not counted.
+The time of a part of the steps is the part's mean time in a step, times the number of steps. A log line counts in the
+mean by its number of steps. A log line that a resumed run repeated counts once, so steps that a kill lost do not
+count.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class TimeShare:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a mean step. None: not recorded."""
+    """Seconds of a mean step; None if they were not recorded."""
 
     steps: int
-    """Steps over which the means are taken."""
+    """The number of steps in the means."""
     seconds: float
     waiting: float
-    """Seconds of waiting for data, while the device has nothing else to do."""
+    """Seconds in which the step waits for data and the device has no other work."""
     passes: float | None
     update: float | None
     saving: float
-    """How long checkpoints stopped the loop."""
+    """Seconds for which checkpoints stopped the loop."""
 
 
 def step_times(run: RunFiles) -> StepTimes | None:
@@ -65,7 +66,8 @@ def step_times(run: RunFiles) -> StepTimes | None:
 
 
 def time_shares(run: RunFiles) -> list[TimeShare]:
-    """The parts of a run's time in the order in which they happen. Empty for a run without a recorded total time."""
+    """The parts of a run's time in the order in which they happen. The list is empty if the run has not recorded its
+    total time."""
     last = run.last
     if (total := last.get("time/total_seconds")) is None:
         return []
@@ -88,7 +90,7 @@ def time_shares(run: RunFiles) -> list[TimeShare]:
 
 
 def startup_stages(run: RunFiles) -> dict[str, float]:
-    """Stage -> seconds, of all processes of the run, before their first steps."""
+    """The seconds of each stage before the first steps, summed over the run's first start and its resumes."""
     return {
         name.removeprefix("startup/").removesuffix("_seconds").replace("_", " "): sum(curve.values())
         for name, curve in run.curves.items()
@@ -97,6 +99,6 @@ def startup_stages(run: RunFiles) -> dict[str, float]:
 
 
 def _steps_of_lines(curve: Mapping[int, float]) -> dict[int, int]:
-    """Log line, by its step -> number of steps since the line before it."""
+    """The number of steps since the line before, for each log line. A log line is named by its step."""
     steps = sorted(curve)
     return {step: step - before for step, before in zip(steps, [0, *steps], strict=False) if step > before}

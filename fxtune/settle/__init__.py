@@ -1,1 +1,1 @@
-"""From a config and a machine to what will run: one function, settle(), for training and for every command."""
+"""Decides what will run, from a config and a machine. settle() is used by training and by every command."""

@@ -1,4 +1,4 @@
-"""How ranks may share the work of a run, and which of these ways fits their memory by the forecast."""
+"""Chooses how ranks share the work of a run: the first way that fits their memory by the forecast."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from fxtune.techniques.pipeline import Pipeline
 
 
 def with_degrees(facts: Facts, degrees: Degrees) -> Facts:
-    """The facts of one of the ranks that share the work as `degrees` says, and their host's memory. `facts`: with
-    another number of ranks on the same hosts."""
+    """A copy of `facts` for a rank of `degrees`, with its share of the host's memory. `facts` may be for another
+    number of ranks on the same hosts."""
     host = facts.host_memory * facts.degrees.ranks // degrees.ranks
     return replace(facts, degrees=degrees, host_memory=host)
 
 
 def memory_need(techniques: Pipeline, facts: Facts, degrees: Degrees) -> Need:
-    """The bytes that each rank needs for a training step with `degrees` and with each `auto` of `techniques` decided.
-    Nothing is checked or measured, and no weight is read."""
+    """The bytes that each rank needs for a training step with `degrees`. Decides each `auto` of `techniques` for this
+    forecast. Nothing is checked or measured, and no weight is read."""
     facts = with_degrees(facts, degrees)
     return techniques.decided(facts)[0].memory_need(facts)
 
 
 def fits(techniques: Pipeline, facts: Facts, degrees: Degrees) -> bool:
-    """Whether weights, optimizer and activations with `degrees` fit the free memory of each card by the forecast."""
+    """Whether a training step with `degrees` fits the free memory of each card by the forecast."""
     return memory_need(techniques, facts, degrees).device <= facts.free_memory
 
 
 def possible(ranks: int) -> Iterator[Degrees]:
-    """Each way to share the work of `ranks` ranks, the least traffic first: copies, then divided weights, then divided
-    rows."""
+    """Yield each way in which `ranks` ranks can share the work, in the order of their traffic: copies, then divided
+    weights, then divided rows."""
     for context in _divisors(ranks):
         for shard in _divisors(ranks // context):
             yield Degrees(ranks // context // shard, shard, context)
 
 
 def choose(techniques: Pipeline, facts: Facts, candidates: Iterable[Degrees]) -> tuple[Degrees, Need]:
-    """The first of `candidates` that fits, or else the one with the least need; and what each rank then needs."""
+    """The first of `candidates` that fits, and the memory that each rank needs with it. If none fits, the candidate
+    with the least need."""
     tried: list[tuple[Degrees, Need]] = []
     for degrees in candidates:
         need = memory_need(techniques, facts, degrees)

@@ -1,8 +1,9 @@
-"""What `run.deterministic=auto` decides: the same bits each time where they cost next to nothing.
+"""Decides `run.deterministic=auto`: the same bits in each run, if this costs next to nothing.
 
-It chooses kernels only. Clocks, free memory and other cards or versions are as with `false`. In deterministic mode
-attention's backward pass adds up the gradients of queries in a fixed order, so its blocks wait for each other. The
-forecast counts this pass alone. docs/faults.md compares it with whole steps that were measured.
+The decision chooses kernels only. As with `false`, decisions may depend on clocks and free memory, and other cards or
+versions may give other bits. In deterministic mode attention's backward pass adds up the gradients of queries in a
+fixed order, so its blocks wait for each other. The forecast counts only this pass. docs/faults.md compares forecasts
+with measured steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.pipeline import Pipeline
 
 MOST = 0.02
-"""The largest share of a step that `auto` gives for the same bits."""
+"""The largest share of a step's time that `auto` spends for the same bits."""
 
 SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
     ("H[12]00", "flash4", 64): ((1024, 0.27), (4096, 0.10), (16384, 0.02), (65536, 0.02)),
@@ -31,19 +32,19 @@ SLOWER: dict[tuple[str, str, int], tuple[tuple[int, float], ...]] = {
     ("H[12]00", "sdpa float32", 128): ((1024, 0.0), (4096, 0.01), (16384, 2.7)),
     ("H[12]00", "sdpa float32", 256): ((1024, 0.0), (4096, 0.74), (16384, 5.7)),
 }
-"""By card, attention backend and head size: (tokens of a document, time that the deterministic backward pass adds, as
-a share of the ordinary one). The larger of the figures of an H100 and an H200 (torch 2.11, flash-attn-4 4.0.0b36) by
-`python scripts/bench/bench_determinism.py`.
-The row of cuDNN is calculated: its kernel has no fixed order, so torch's FlashAttention-2 runs in its place, which is
-slower by the figures of attention/technique.py."""
+"""The time that the deterministic backward pass of attention adds, as a share of the ordinary pass. Keys are (card,
+attention backend, head size), values are (tokens of a document, share). `python scripts/bench/bench_determinism.py`
+measured an H100 and an H200 (torch 2.11, flash-attn-4 4.0.0b36); the table has the larger of the two figures. The row
+of cuDNN is calculated: cuDNN's kernel has no fixed order, so torch's slower FlashAttention-2 runs in its place. The
+difference comes from the figures of attention/technique.py."""
 ONE_ORDER = ("eager", "flex")
-"""Backends whose backward pass is the same kernel in both modes."""
+"""Backends whose backward pass uses the same kernel in both modes."""
 
 
 def decide(asked: Pipeline, usual: Pipeline, facts: Facts) -> tuple[Pipeline | None, list[str]]:
-    """The techniques with deterministic kernels, or None to keep the fastest kernels; and lines on the decision. A CPU
-    has deterministic kernels only, so it gets None and no line. `asked`: before any `auto` is decided; `usual`: with
-    each `auto` decided for the fastest kernels."""
+    """Return the techniques for deterministic kernels, or None to keep the fastest kernels, and lines on the decision.
+    A CPU has deterministic kernels only: the result is None, without a line. `asked`: the techniques before any `auto`
+    is decided; `usual`: with each `auto` decided for the fastest kernels."""
     if facts.device != "cuda":
         return None, []
     fixed = replace(facts, techniques=asked, deterministic=True)
@@ -64,7 +65,7 @@ def decide(asked: Pipeline, usual: Pipeline, facts: Facts) -> tuple[Pipeline | N
 
 
 def line(why: str) -> str:
-    """The line on deterministic kernels that are off."""
+    """The line that says why deterministic kernels are off."""
     return (
         f"deterministic: off, because {why}; two runs, or a resumed one, may differ in their last digits "
         "(run.deterministic=true asks for the same bits)"
@@ -72,10 +73,10 @@ def line(why: str) -> str:
 
 
 def cost(facts: Facts) -> float | None:
-    """The share of a step that deterministic kernels add, by forecast; None: SLOWER lacks this card, backend, head
-    size or length. `facts`: with techniques decided."""
+    """The time that deterministic kernels add, as a share of a step, by forecast. None if SLOWER lacks this card,
+    backend, head size or length. Techniques in `facts` must be decided."""
     attention = facts.techniques.attention
-    backend = attention.backend if attention.enabled else "sdpa"  # the choice of transformers
+    backend = attention.backend if attention.enabled else "sdpa"  # transformers uses sdpa by default
     if backend in ONE_ORDER or not attention_layers(facts.text):
         return 0.0
     kernel = f"{backend} float32" if facts.compute_dtype == "float32" else backend

@@ -1,5 +1,5 @@
-"""Whether weights are updated in the backward pass (training/in_backward.py): what the recipe asks for, what is in the
-way, and what `auto` decides."""
+"""Decides whether weights are updated in the backward pass (training/in_backward.py), from the recipe and from reasons
+against it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from fxtune.optim.config import OptimizerName
 from fxtune.system.terminal.units import GIB
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
-"""Optimizers that count steps for all weights together."""
+"""Optimizers that count steps once for all weights, so they cannot update weights one by one."""
 RECORDS = "techniques.compile.cuda_graphs"
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield each reason why weights cannot be updated in the backward pass as asked, worded as what to change."""
+    """If the recipe asks for updates in the backward pass, yield each reason why they are impossible, with what to
+    change."""
     if config.optimizer.in_backward is Switch.on:
         for key, why, change in _reasons(config, facts):
             if key == RECORDS:  # the compile technique refuses this
@@ -28,7 +29,8 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def change_for(config: Config, facts: Facts) -> str:
-    """The keys that would turn this on, as a user types them; empty if it is on, or if they are not enough."""
+    """The keys, as a user types them, that would turn on updates in the backward pass. Empty if they are on, or if
+    these keys would not be enough."""
     if facts.in_backward:
         return ""
     keys = []
@@ -40,8 +42,8 @@ def change_for(config: Config, facts: Facts) -> str:
 
 
 def refuse_halved(asked: Switch, rows: int) -> str:
-    """A note that `auto` stays off in a resumed run: the run halved its micro-batches to `rows` rows, so a step has
-    several. Raises ConfigError if the recipe has asked for `on`."""
+    """A note that `auto` is off in a resumed run. The run halved its micro-batches to `rows` rows, so a step has
+    several micro-batches. Raises ConfigError if the recipe asks for `on`."""
     why = f"the run halved its micro-batches to {rows} rows when memory ran out, so its steps add up gradients"
     if asked is Switch.on:
         raise ConfigError(
@@ -51,8 +53,8 @@ def refuse_halved(asked: Switch, rows: int) -> str:
 
 
 def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
-    """`facts` with optimizer.in_backward decided, and a line on it if `auto` has switched it on. The techniques of
-    `facts` may still have their `auto`."""
+    """A copy of `facts` with optimizer.in_backward decided, and a line if `auto` has switched it on, else an empty
+    text. Each `auto` of the techniques in `facts` may still be undecided."""
     asked = config.optimizer.in_backward
     if asked is not Switch.auto:
         return replace(facts, in_backward=asked is Switch.on), ""
@@ -70,7 +72,7 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
 
 
 def _reasons(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """(key, why, what to set instead) for each reason why weights cannot be updated in the backward pass."""
+    """Yield (key, why, what to set instead) for each reason why weights cannot be updated in the backward pass."""
     train, techniques, optimizer = config.train, facts.techniques, config.optimizer
     if techniques.lora.enabled:
         yield (

@@ -1,4 +1,4 @@
-"""Rows with images: the image processor of the model, and refusals once the data is read."""
+"""The image processor of a model, and refusals of rows with images after the data is read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxtune.techniques.pipeline import Pipeline
 def image_processor(
     model: ModelConfig, data: DataConfig, tokenizer: Any, hf_config: Any = None, weights: str = "float32"
 ) -> ImageProcessor | None:
-    """The image processor of a model; None if the model reads no images or has no processor files. `hf_config`:
-    load_config() by default. `weights`: the dtype of the model's weights (Facts.dtype).
+    """The image processor of a model; None if the model reads no images or has no processor files. `hf_config`: the
+    model's config; None: load_config() reads it. `weights`: the dtype of the model's weights (Facts.dtype).
 
-    Raises ConfigError if data.image_tokens does not act on the model, StorageError if the files cannot be read.
+    Raises ConfigError if data.image_tokens has no effect on the model, StorageError if files cannot be read.
     """
     hf_config = hf_config or load_config(model)
     images = kind_of(hf_config).images
@@ -37,8 +37,9 @@ def image_processor(
 
 
 def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, has_images: bool) -> Iterator[str]:
-    """Yield each reason why a run cannot train on its rows: the key, and what to change. `facts`: after the data was
-    read. `trains`: whether training rows have images. `has_images`: the same of training and evaluation rows."""
+    """Yield each reason why a run cannot train on its rows: the key, and what to change. `facts` must include what the
+    read data shows. `trains`: whether training rows have images. `has_images`: whether training or evaluation rows
+    have images."""
     if not trains:
         asked = {
             "techniques.lora.vision": techniques.lora.enabled and techniques.lora.vision,
@@ -56,6 +57,7 @@ def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, h
             f"data.share_prompts: true, but the tokens of an image in {facts.model.get('model_type')} see each other, "
             "which needs the prompt of each answer in its row. Set it to false."
         )
-    # Checked once without images. With images, Gemma's attention needs a mask, and CUDA graphs are impossible.
+    # The techniques were checked before without images. With images Gemma's attention needs a mask, and CUDA graphs
+    # are impossible.
     for name, technique in techniques.enabled():
         yield from (f"techniques.{name}.{reason}" for reason in technique.check(facts))

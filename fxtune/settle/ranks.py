@@ -1,9 +1,9 @@
-"""How many ranks a run has, and how they share its work: one decision, for training and for the commands that look at
-a recipe in one process, before there are ranks.
+"""Decides how many ranks a run has and how they share its work. Training and the commands that only look at a recipe
+take the same decision. The commands do so in one process, before ranks exist.
 
-`run.gpus` gives the number of ranks, `parallel` their degrees. Where both leave a choice, the forecast of memory
-decides: copies of the weights where one fits a card, else divided weights. Rows are divided only if whole rows fit no
-card.
+`run.gpus` gives the number of ranks, `parallel` gives their degrees. If both leave a choice, the forecast of memory
+decides. Each rank has a copy of the weights if a copy fits a card; otherwise weights are divided. Rows are divided
+only if no card can hold a step with whole rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fxtune.settle.rows import decide_rows
 from fxtune.system.terminal.units import GIB
 
 SHORT = 8192
-"""Tokens of a micro-batch that any card holds, so that its rows need not be divided."""
+"""Micro-batches with at most this many tokens fit any card, so their rows need not be divided."""
 
 
 def ranks_of(config: Config) -> int:
-    """How many ranks `fxtune` starts for a run of `config` on this machine; 1 in a process that is a rank. Where the
-    forecast chooses, another process collects its facts, because CUDA would keep some GPU memory in this one.
+    """How many ranks `fxtune` starts for a run of `config` on this machine; 1 in a process that is a rank. If the
+    forecast has to choose, another process collects the facts for it: in this process CUDA would keep GPU memory.
 
     Raises ConfigError, HardwareError, and the errors of load_config().
     """
@@ -43,8 +43,8 @@ def ranks_of(config: Config) -> int:
 
 
 def open_counts(config: Config) -> list[int]:
-    """The numbers of ranks, the most first, among which the forecast chooses for a run on this machine; one number
-    where it has no choice."""
+    """The numbers of ranks among which the forecast chooses for a run on this machine, the largest first. One number
+    if there is no choice."""
     if process_rank().size > 1:
         return [1]
     counts = ranks_here(config.run.gpus, config.run.device is Device.cpu)
@@ -57,15 +57,15 @@ def open_counts(config: Config) -> list[int]:
 
 
 def require_possible(config: Config, ranks: int, cuda: bool, subject: str = "") -> None:
-    """Raise ConfigError if `ranks` ranks cannot share a step of `config`. `cuda`: whether they have cards; `subject`:
-    what gave their number."""
+    """Raise ConfigError if `ranks` ranks cannot share a step of `config`. `cuda`: whether the ranks have cards;
+    `subject`: the key that gave their number, for the message."""
     if not ways(config, ranks, cut=cuda):
         require_equal_parts(decide(config.parallel, ranks), config.train.micro_batches, subject)
 
 
 def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
-    """The degrees that `config.parallel` allows `ranks` ranks and that divide a step, the least traffic first.
-    `cut`: include degrees that divide rows where the config leaves this open."""
+    """The degrees that divide a step and that `config.parallel` allows for `ranks` ranks, the least traffic first.
+    `cut`: whether rows may be divided if the config leaves this open."""
     return [
         degrees
         for degrees in possible(ranks)
@@ -76,11 +76,12 @@ def ways(config: Config, ranks: int, cut: bool) -> list[Degrees]:
 
 
 def share(config: Config, facts: Facts, counts: Sequence[int]) -> tuple[Degrees, str]:
-    """How the ranks of a run of `config` share its work, and a line that says so and why.
+    """Choose how the ranks of a run of `config` share its work. Returns the degrees, and a line about them with the
+    reason.
 
-    `counts`: how many ranks there may be, the most first. `facts`: of this process. If no degrees divide a step, the
-    returned degrees do not divide it either, and require_equal_parts() refuses them. Ranks of one CPU share its
-    memory, so nothing is divided there unless the config asks for it.
+    `counts`: the possible numbers of ranks, the largest first. `facts`: the facts of this process. If no degrees
+    divide a step, the returned degrees do not divide it, and require_equal_parts() refuses them. Ranks on one CPU
+    share its memory, so nothing is divided on a CPU unless the config asks for it.
     """
     techniques, parallel = config.techniques, config.parallel
     facts = replace(facts, techniques=techniques)
@@ -113,7 +114,7 @@ def _has_card(config: Config) -> bool:
 
 
 def _facts_of_another_process(config: Config) -> Facts:
-    # The config may hold an objective of a plugin, whose class is found once plugins are loaded.
+    # The config may hold a plugin's objective. The other process finds its class only after it has loaded plugins.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load_all) as pool:
         return pool.submit(_facts_here, config).result()
 

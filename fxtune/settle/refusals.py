@@ -1,5 +1,5 @@
-"""Why a run is refused, as far as its config shows it. Each part of the recipe yields its own reasons; techniques
-yield theirs in Technique.check, and divided weights in techniques/divided_weights.py."""
+"""Collects the reasons for which a run is refused before it reads data or weights. Each part of the recipe yields its
+own reasons. Techniques yield their reasons in Technique.check, divided weights in techniques/divided_weights.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxtune.settle import freed_gradients, rows
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield each reason, with its key, why a run of `config` cannot start under `facts`."""
+    """Yield each reason, with its key, why `config` cannot run under `facts`."""
     yield from optimizer_config.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts)
     yield from _noise_scale(config, facts.degrees)
@@ -22,7 +22,7 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:
-    """Yield each reason why train.noise_scale cannot be measured with these ranks, worded as what to change."""
+    """Yield each reason why these ranks cannot measure train.noise_scale, with what to change."""
     if not config.train.noise_scale:
         return
     off = "or set train.noise_scale=false."

@@ -1,4 +1,4 @@
-"""The rows of a run, packed or padded, and the facts that follow from its recipe, its model and its machine."""
+"""Decides whether rows are packed or padded, and collects the facts of a run from recipe, model and machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from fxtune.techniques.attention import isolation
 def decide_rows(
     config: Config, machine: MachineFacts, hf_config: Any, ranks: int = 1
 ) -> tuple[DataConfig, list[str], Facts]:
-    """The data config with `data.packing` and `data.share_prompts` as true or false; a line for each that is false and
-    was `auto`, with the reason; and the facts of one of `ranks` ranks, in which no technique is resolved."""
+    """Decide `data.packing` and `data.share_prompts`. Returns the data config with both as true or false, a line with
+    the reason for each `auto` that became false, and the facts of one of `ranks` ranks. No technique is resolved in
+    these facts."""
     data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
     facts = Facts.of(
         machine,
@@ -55,7 +56,7 @@ def decide_rows(
         padding = "each row holds one document, with padding"
         if why and compile.enabled and compile.dynamic is Dynamic.never and not data.buckets:
             lengths = sorted({max(data.sequence_length // part, 2) for part in (8, 4, 2, 1)})
-            data = replace(data, buckets=lengths)  # each length compiles once
+            data = replace(data, buckets=lengths)  # each of these lengths compiles once
             padding += f" to {', '.join(map(str, lengths))} tokens"
         note = [f"packing: off, because {why}; {padding}"] if why else []
     facts = replace(facts, packing=data.packs, rows=data.row_lengths())
@@ -72,7 +73,7 @@ def decide_rows(
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield the reason why rows cannot have the prompt of a pair once, if the recipe demands it."""
+    """Yield why rows cannot have the prompt of a pair only once, if the recipe demands `data.share_prompts=true`."""
     if config.data.share_prompts is True and (why := why_whole(config, facts)):
         yield (
             f"data.share_prompts: true, but {why}. Set it to auto. A run that was started with shared prompts goes on "
@@ -81,8 +82,8 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def why_whole(config: Config, facts: Facts) -> str | None:
-    """Why the rows of a run on pairs have the prompt for each answer; None if they can have it once, or if the run is
-    on something else."""
+    """Why rows of pairs must repeat the prompt for each answer; None if the prompt can be shared, or if the objective
+    does not learn from pairs."""
     if not config.objective.needs.are_pairs:
         return None
     if not facts.packing:

@@ -1,8 +1,8 @@
-"""What will run: a recipe on a machine, with everything decided that needs no data and no weight.
+"""Settles a recipe for a machine: decides everything that can be decided without data and weights.
 
-`settle()` is the one way there. Training, `plan`, `preview`, `verify`, `bench`, `doctor` and `tune` take its result,
-so they cannot differ in what they refuse, choose or forecast. It is a function of the config and of facts about a
-machine, which need not be this one. Every rank computes the same.
+Training, `plan`, `preview`, `verify`, `bench`, `doctor` and `tune` all take the result of `settle()`, so they cannot
+differ in what they refuse, choose or forecast. The result depends only on the config and on facts about a machine,
+which may be another machine. Every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from fxtune.techniques.package_checks import Heads, import_ahead, unusable
 from fxtune.techniques.pipeline import Pipeline
 
 Tries = Callable[[MachineFacts, Iterable[str], Heads], dict[str, str]]
-"""(machine, packages, heads of the model) -> the packages that do not work there, each with the reason."""
+"""A function (machine, packages, heads of the model) -> the packages that do not work on the machine, with reasons."""
 
 
 @dataclass(frozen=True)
 class Settled:
     config: Config
-    """The recipe, with `data.packing` and `data.buckets` decided."""
+    """The recipe, with `data.packing`, `data.buckets` and `data.share_prompts` decided."""
     hf_config: Any
     """The model's Hugging Face config, before any technique changes it."""
     techniques: Pipeline
-    """With every `auto` decided."""
+    """The techniques, with every `auto` decided."""
     facts: Facts
-    """Of one rank, with the options of these techniques."""
+    """The facts of one rank, with the options of these techniques."""
     notes: tuple[str, ...]
     """A line on each decision, with the reason."""
 
     def refusals(self) -> list[str]:
-        """Why a run is refused here, for a caller that told settle() not to check; empty if it is not."""
+        """The reasons for which a run is refused, as one message; empty if it can run. For callers that told settle()
+        not to check."""
         facts = replace(self.facts, techniques=self.config.techniques)
         try:
             self.config.techniques.resolved(facts, list(refusals(self.config, facts)))
@@ -63,7 +64,7 @@ class Settled:
 
 
 def renewed(notes: Iterable[str], lines: Iterable[str]) -> tuple[str, ...]:
-    """`notes` with `lines` in place of the notes on the same topics."""
+    """`notes` with `lines` added. Notes on the topics of `lines` are left out."""
     lines = list(lines)
     topics = {line.partition(":")[0] for line in lines}
     return (*(note for note in notes if note.partition(":")[0] not in topics), *lines)
@@ -79,16 +80,16 @@ def settle(
     hf_config: Any = None,
     deterministic: bool | None = None,
 ) -> Settled:
-    """What a run of `config` will be on `machine`.
+    """Decide what a run of `config` on `machine` will do.
 
-    `ranks`: the number of processes; None: as many as `fxtune` would start on this machine. `present`: the number of
-    processes that share the host's memory in `machine`. `tries`: tries the packages that would be used; a package that
-    does not work counts as missing. None: every installed package works. `checks`: refuse what cannot run.
-    `hf_config`: the model's config, where it has been read. `deterministic`: whether the kernels of a resumed run are;
-    None: `run.deterministic` decides.
+    `ranks`: the number of processes; None: the number that `fxtune` would start on this machine. `present`: the number
+    of processes that share the host memory of `machine`. `tries`: a function that tries packages before they are used;
+    a package that does not work counts as missing. None: every installed package counts as working. `checks`: whether
+    to refuse what cannot run. `hf_config`: the model's config, if it has been read. `deterministic`: whether a resumed
+    run has deterministic kernels; None: `run.deterministic` decides.
 
-    Reads the model's config, but no weight and no row. Raises one ConfigError with all reasons why the recipe cannot
-    run there, and the errors of reading the model's config.
+    Reads the model's config, but no weights and no rows. Raises one ConfigError with all reasons why the recipe cannot
+    run on `machine`, and the errors of load_config().
     """
     if checks and (untested := tested_versions.refusals(machine.packages)):
         raise ConfigError("\n".join(untested))
@@ -125,8 +126,8 @@ def settle(
 
 
 def _missing_data(data: DataConfig) -> Iterator[str]:
-    """Yield a reason for each data set of the recipe that is neither on this disk nor within reach: one error names
-    all missing files of a recipe."""
+    """Yield a reason for each dataset of the recipe that is not on this disk and cannot be reached. So one error can
+    name all missing files of a recipe."""
     sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
     if data.questions.path is not None:
         sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
@@ -137,9 +138,9 @@ def _missing_data(data: DataConfig) -> Iterator[str]:
 
 
 def settle_here(config: Config, world: World, ranks: int | None = None, deterministic: bool | None = None) -> Settled:
-    """settle() on this machine, where packages are tried. A package that fails on one rank is used by none.
+    """settle() for this machine, on which packages are tried. If a package fails on one rank, no rank uses it.
 
-    `ranks`, `deterministic`: as in settle(). Raises as settle().
+    `ranks` and `deterministic` are the same as in settle(). Raises the errors of settle().
     """
     machine = world.facts(config.run.strict)
     with import_ahead(machine, [name for name, _ in config.techniques.enabled()]) as imported:
@@ -154,8 +155,8 @@ def settle_here(config: Config, world: World, ranks: int | None = None, determin
 def _with_working_packages(
     config: Config, machine: MachineFacts, present: int, hf_config: Any, tries: Tries | None
 ) -> tuple[Config, Facts, list[str]]:
-    """The config with its rows decided, the facts of one of `present` ranks, and the notes so far. A package that does
-    not work changes what is decided, and so which packages are used."""
+    """Decide the rows, with packages that work. Returns the config, the facts of one of `present` ranks, and notes.
+    Decisions are made again after a package has failed, because other packages may then be used."""
     while True:
         data, notes, facts = decide_rows(config, machine, hf_config, present)
         if tries is None:
@@ -172,7 +173,7 @@ def _with_working_packages(
 
 
 def _remarks(config: Config, techniques: Pipeline, facts: Facts, hf_config: Any, decided: list[str]) -> list[str]:
-    """Lines on what is not a choice: packages that do not work, parts of the model that stay as they are, plugins."""
+    """Lines on facts that nobody decided: broken packages, parts of the model that are not trained, plugins."""
     remarks = [
         f"{package} {facts.lacks(package)}: not used (`fxtune doctor` says what repairs it)"
         for package, reason in facts.broken.items()

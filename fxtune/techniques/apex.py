@@ -1,11 +1,12 @@
-"""NVIDIA Apex's norms: FusedLayerNorm and FusedRMSNorm, one CUDA C++ kernel each, for users with Apex.
+"""NVIDIA Apex's norms, FusedLayerNorm and FusedRMSNorm, for users who have Apex. Each is one CUDA C++ kernel.
 
-In eager torch a norm is six kernels that each read and write all hidden states. Apex has one kernel; so have Liger and
-torch.compile, so the three exclude each other. Apex is not on PyPI (`apex` there is another project): it is built
-from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers. Its optimizer is `optimizer.name=apex_adamw`.
+In eager torch a norm is six kernels that each read and write all hidden states. Apex, Liger and torch.compile each
+make it one kernel, so these three techniques exclude each other. Apex is not on PyPI (`apex` there is another
+project): it is built from github.com/NVIDIA/apex, or comes with NVIDIA's PyTorch containers. Apex's optimizer is
+`optimizer.name=apex_adamw`.
 
-A norm is replaced where Apex computes the same: torch's own norms, and norms like Llama's (`variance_epsilon`, a
-weight that multiplies). Each replaced norm is compared with the original on random rows.
+A norm is replaced if Apex computes the same function: torch's own norms, and norms like Llama's, which multiply by
+their weight and have `variance_epsilon`. Each replacement is compared with the original norm on random rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fxtune.system.machine.facts import APEX
 from fxtune.techniques.base import Evidence, Technique
 
 CLOSE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Largest relative difference between the outputs of Apex's norm and the original; 1e-5 in other dtypes."""
+"""Largest relative difference between the outputs of Apex's norm and of the original norm. Other dtypes have 1e-5."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Apex(ApexOptions, Technique):
     def apply(self, model: PreparedModel, world: World) -> None:
         from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
-        self._errors.clear()  # of an earlier model
+        self._errors.clear()  # an earlier model may have left its errors
         for parent in list(model.module.modules()):
             for name, norm in list(parent.named_children()):
                 is_layer_norm = type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None
@@ -84,7 +85,7 @@ class Apex(ApexOptions, Technique):
 
 
 def _rms_epsilon(norm: nn.Module) -> float | None:
-    """The epsilon of an RMSNorm if Apex computes the same function, or None."""
+    """The epsilon of `norm` if it is an RMSNorm that Apex computes in the same way; else None."""
     if isinstance(norm, nn.RMSNorm) and norm.weight is not None:
         return norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
     is_llamas = type(norm).__name__.endswith("RMSNorm") and [name for name, _ in norm.named_parameters()] == ["weight"]
@@ -93,7 +94,7 @@ def _rms_epsilon(norm: nn.Module) -> float | None:
 
 @torch.no_grad()
 def _difference(fused: nn.Module, norm: nn.Module) -> float:
-    """The relative difference of the two outputs on random rows."""
+    """The relative difference between the outputs of `fused` and `norm` on random rows."""
     weight: Any = norm.weight
     with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""The model of a run, in one function read from top to bottom: config, weights, modules, techniques, ranks.
+"""Builds the model of a run in one function, from top to bottom: config, weights, modules, techniques, ranks.
 
-The order of the techniques, with the reasons, is the order of the fields of Pipeline.
+Techniques are applied in the order of Pipeline's fields. Comments there give the reasons for the order.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def assemble(
     special_tokens: Sequence[int] = (),
     trains_images: bool = False,
 ) -> PreparedModel:
-    """The model of `hf_config` with each enabled technique of a resolved pipeline applied.
+    """Build the model of `hf_config` and apply each enabled technique of `techniques`, a resolved pipeline.
 
-    `hf_config` comes from load_config() and is not changed. Adapters are drawn from `seed`. `special_tokens`: the ids
-    of the data's special tokens. techniques.lora.train_tokens=auto chooses among these tokens. `trains_images`:
-    whether full fine-tuning trains the parts for images, too.
+    `hf_config` comes from load_config() and is not changed. `seed` decides the random numbers of new weights and
+    adapters. `special_tokens`: the ids of the data's special tokens, among which techniques.lora.train_tokens=auto
+    chooses. `trains_images`: whether full fine-tuning trains the parts for images, too.
     """
     lora, quantize, divided = techniques.lora, techniques.quantize, world.degrees.shard > 1
     if model.adapter and not lora.enabled:
@@ -54,7 +54,7 @@ def assemble(
             f"model.adapter={model.adapter}, but techniques.lora.enabled=false. Set it to true, or remove the adapter."
         )
 
-    # The adapters' tokens and start, before any weight is read.
+    # The adapters' trained tokens and the adapter to start from are checked before any weight is read.
     tokenizer = cache(partial(models.load_tokenizer, model))
     if lora.enabled:
         lora.find_tokens(tokenizer, model.adapter, model.add_tokens)
@@ -64,12 +64,12 @@ def assemble(
     if model.adapter:
         lora.check_start(model.adapter)
 
-    # The config, which constructors of modules read.
+    # Techniques change the config before the constructors of modules read it.
     hf_config = copy.deepcopy(hf_config)
     for _, technique in techniques.enabled():
         technique.configure(hf_config)
 
-    # The model of transformers. Its weights have no memory yet if they are quantized as they are read, or divided.
+    # The model of transformers. Weights that are divided, or quantized while they are read, have no memory yet.
     by_rows = not divided and _quantizes_rows(techniques, model, hf_config, world)
     if by_rows and lora.train_tokens == AUTO:
         raise ConfigError(
@@ -78,8 +78,8 @@ def assemble(
         )
     built = models.build(model, hf_config, world, seed, quantize.enabled, by_rows)
 
-    # Modules that compute the same in another way. torch's grouped GEMM, which transformers calls, does not run
-    # without memory in float32.
+    # Replace modules by modules that compute the same in another way. transformers calls torch's grouped GEMM, which
+    # does not run in float32 for weights without memory.
     if divided or not (lora.enabled or quantize.enabled):
         compute_experts(built.module, everywhere=divided)
     replace_patch_embeddings(built.module)
@@ -88,12 +88,13 @@ def assemble(
     if lora.enabled:
         lora.choose_tokens(built.module, tokenizer, special_tokens)
     built.routers = observe_routers(built.module, world.device)
-    if not lora.enabled:  # adapters freeze the whole base
+    if not lora.enabled:  # with adapters the whole base is frozen
         trained = {*for_images(built.module)} if trains_images else set()
         for parameter in beside_text(built.module):
             parameter.requires_grad_(parameter in trained)
 
-    # The techniques, under training's autocast: adapters are compared with the base under it now and in verify().
+    # Apply the techniques under training's autocast: here and in verify() adapters are compared with the base under
+    # the same autocast.
     elsewhere: dict[str, tuple[int, ...]] = {}
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -107,7 +108,7 @@ def assemble(
             if technique is lora and model.adapter:
                 lora.start_from(built, model.adapter)
 
-    # Memory for weights without it, divided over ranks or whole, and their values.
+    # Give memory to weights that have none, divided over ranks or whole, and fill them with their values.
     if by_rows or divided:
         pieces = pieces_of(built.module)
         if by_rows:
@@ -121,8 +122,8 @@ def assemble(
 
 
 def _quantizes_rows(techniques: Pipeline, model: ModelConfig, hf_config: Any, world: World) -> bool:
-    """Whether weights are quantized while they are read or drawn. They are if on some rank the unquantized model has
-    no place (fits_whole()), or if the checkpoint's experts stay in MXFP4."""
+    """Whether weights are quantized while they are read or drawn: if the unquantized model does not fit on some rank
+    (fits_whole()), or if the checkpoint's experts stay in MXFP4."""
     if models.ships_mxfp4(model, hf_config):
         return techniques.keeps_mxfp4(hf_config.to_dict())
     if not techniques.quantize.enabled or not takes_rows(techniques.lora, skeleton(hf_config.to_dict())):

@@ -1,9 +1,10 @@
 """The contract of a technique: one optimisation or method that a recipe can switch on.
 
-A technique is one dataclass over its options (fxtune/facts), so the recipe's YAML is its constructor. It answers three
-questions: can it act here (`check`, before a weight is loaded), how does it act (`configure` on the Hugging Face
-config, `apply` on the model), and did it act (`verify`, by observing the built model). A technique that is enabled and
-does not act is an error. `resolve` decides every `auto` once, so the other methods read concrete values only.
+A technique is a dataclass that inherits its options (fxtune/facts), so a recipe's YAML sets its fields. It answers
+three questions. `check` says whether it can act here, before a weight is loaded. `configure` and `apply` say how it
+acts: they change the Hugging Face config and the model. `verify` observes on the built model whether it did act. A
+technique that is enabled and does not act is an error. `resolve` decides every `auto` once, so later methods read
+concrete values only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
 
 NO_IMAGE = "no image was tried: the vision encoder does not run on a small one"
-"""What is observed of a vision encoder that Decoder.image_probe() has no image for."""
+"""The observation on a vision encoder for which no small probe image exists."""
 
 
 @dataclass(frozen=True)
@@ -27,30 +28,31 @@ class Evidence:
 
     technique: str
     asked: str
-    """The request of the recipe."""
+    """What the recipe requests."""
     observed: str
     acted: bool
     """Whether the observation shows that the request was met."""
     key: str = ""
-    """The technique's option that was observed, such as `liger.rope`; empty: the technique as a whole."""
+    """The technique and its option that was observed, such as `liger.rope`; empty: the technique as a whole."""
 
 
 @dataclass
 class Technique(Options):
     def check(self, facts: Facts) -> Iterator[str]:
-        """Yield each reason why this cannot run under `facts`: the option's name, a colon, and what to change."""
+        """Yield each reason why this technique cannot run under `facts`, as "OPTION: WHY. WHAT TO CHANGE."."""
         yield from ()
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        """Yield the optional packages that this would use under `facts`. They are tried before `auto` is decided."""
+        """Yield the optional packages that this technique would use under `facts`. fxtune tries them before it decides
+        any `auto`."""
         yield from ()
 
     def resolve(self, facts: Facts) -> str | None:
-        """Replace each `auto` by its value under `facts`, in place. Returns the decisions and why, None if there were
-        none.
+        """Replace each `auto` by its value under `facts`, in place. Returns a text with the decisions and their
+        reasons, or None if nothing was decided.
 
-        The pipeline calls this on a copy of the recipe's options, after check(). `facts.techniques` is that copy: the
-        techniques before this one are already resolved. An `auto` without a possible value stays.
+        The pipeline calls this on a copy of the recipe's options, after check(). `facts.techniques` is the same copy,
+        in which earlier techniques are already resolved. An `auto` without a possible value stays `auto`.
         """
         return None
 
@@ -63,6 +65,6 @@ class Technique(Options):
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
         """Yield observations on the built model. `probe`: keyword arguments of its module for one small packed row.
 
-        The technique of a plugin takes the module alone, in apply() and verify() (from_plugins.py).
+        In a plugin's technique, apply() and verify() get the module in place of `model` (from_plugins.py).
         """
         yield from ()

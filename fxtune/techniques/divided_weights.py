@@ -1,8 +1,8 @@
 """Weights that are divided over ranks (`parallel.shard`): what cannot be combined with them, and the call that divides
-a built model. How they are divided: distributed/sharding.py; how each rank reads its part: models/shards.py.
+a built model. distributed/sharding.py divides the weights, and models/shards.py reads each rank's part.
 
-Experts of a mixture that transformers describes are divided by expert and stay where they are: tokens travel to them
-(kernels/token_exchange.py). All other weights are gathered for each layer.
+If transformers describes the experts of a mixture, they are divided by expert and stay on their ranks: tokens travel
+to them (kernels/token_exchange.py). All other weights are gathered for each layer.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fxtune.techniques.quantize.selection import takes_experts
 from fxtune.upstream import torch as upstream
 
 GATHER, SUM = "fxtune.gather_tokens", "fxtune.sum_tokens"
-"""The operators that send hidden states, and weights of the routing, to the experts, and their outputs back."""
+"""GATHER sends hidden states and routing weights to the experts. SUM sends the experts' outputs back."""
 
 
 def refusals(facts: Facts) -> Iterator[str]:
-    """Each reason why weights cannot be divided under `facts`, with what to change."""
+    """Yield each reason why weights cannot be divided under `facts`, with what to change."""
     techniques, whole = facts.techniques, "or parallel.shard=1"
     lora, compile, quantize = techniques.lora, techniques.compile, techniques.quantize
     keeps_shipped = quantize.type is WeightFormat.mxfp4 and facts.ships_mxfp4
@@ -79,8 +79,8 @@ def refusals(facts: Facts) -> Iterator[str]:
 
 
 def divide(model: Any, world: World, precision: Precision) -> Sharding:
-    """Divide the weights of a built model over the ranks, in place. Vectors, adapters and image parts stay whole on
-    each rank: a rank whose micro-batch has no image skips the image parts, so it could not take part in gathers."""
+    """Divide the weights of a built model over the ranks, in place. Vectors, adapters and parts for images stay whole
+    on each rank. A rank whose micro-batch has no image skips the parts for images and could not help gather them."""
     embedding, head = model.get_input_embeddings(), output_head(model)
     shared = {id(parameter) for parameter in embedding.parameters()}
     tied = head is None or any(id(parameter) in shared for parameter in head.parameters())
@@ -101,7 +101,7 @@ def divide(model: Any, world: World, precision: Precision) -> Sharding:
 
 
 def _exchange_tokens(model: Any, experts: list[Any], world: World) -> None:
-    """Let tokens travel to the experts, which are divided, in each forward pass of `model`."""
+    """Let tokens travel to the divided `experts` in each forward pass of `model`."""
     group = world.weights_group
     members = torch.distributed.get_process_group_ranks(group)
 
@@ -119,20 +119,20 @@ def _exchange_tokens(model: Any, experts: list[Any], world: World) -> None:
 
 
 def _with_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-    """Require a gradient of the embeddings. Then the backward pass of a rank without images goes through all layers,
-    as on ranks whose image features have a gradient: all ranks gather each layer together."""
+    """A hook that makes the embeddings require a gradient. Ranks whose image features have a gradient run the backward
+    pass of all layers. With the hook ranks without images do the same, so all ranks gather each layer together."""
     return embedded.requires_grad_() if torch.is_grad_enabled() and embedded.is_leaf else embedded
 
 
 def observe(model: nn.Module, probe: dict[str, Any], world: World) -> Iterator[Evidence]:
-    """How many bytes of the model each rank holds between two passes, and whether tokens travel to divided experts.
-    All ranks call it together, under training's autocast. `probe`: a small row."""
+    """Yield how many bytes of the model each rank holds between two passes, and whether tokens travel to divided
+    experts. All ranks call this together, under training's autocast. `probe`: a small row."""
     parts = world.weights_mesh.size(-1)
     divided = [parameter for parameter in model.parameters() if is_divided(parameter)]
     held = sum(local(parameter).nbytes for parameter in divided)
     total = sum(parameter.nbytes for parameter in divided)
     whole = sum(parameter.nbytes for parameter in model.parameters() if not is_divided(parameter))
-    # Rows are not halved: the first ranks may hold one row more than the last.
+    # Weights are cut between rows, so the first ranks may hold one row more than the last.
     spare = sum(parameter.nbytes // len(parameter) for parameter in divided)
     most = max(world.gather(held, "comparing what ranks hold"))
     yield Evidence(
@@ -147,7 +147,7 @@ def observe(model: nn.Module, probe: dict[str, Any], world: World) -> Iterator[E
 
 
 def _observe_experts(model: nn.Module, experts: list[nn.Module], probe: dict[str, Any]) -> Evidence:
-    """Whether this rank holds its part of the experts, and tokens travel to each of the modules in `experts`."""
+    """Observe whether this rank holds its part of the experts, and whether tokens travel to each of `experts`."""
     weights = [weight for module in experts for weight in module.parameters(recurse=False) if is_divided(weight)]
     held, total = sum(local(weight).nbytes for weight in weights), sum(weight.nbytes for weight in weights)
     counter = OperatorCounter(lambda name, _: name if name in (GATHER, SUM) else None)

@@ -1,13 +1,13 @@
 """Full fine-tuning with matrix products in fp8: the trained linears of the layers, forward and backward.
 
-Their three products run in e4m3 at nearly twice bfloat16's speed, over weights and activations that each call
-quantizes (kernels/fp8_training.py). Weights keep their dtype and names: the optimizer, checkpoints, exports and
-several ranks (parallel.shard) see no difference. Products that stay in 16 bits: the head, embeddings, attention,
-routers, experts, and linears with a size that is no multiple of 16.
+Each linear has three products: one in the forward and two in the backward pass. They run in e4m3 at nearly twice
+bfloat16's speed. Each call quantizes weights and activations (kernels/fp8_training.py). Weights keep their dtype and
+names, so the optimizer, checkpoints, exports and parallel.shard need no change. The head, embeddings, attention,
+routers, experts, and linears with a size that is no multiple of 16 stay in 16 bits.
 
 Only training runs in fp8. Evaluation and generation run in 16 bits, as the exported model will.
 
-LoRA has frozen weights, which are quantized once: techniques.quantize.type=fp8.
+For LoRA use techniques.quantize.type=fp8: it quantizes the frozen weights once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fxtune.techniques.lora.targets import is_router
 OLDEST = (8, 9)
 """The oldest compute capability with tensor cores for fp8."""
 WORST_ERROR = 0.06
-"""Limit of a product's |fp8 - float32| / |float32|. It is 0.037 for normal numbers."""
+"""Largest relative error |fp8 - float32| / |float32| of a product. For normally distributed numbers it is 0.037."""
 ROWS = 256
-"""Tokens of the products that verify() compares."""
+"""The number of tokens in the products that verify() compares."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Float8(Float8Options, Technique):
         return replace(execution, fp8_products=1.0 if self.weight_gradient is WeightGradient.float8 else 2 / 3)
 
     def _check_linears(self, model: nn.Module) -> Iterator[str]:
-        """Reasons why no linear of this model would be in fp8, or why an entry of `skip` has no effect."""
+        """Yield why no linear of this model would be in fp8, and which entries of `skip` have no effect."""
         named = [name for name, _ in _linears(model)]
         for name in self.skip:
             if not any(is_named(path, name) for path in named):
@@ -86,7 +86,7 @@ class Float8(Float8Options, Technique):
             )
 
     def _targets(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-        """The linears whose products are to be in fp8, by path."""
+        """Yield (path, linear) for each linear whose products are to run in fp8."""
         for name, linear in _linears(model):
             fits = not (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE)
             if fits and linear.weight.requires_grad and not any(is_named(name, skip) for skip in self.skip):
@@ -123,7 +123,7 @@ class Float8(Float8Options, Technique):
         )
         with observing(model.module):
             for linear in linears:
-                linear.training = True  # without_dropout() restores it
+                linear.training = True  # observing() restores the flag
             seen = observe_operators(lambda: model.module(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
         kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
         yield evidence(
@@ -134,7 +134,7 @@ class Float8(Float8Options, Technique):
 
 
 class Float8Linear(nn.Linear):
-    """A linear whose products run in fp8 while it trains, with the weight and bias of another linear."""
+    """A linear whose products run in fp8 while it trains. It shares the weight and bias of the linear it replaces."""
 
     fp8_weight_gradient = True
 
@@ -154,7 +154,7 @@ class Float8Linear(nn.Linear):
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The plain linears of the layers by path, routers left out."""
+    """Yield (path, linear) for each plain linear of the decoder layers, except routers."""
     named = dict(model.named_modules())
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     for name, module in named.items():
@@ -163,7 +163,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _errors(linear: Float8Linear, device: torch.device) -> dict[str, float]:
-    """The relative errors of a linear's three products on random numbers, with a weight of its sizes."""
+    """The relative errors of a linear's three products, for random inputs and a random weight of the same size."""
     draw = torch.Generator(device).manual_seed(0)
     x, dy, weight = (
         torch.randn(size, generator=draw, device=device)

@@ -1,11 +1,11 @@
-"""Techniques that plugins bring (docs/plugins.md), as one technique at one place of the order: after the adapters, and
-before recomputation and compilation, which must see the final layers.
+"""Runs the techniques of plugins (docs/plugins.md) as one technique, after the adapters and before recomputation and
+compilation, which must see the final layers.
 
     techniques.plugins.use.noisy_embeddings={alpha: 5}
 
-A plugin's technique answers the same questions as fxtune's techniques (base.py) and must give evidence: a technique
-without evidence did not act. Its apply(model, world) takes the Hugging Face model, not a PreparedModel, and changes
-this module or returns another one.
+A plugin's technique answers the same questions as fxtune's techniques (base.py). It must yield evidence: without
+evidence it counts as a technique that did not act. Its apply(model, world) gets the Hugging Face model, not a
+PreparedModel. It changes this model or returns another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PluginTechniques(PluginOptions, Technique):
         self._made: dict[str, Any] = {}
 
     def schema(self, name: str) -> type[Technique]:
-        """The dataclass of a technique. Raises ConfigError if no plugin has it."""
+        """The dataclass of the technique `name`. Raises ConfigError if no plugin has this technique."""
         kind = TECHNIQUES[name]
         if not (dataclasses.is_dataclass(kind) and issubclass(kind, Technique)):
             plugin = TECHNIQUES.added()[name]
@@ -43,7 +43,7 @@ class PluginTechniques(PluginOptions, Technique):
         return kind
 
     def techniques(self) -> Iterator[tuple[str, Any]]:
-        """Each technique that is used, made from its options, which have been checked."""
+        """Yield the name of each used technique and the technique, made from its checked options."""
         for name, options in self.use.items():
             if name not in self._made:
                 values = {**(options or {}), "enabled": True}

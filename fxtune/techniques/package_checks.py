@@ -1,18 +1,19 @@
-"""Checks whether a package works here. Each check compares a tiny forward and backward through it with plain torch.
+"""Checks whether packages work here. Each check compares a tiny forward and backward pass through a package with plain
+torch.
 
     python -P fxtune/techniques/package_checks.py NAME [gpu]
 
-`fxtune doctor` checks all packages. A run checks those that it would use (`unusable`), before it decides an `auto`: a
-package may be installed in part, such as flash-attn-4 without its CUDA part. Results on a GPU are recorded, failures
-too, so that a run checks a package once; `doctor` checks and records again.
+`fxtune doctor` checks all packages. A run checks the packages that it would use (`unusable`) before it decides any
+`auto`, because a package may be installed in part, such as flash-attn-4 without its CUDA part. Results on a GPU are
+recorded, including failures, so later runs do not check again. `doctor` always checks again and records the result.
 
-A check runs in a separate process: a broken wheel can end it with a segmentation fault, a kernel that compiles for
-the first time can hang. The last line of output is one JSON object: `state` (works; imports: its kernels need a GPU;
-missing; broken), `seen`, and for torch the `facts` of this machine.
+A check runs in a separate process: a broken wheel can cause a segmentation fault, and a kernel that compiles for the
+first time can hang. The last line of output is one JSON object. It has `state` (works; imports: its kernels need a
+GPU; missing; broken), `seen`, and for torch the `facts` of this machine.
 
-The first run on a machine waits for the checks, so they prepare it: they import large packages while the run imports
-transformers (`import_ahead`), and FlashAttention-4 compiles its kernels for the heads of the run's model, and keeps
-them on disk.
+The first run on a machine waits for its checks. To shorten this time, large packages are imported while the run
+imports transformers (`import_ahead`). The check of FlashAttention-4 compiles kernels for the heads of the run's model
+and keeps them on disk, so the run need not compile them.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from fxtune.system.terminal.redact import redact
 
 PROGRAM = Path(__file__)
 TIMEOUT_GPU = 180.0
-"""Seconds for a check with a GPU: FlashAttention-4 compiles its kernels on first use."""
+"""Seconds that a check on a GPU may take. FlashAttention-4 compiles its kernels on first use."""
 SHARED = ("flash_attn", "apex")
-"""Folders of modules that several distributions share: flash-attn and flash-attn-4, NVIDIA's apex and PyPI's."""
+"""Module folders that two distributions share: flash-attn and flash-attn-4, or NVIDIA's apex and PyPI's apex."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
-"""Errors that say nothing about the package: another process uses the GPU."""
+"""Errors that say nothing about the package, because another process uses the GPU."""
 PASSING = re.compile(f"{OCCUPIED.pattern}|no answer within|SIGKILL|SIGTERM", re.IGNORECASE)
-"""Results that may change within a minute."""
+"""Errors after which another check may succeed within a minute."""
 RESULTS = "package_checks.json"
 """The file of recorded results in fxtune's cache."""
 METADATA = ".dist-info"
@@ -62,8 +63,8 @@ METADATA = ".dist-info"
 
 
 def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
-    """The result of one check. `gpu`: this machine may have one. `waits`: after the import the check waits for its
-    heads as JSON on standard input; if that ends without them, so does the process."""
+    """Run one check and return its result. `gpu`: whether this machine may have a GPU. `waits`: after the import, read
+    the heads to try as JSON from standard input. If standard input ends without them, the process ends, too."""
     check, facts, heads = CHECKS[name], dict[str, Any](), SOME_HEADS
     # The broad except is intended: any error of a package, on import or when it runs, becomes one line for the user.
     try:
@@ -96,14 +97,16 @@ def main(name: str, gpu: bool, waits: bool = False) -> dict[str, Any]:
 
 
 def run_check(name: str, gpu: bool, timeout: float) -> dict[str, Any]:
-    """The result of main() in a separate process. Without `gpu`, a package that needs one is only imported."""
+    """Run main() in a separate process and return its result. Without `gpu`, a package that needs a GPU is only
+    imported."""
     return _answer(_start(name, *(["gpu"] if gpu else [])), Heads(), timeout)
 
 
 @contextlib.contextmanager
 def import_ahead(facts: MachineFacts, techniques: Iterable[str]) -> Iterator[dict[str, process_group.Captured]]:
-    """A process for each large package that one of these techniques may use and that has no recorded result. It
-    imports the package and waits: unusable() takes it for its check, or it ends with the body."""
+    """A context manager that starts a process for each large package that `techniques` may use and that has no
+    recorded result. Each process imports its package and waits until unusable() runs the check in it. A process that
+    is not used ends with the context."""
     names = [name for name, package in CHECKS.items() if name in facts.packages and package.technique in techniques]
     recorded = _recorded(names, facts.device_name) if facts.device == "cuda" and names else names
     waiting = {name: _start(name, "gpu", "waits") for name in names if name not in recorded}
@@ -138,10 +141,10 @@ def unusable(
     heads: Heads = SOME_HEADS,
     ahead: dict[str, process_group.Captured] | None = None,
 ) -> dict[str, str]:
-    """The reason for each of `packages` that is installed and does not work on this device. From then on all facts of
-    this process count these packages as missing.
+    """Check `packages`, and return the reason for each one that is installed but does not work on this device. Facts
+    that this process collects later count these packages as missing.
 
-    `heads`: the heads of the run's model. `ahead`: the processes of import_ahead(); a check removes its process.
+    `heads`: the heads of the run's model. `ahead`: the processes of import_ahead(); a check takes its process out.
     """
     names = {name: "apex" if name == APEX else name for name in packages if name in facts.packages}
     checks = list(names.values())
@@ -152,7 +155,7 @@ def unusable(
     broken = {name: answers[check]["seen"] for name, check in names.items() if answers[check]["state"] == "broken"}
     broken = {name: seen for name, seen in broken.items() if not OCCUPIED.search(seen)}
     system_facts.BROKEN.update(broken)
-    # Other libraries import what is installed, as peft does with bitsandbytes: hide the package from them.
+    # Libraries import other packages that are installed, as peft imports bitsandbytes. Hide broken packages from them.
     for name in broken:
         module = CHECKS[names[name]].module
         top = module.partition(".")[0]
@@ -162,7 +165,7 @@ def unusable(
 
 @functools.cache
 def _check_here(name: str) -> dict[str, Any]:
-    """The result of a check on a CPU, in this process, which will import the package anyway."""
+    """Run a check on a CPU and return its result. It runs in this process, which will import the package anyway."""
 
     import torch
 
@@ -176,8 +179,8 @@ def _check_here(name: str) -> dict[str, Any]:
 def _check_on_gpu(
     names: list[str], facts: MachineFacts, heads: Heads, ahead: dict[str, process_group.Captured]
 ) -> dict[str, dict[str, Any]]:
-    """The results of checks, each in a separate process: a fault of a kernel would end all work on the GPU. A
-    recorded result is taken instead of a check.
+    """The results of checks, recorded ones if there are any. Other checks run in separate processes, because a faulty
+    kernel ends all work of its process on the GPU.
     """
     answers = _recorded(names, facts.device_name, heads)
     if missing := [name for name in names if name not in answers]:
@@ -194,13 +197,14 @@ def _check_on_gpu(
 def record(
     answers: dict[str, dict[str, Any]], device_name: str, heads: Heads = SOME_HEADS
 ) -> dict[str, dict[str, Any]]:
-    """Record results on this machine's GPU for later runs, and return them. A result that says nothing about the
-    package is not recorded: another process had the GPU, or the machine was too busy to answer.
+    """Record results on this machine's GPU for later runs, and return them. A result is not recorded if it says
+    nothing about the package: another process had the GPU, or the machine was too busy to answer.
 
-    `heads`: the heads that were tried. A package that works with other heads alone is recorded for these heads only; a
-    package that works with none, for all heads, so that `fxtune doctor` can replace the result.
+    `heads`: the heads that were tried. A package that works is recorded for these heads and without heads. A failure
+    with these heads alone (THESE_HEADS) is recorded for these heads. Any other failure is recorded without heads:
+    `fxtune doctor` tries no model's heads and can replace this record.
     """
-    from fxtune.system.files.atomic_files import add_cached  # which imports torch
+    from fxtune.system.files.atomic_files import add_cached  # imported here because it imports torch
 
     lasting = {name: answer for name, answer in answers.items() if not PASSING.search(answer["seen"])}
     now = time.time()
@@ -215,8 +219,8 @@ def record(
 
 
 def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> dict[str, dict[str, Any]]:
-    """The recorded results that still hold for these heads. A package that did not work is checked again as soon as
-    any package was installed, repaired or removed, even if no version has changed.
+    """The recorded results that are still valid for `heads`. The record of a package that did not work is valid until
+    any package is installed, repaired or removed, even if no version changes.
     """
     from fxtune.system.files.atomic_files import read_cached
 
@@ -231,9 +235,9 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
 
 
 def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> dict[str, str]:
-    """The name in the file of results for each check: it changes with the GPU, its driver, Python, and the version of
-    any installed package, because a package may fail through another one. The name of a check that takes heads changes
-    with the heads, too: a decision of a run must not depend on the models of earlier runs.
+    """The key of each check in the file of results. Keys change with the GPU, its driver, Python, and the version of
+    any installed package, because a fault of one package can break another. The key of a check that takes heads also
+    changes with the heads: the decisions of a run must not depend on the models of earlier runs.
     """
     driver = Path("/proc/driver/nvidia/version")
     installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))
@@ -244,12 +248,13 @@ def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> 
 
 
 def _last_installed() -> float:
-    """When a file or folder at the top of a folder with installed packages was last changed, in seconds since 1970."""
+    """The time of the last change at the top of a folder with installed packages, in seconds since 1970."""
     return max((entry.stat().st_ctime for folder in _site_folders() for entry in folder), default=0.0)
 
 
 def _site_folders() -> Iterator[list[os.DirEntry[str]]]:
-    """The content of each folder of sys.path that holds installed packages: no checkout, no working directory."""
+    """Yield the content of each folder of sys.path that holds installed packages. Checkouts and the working directory
+    hold none."""
     for folder in dict.fromkeys(sys.path):
         with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
             content = list(entries)
@@ -258,8 +263,8 @@ def _site_folders() -> Iterator[list[os.DirEntry[str]]]:
 
 
 def _installed(module: str) -> bool:
-    """Whether the package is installed. A package without some of its modules counts as installed, but broken; a mere
-    folder of its name on PYTHONPATH does not."""
+    """Whether the package of `module` is installed. A package that lacks some of its modules counts as installed: its
+    check then finds it broken. A mere folder of that name on PYTHONPATH does not count."""
     top, *inner = module.split(".")
     if (spec := importlib.util.find_spec(top)) is None:
         return False
@@ -270,7 +275,7 @@ def _installed(module: str) -> bool:
 
 
 def _facts() -> dict[str, Any]:
-    """The Facts of this machine, its number of GPUs, torch's CUDA version, and why torch does not use a GPU."""
+    """The MachineFacts of this machine, its number of GPUs, torch's CUDA version, and why torch does not use a GPU."""
     import torch
 
     from fxtune.distributed.world import World

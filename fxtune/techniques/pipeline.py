@@ -1,6 +1,6 @@
-"""The techniques and the order in which they apply. This dataclass is the recipe's `techniques` group.
+"""The techniques and the order in which they are applied. The dataclass Pipeline is the recipe's `techniques` group.
 
-A decision that concerns two techniques is made here, so that neither of them has to predict the other.
+A decision that concerns two techniques is made here, so that no technique has to predict another one.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ from fxtune.techniques.rope import Rope, own_scaling
 from fxtune.techniques.router import Router
 
 SURELY_TOO_LARGE = 2
-"""A step on a CPU is refused if its forecast exceeds the host's memory this many times: no forecast is that wrong."""
+"""A step on a CPU is refused if its forecast exceeds this multiple of the host's memory: no forecast is that wrong."""
 
 
 @dataclass
 class Pipeline(Techniques):
-    # Before the model exists: its constructor computes inv_freq.
+    # Rope changes the config before the model exists, because the model's constructor computes inv_freq.
     rope: Rope = field(default_factory=Rope)
-    # Before the model exists: layers choose their kernel in their constructors.
+    # Attention changes the config before the model exists, because layers choose their kernel in their constructors.
     attention: Attention = field(default_factory=Attention)
-    # First on the built model: sets how the products of all later steps round.
+    # Precision comes first on the built model: it sets how all later products round.
     precision: Precision = field(default_factory=Precision)
-    # Replaces modules of the base. Adapters wrap what it leaves, never the reverse.
+    # Liger replaces modules of the base before adapters wrap the base's modules.
     liger: Liger = field(default_factory=Liger)
-    # The same modules as Liger. The two exclude each other.
+    # Apex replaces the same modules as Liger. The two exclude each other.
     apex: Apex = field(default_factory=Apex)
-    # Replaces the frozen linears, before adapters wrap them.
+    # Quantize replaces the frozen linears before adapters wrap them.
     quantize: Quantize = field(default_factory=Quantize)
-    # Replaces the trained linears. Quantize and LoRA exclude it.
+    # Float8 replaces the trained linears. Quantize and LoRA exclude it.
     float8: Float8 = field(default_factory=Float8)
-    # Wraps the base's linears, so every change of the base comes first.
+    # LoRA wraps the base's linears, so it follows every change of the base.
     lora: Lora = field(default_factory=Lora)
-    # Changes what routers compute, adapted or not, inside the layers that the next two wrap.
+    # Router sets the auxiliary loss of routers, before checkpointing and compilation wrap the layers with the routers.
     router: Router = field(default_factory=Router)
-    # Plugins' techniques: on the adapted model, and before layers are wrapped and traced.
+    # Plugins' techniques see the adapted model before its layers are wrapped and traced.
     plugins: PluginTechniques = field(default_factory=PluginTechniques)
-    # Wraps whole layers, adapters included.
+    # Checkpointing wraps whole layers, including their adapters.
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
-    # Last of the techniques: traces the final layers. Then weights are divided over ranks (parallel.shard): layers are
-    # gathered around what is compiled, not in it.
+    # Compilation comes last because it traces the final layers. After all techniques weights are divided over ranks
+    # (parallel.shard), so layers are gathered outside of compiled code.
     compile: Compile = field(default_factory=Compile)
 
     def options(self) -> dict[str, dict[str, Any]]:
@@ -80,7 +80,7 @@ class Pipeline(Techniques):
         return {name: dataclasses.asdict(technique) for name, technique in self.enabled()}
 
     def ignored_options(self) -> list[str]:
-        """A line for each disabled technique with options that are set: probably `enabled=true` was forgotten."""
+        """A line for each disabled technique whose options are set. The user has probably forgotten `enabled=true`."""
         notes = []
         for name in (entry.name for entry in dataclasses.fields(self)):
             technique = getattr(self, name)
@@ -95,8 +95,8 @@ class Pipeline(Techniques):
         return notes
 
     def of_evaluation(self) -> Pipeline:
-        """The techniques of an evaluation: all except float8, which is for training only. So an evaluation of weights
-        that float8 trained runs on any device, and its loss is the loss of the exported model."""
+        """The techniques of an evaluation: all except float8, which is for training only. So weights that were trained
+        in fp8 can be evaluated on any device, and the loss is the exported model's."""
         return replace(self, float8=Float8())
 
     def packages(self, facts: Facts) -> Iterator[str]:
@@ -106,8 +106,8 @@ class Pipeline(Techniques):
             yield from technique.packages(facts)
 
     def resolved(self, facts: Facts, refusals: Sequence[str] = ()) -> tuple[Pipeline, list[str]]:
-        """A copy in which each `auto` is decided for `facts`, and the decisions with their reasons. Raises the
-        ConfigError of check(facts, refusals)."""
+        """A copy in which each `auto` is decided for `facts`, and a line on each decision with its reason. Raises the
+        ConfigError of check() if the techniques cannot run, or if there are `refusals`."""
         possible, left_out = self.possible(facts)
         possible.check(facts, refusals)
         chosen, notes = possible.decided(facts)
@@ -118,8 +118,8 @@ class Pipeline(Techniques):
         return chosen, notes
 
     def possible(self, facts: Facts) -> tuple[Pipeline, list[str]]:
-        """A copy without the techniques that have `enabled=auto` and cannot act under `facts`, and a line about each
-        technique that was left out."""
+        """A copy in which techniques with `enabled=auto` are off if they cannot act under `facts`, and a line about
+        each technique that was switched off."""
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
@@ -130,7 +130,7 @@ class Pipeline(Techniques):
         return chosen, notes
 
     def decided(self, facts: Facts) -> tuple[Pipeline, list[str]]:
-        """resolved() without any check."""
+        """resolved() without its checks."""
         chosen, notes = copy.deepcopy(self), []
         facts = replace(facts, techniques=chosen)
         for name, technique in chosen.enabled():
@@ -141,8 +141,8 @@ class Pipeline(Techniques):
         return chosen, notes
 
     def check(self, facts: Facts, refusals: Sequence[str] = ()) -> None:
-        """Raise one ConfigError if there are reasons why these techniques cannot run under `facts`, or `refusals` of
-        other parts of the recipe. The error lists them all."""
+        """Raise one ConfigError with all reasons why these techniques cannot run under `facts`, and with the
+        `refusals` of other parts of the recipe. Returns if there are no reasons."""
         facts = replace(facts, techniques=self)
         pairs = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
         reasons = [f"techniques.{name}.{reason}" for name, reason in pairs]
@@ -152,13 +152,13 @@ class Pipeline(Techniques):
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
     def nondeterministic_option(self, facts: Facts) -> str | None:
-        """Why these techniques, each `auto` decided, cannot run deterministic kernels; None if they can."""
+        """Why these techniques, with each `auto` decided, cannot run deterministic kernels; None if they can."""
         usual, fixed = (replace(facts, techniques=self, deterministic=on) for on in (False, True))
         reasons = (set(technique.check(fixed)) - set(technique.check(usual)) for _, technique in self.enabled())
         return next((_cause(reason) for some in reasons for reason in sorted(some)), None)
 
     def sharing_refusals(self, facts: Facts) -> Iterator[str]:
-        """Each reason why ranks cannot share the work as `facts.degrees` says."""
+        """Yield each reason why ranks cannot share the work as `facts.degrees` says."""
         facts, degrees = replace(facts, techniques=self), facts.degrees
         if degrees.context > 1:
             yield from (f"parallel.context={degrees.context}: {reason}" for reason in context.refusals(facts))
@@ -166,7 +166,7 @@ class Pipeline(Techniques):
             yield from (f"parallel.shard={degrees.shard}: {reason}" for reason in divided_weights.refusals(facts))
 
     def _missing(self, facts: Facts) -> Iterator[str]:
-        """A reason for each disabled technique that this run needs."""
+        """Yield a reason for each disabled technique that this run needs."""
         if facts.packing and not self.attention.enabled:
             yield (
                 "techniques.attention.enabled: false, but data.packing=true needs its proof that documents do not see "
@@ -203,18 +203,18 @@ class Pipeline(Techniques):
         return why
 
     def memory_need(self, facts: Facts) -> Need:
-        """The bytes that a training step needs under `facts` with these techniques; see estimate/memory.py."""
+        """The bytes that a training step needs under `facts` with these techniques (estimate/memory.py)."""
         facts = replace(facts, techniques=self)
         return forecast(facts, facts.execution.recompute)
 
     def _too_large(self, facts: Facts) -> Iterator[str]:
-        """Why a run cannot fit into a host's memory. A GPU reports a lack of memory at once; a host swaps, or kills
-        late."""
+        """Yield why a run on a CPU cannot fit into the host's memory. A GPU reports at once that its memory is short.
+        A host begins to swap, or kills the process late."""
         if facts.device != "cpu" or not facts.memory:
             return
         need = self.memory_need(facts)
         fixed = need.weights + need.trained
-        least = replace(need, loss=0).allocated  # because `auto` may still fuse the loss
+        least = replace(need, loss=0).allocated  # the loss is left out because `auto` may still fuse it
         here = f"and this machine has {facts.memory / GIB:.1f} GiB"
         if fixed > facts.memory:
             taken = (
@@ -246,7 +246,8 @@ class Pipeline(Techniques):
         return self.lora.enabled and keeps_shipped(self.quantize, self.lora, skeleton(hf_config))
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
-        """Observe every enabled technique on the built model, under training's autocast. `probe`: see make_probe()."""
+        """Return what every enabled technique observes on the built model, under training's autocast. `probe` comes
+        from make_probe()."""
         device = next(model.module.parameters()).device
         probe = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in probe.items()}
         with self.precision.context(device):
@@ -257,13 +258,14 @@ class Pipeline(Techniques):
             return seen
 
     def prove(self, model: PreparedModel, probe: dict[str, Any]) -> list[Evidence]:
-        """verify(), and a ConfigError that lists every technique that did not act."""
+        """Return the result of verify(). Raises one ConfigError that lists every technique that did not act."""
         return require_acted(self.verify(model, probe))
 
 
 @contextmanager
 def acting(name: str, work: str) -> Iterator[None]:
-    """Show `work` while a technique acts, and add the technique's name to an UnavailableError without a key."""
+    """A context manager that shows `work` while a technique acts, and sets `name` as the key of an UnavailableError
+    that has none."""
     try:
         with phase(work, announce=False):
             yield
@@ -273,7 +275,7 @@ def acting(name: str, work: str) -> Iterator[None]:
 
 
 def _cause(reason: str) -> str:
-    """The middle of a reason of Technique.check(): without the option before it and the advice after it."""
+    """The middle of a reason of Technique.check(). The option before it and the advice after it are cut off."""
     return reason.partition(": ")[2].rpartition(". ")[0]
 
 
@@ -295,7 +297,7 @@ def require_acted(observed: list[Evidence]) -> list[Evidence]:
 
 
 def _switched_off(key: str) -> str:
-    """What to set so that a technique, or its part that was observed, is off."""
+    """The setting that switches off `key`, a technique or a part of one."""
     name, _, part = key.partition(".")
     if name == "liger" and part:
         return f"techniques.liger.kernels to a list without {part}"
@@ -303,7 +305,8 @@ def _switched_off(key: str) -> str:
 
 
 def make_probe(model: nn.Module, packing: bool = True) -> dict[str, Any]:
-    """One row of 24 fixed tokens for verify(), on the model's device: documents of 7, 8 and 9 tokens, or one of 24."""
+    """Inputs of one row of 24 fixed tokens for verify(), on the model's device. With `packing` it holds documents of
+    7, 8 and 9 tokens, else one document."""
     device = next(model.parameters()).device
     lengths = (7, 8, 9) if packing else (24,)
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)

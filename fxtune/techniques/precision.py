@@ -1,14 +1,16 @@
-"""Autocast, loss scaling, TF32 and the cuDNN autotuner: the dtype of matmuls, whatever the dtype of the weights.
+"""Autocast, loss scaling, TF32 and the cuDNN autotuner: the dtype of matmuls, independent of the dtype of the weights.
 
 autocast=bfloat16 runs matmuls in bfloat16, and norms, softmax and the loss in float32. Over float32 weights this is
-mixed-precision training; over a frozen bfloat16 base it moves the float32 adapters' matmuls onto the tensor cores.
+mixed-precision training. Over a frozen bfloat16 base, autocast moves the float32 adapters' matmuls onto the tensor
+cores.
 
-float16 has 10 bits of mantissa to bfloat16's 7, but gradients below its smallest number, 6e-8, vanish. So the loss is
-multiplied by a scale before the backward pass and the gradients are divided by it after (arXiv 1710.03740). A step
-whose gradient overflows is skipped and halves the scale, 2,000 good steps in a row double it. The scale is a power of
-two, so scaling rounds nothing, and it stays on the device, so no step waits for it.
+float16 has 10 bits of mantissa, bfloat16 has 7. But gradients below 6e-8, float16's smallest number, vanish. So the
+loss is multiplied by a scale before the backward pass, and the gradients are divided by this scale after the pass
+(arXiv 1710.03740). A step whose gradient overflows is skipped and halves the scale. 2,000 good steps in a row double
+the scale. The scale is a power of two, so scaling rounds nothing. It stays on the device, so no step waits for it.
 
-TF32 stores float32 and rounds matmul inputs to 10 bits of mantissa: several times faster, and off in torch by default.
+With TF32, matmuls of float32 numbers round their inputs to 10 bits of mantissa. They are several times faster. torch
+leaves TF32 off by default.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ VOLTA, AMPERE = (7, 0), (8, 0)
 FIRST_SCALE = 2.0**16
 """The loss scale at the start of a run. If it is too large, each halving costs one skipped step."""
 GROWTH_INTERVAL = 2000
-"""The loss scale doubles after so many good steps in a row."""
+"""The loss scale doubles after this number of good steps in a row."""
 LARGEST_SCALE = 2.0**100
-"""The largest loss scale. Twice this is still a finite float32."""
+"""The largest loss scale. Twice this number is still a finite float32."""
 _LINEAR = re.compile(r"(?:^|_)(?:add)?mm$|linear$|matmul$|^gemm|lora_mlp$")
-"""Names of operators that multiply activations by a weight: aten's mm and addmm, and fused ones of libraries."""
+"""Names of operators that multiply activations by a weight: aten's mm and addmm, and fused operators of libraries."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -79,24 +81,24 @@ class Precision(PrecisionOptions, Technique):
         return "tf32 on, this card has it" if self.tf32 else None
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass (not of its backward pass)."""
+        """The context manager for a forward pass. The backward pass runs outside of it."""
         if not self.casts:
             return nullcontext()
         return torch.autocast(device.type, dtype=getattr(torch, self.autocast.value))
 
     def loss_scale(self, dtype: str, device: torch.device) -> LossScale:
-        """The loss scale of a run whose weights have `dtype`: 1 without float16."""
+        """The loss scale of a run whose weights have `dtype`. Without float16 it stays 1."""
         active = dtype == "float16" or (self.enabled and self.autocast is Autocast.float16)
         return LossScale(device, FIRST_SCALE if active else 1.0, GROWTH_INTERVAL, active)
 
     def apply(self, model: PreparedModel, world: World) -> None:
-        # Not on a CPU, where the same switch lets oneDNN round inputs as well.
+        # On a CPU the switch stays as it is: there it would let oneDNN round inputs, too.
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.benchmark = self.cudnn_benchmark
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Count the matmuls of a forward pass by dtype, and look for TF32's rounding in a product."""
+        """Count the matmuls of a forward pass by dtype, and test whether a product shows TF32's rounding."""
         device = next(model.module.parameters()).device
         weights = base_dtype(model.module)
         counter = OperatorCounter(_matmul_dtype)
@@ -108,7 +110,7 @@ class Precision(PrecisionOptions, Technique):
             model.module(**probe)
         expected = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())
-        # One matmul a layer is enough: float32 adapters and routers may have another dtype.
+        # One matmul per layer in the expected dtype is enough: float32 adapters and routers may run in another one.
         yield Evidence(
             "precision",
             f"autocast {self.autocast.value} over {_name(weights)} weights",
@@ -118,7 +120,7 @@ class Precision(PrecisionOptions, Technique):
         if device.type != "cuda":
             return
         if torch.cuda.get_device_capability(device) >= AMPERE:
-            # TF32 loses the 12th bit of mantissa: it has 10, float32 23.
+            # TF32 has 10 bits of mantissa and loses the 12th. float32 has 23 bits.
             fine = torch.full((256, 256), 1 + 2.0**-12, device=device)
             with torch.autocast(device.type, enabled=False):
                 rounded = bool((fine @ torch.eye(256, device=device) == 1).all())
@@ -132,9 +134,10 @@ class Precision(PrecisionOptions, Technique):
 
 
 class LossScale:
-    """The scale of the loss in the backward pass. Its tensors stay on the device, so nothing waits for them.
+    """The scale of the loss in the backward pass. Its tensors stay on the device, so the host never waits for them.
 
-    The rule is torch.amp.GradScaler's: halve after a bad step, double after `interval` good steps in a row.
+    The scale follows the rule of torch.amp.GradScaler: it is halved after a bad step and doubled after `interval` good
+    steps in a row.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class LossScale:
         self.active, self.interval = active, interval
         self.scale = torch.full((), initial, device=device)
         self.good = torch.zeros((), dtype=torch.int32, device=device)
-        """Good steps since the scale last changed."""
+        """The number of good steps since the scale last changed."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.scale if self.active else loss
@@ -156,7 +159,7 @@ class LossScale:
             upstream.foreach("mul_", gradients, self.scale.reciprocal())
 
     def update(self, finite: torch.Tensor) -> None:
-        """Count a step. `finite`: a bool scalar on the device, whether its loss and gradient were finite."""
+        """Count a step. `finite`: whether the step's loss and gradient were finite, a bool scalar on the device."""
         if not self.active:
             return
         good = torch.where(finite, self.good + 1, 0)
@@ -166,18 +169,18 @@ class LossScale:
         self.good = torch.where(grows, 0, good).to(torch.int32)
 
     def state(self) -> dict[str, float]:
-        """The state that a resumed run needs; empty without float16. Waits for the device."""
+        """The state that a resumed run needs; empty without float16. This call waits for the device."""
         return {"scale": self.scale.item(), "good": self.good.item()} if self.active else {}
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore what `state` returned."""
+        """Restore the scale and the counter that state() returned."""
         if self.active and state:
             self.scale.fill_(state["scale"])
             self.good.fill_(state["good"])
 
 
 def _matmul_dtype(name: str, args: tuple[Any, ...]) -> torch.dtype | None:
-    """The dtype of the activations of a product by a weight; None for other operators."""
+    """The dtype of the activations, if the operator `name` multiplies them by a weight; else None."""
     name = name.rpartition(".")[2]
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     return tensors["addmm" in name].dtype if _LINEAR.search(name) else None  # addmm's first tensor is the bias

@@ -1,21 +1,21 @@
 """Frozen linears, heads and embeddings whose weights are stored in 4 or 8 bits.
 
-nf4: blocks of 64 weights share a scale, and each weight is one of 16 values that are equally likely under a normal
-distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are themselves 8-bit, in blocks of 256.
+nf4: blocks of 64 weights share a scale. Each weight is one of 16 values that are equally likely under a normal
+distribution (QLoRA, arXiv 2305.14314). With double quantization the scales are 8-bit numbers, too, in blocks of 256.
 
-int8: one scale for each output row. fxtune multiplies itself, because bitsandbytes' matmul rounds the activations to
-8 bits, too.
+int8: each output row has one scale. fxtune has its own matmul, because bitsandbytes' matmul also rounds the
+activations to 8 bits.
 
-bitsandbytes stores nf4 and int8 weights, and peft knows its linears.
+bitsandbytes stores nf4 and int8 weights, and peft knows bitsandbytes' linears.
 
-nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied as they are, twice
-as fast, and take 1 byte each, or 2 with their transpose (kernels/fp8.py). The head and the token embeddings can be in
-fp8, too: matrices [vocabulary, width] with a scale for each row, so a model that ties them shares the codes. An
-embedding is dequantized as it is read; the rounding of the head's logits, about 0.04 of their size, shows in the
-reported loss.
+nf4 and int8 weights are dequantized for each use (kernels/quantized.py). fp8 weights are multiplied without
+dequantizing, twice as fast as in 16 bits. They take 1 byte each, or 2 bytes with their transpose (kernels/fp8.py). The
+head and the token embeddings can be in fp8, too. Both are matrices [vocabulary, width] with a scale for each row, so
+tied ones share their codes. Embeddings are dequantized when they are read. The head's logits are rounded by about 0.04
+of their size, which shows in the reported loss.
 
-With parallel.shard each rank has rows of the codes and of their transpose, and all scales, 4 bytes a row. It quantizes
-the rows that it reads; then the transpose of each matrix is made of the codes of all ranks (complete_rows()).
+With parallel.shard each rank has a part of the rows of the codes and of their transpose, and all scales, 4 bytes a
+row. It quantizes the rows that it reads. Then each transpose is made from the codes of all ranks (complete_rows()).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows, mark_joined
 
 FP8_TENSORS = ("weight", "scales", "back", "back_scales")
-"""Names of an fp8 linear's tensors, in the order of fp8.Weight."""
+"""Names of an fp8 linear's tensors, in the order of fp8.Weight's fields."""
 SAMPLE = 64
-"""Rows of a divided weight on which its rounding is measured."""
+"""The number of rows of a divided weight whose rounding is measured."""
 
 
 def bytes_per_weight(kind: str, transpose: bool = True) -> float:
-    """Bytes that a quantized linear, or experts, take for each weight, scales included.
+    """Bytes that a quantized linear, or quantized experts, take for each weight with its share of the scales.
 
-    `kind`: nf4, int8, fp8 or mxfp4. `transpose`: whether fp8 keeps the transpose, too. The row scales of int8 and fp8,
-    4 bytes each, are counted for rows of 4,096.
+    `kind`: nf4, int8, fp8 or mxfp4. `transpose`: whether fp8 keeps the transpose, too. In int8 and fp8 a row has a
+    scale of 4 bytes; rows are assumed to have 4,096 weights.
     """
     if kind in ("int8", "fp8"):
         return (1 + 4 / 4096) * (2 if kind == "fp8" and transpose else 1)
@@ -58,12 +58,12 @@ def bytes_per_weight(kind: str, transpose: bool = True) -> float:
 def quantized(
     linear: nn.Linear, kind: str, compute: torch.dtype, device: torch.device, transpose: bool = True
 ) -> nn.Linear:
-    """A frozen linear on `device` that computes what `linear` does, with its weight stored as `kind` (nf4, int8, fp8).
+    """Make a frozen linear on `device` that replaces `linear` and stores its weight as `kind` (nf4, int8, fp8).
 
-    `compute`: the dtype of the dequantized weight and of the matmul; inputs are cast to it and outputs back to their
-    dtype. fp8 products are accumulated in float32 and rounded to bfloat16. `transpose`: keep the transpose of an fp8
-    weight. `linear` does not change. A `linear` on the meta device can only become fp8: the result then stores the
-    rows that models/shards.py reads.
+    `compute`: the dtype of the dequantized weight and of the matmul. Inputs are cast to it, and outputs back to the
+    dtype of the input. fp8 products are accumulated in float32 and rounded to bfloat16. `transpose`: whether to keep
+    the transpose of an fp8 weight. `linear` does not change. If it is on the meta device, `kind` must be fp8, and the
+    new linear stores rows as models/shards.py reads them.
     """
     makers: dict[str, Any] = {"fp8": functools.partial(_fp8, transpose=transpose), "nf4": _nf4, "int8": _int8}
     if linear.weight.is_meta:
@@ -89,13 +89,13 @@ def _biased(linear: nn.Linear, output: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether `module` is one that `quantized` made."""
+    """Whether quantized() has made `module`."""
     return isinstance(module, PackedLinear)
 
 
 @torch.no_grad()
 def dequantized(module: Any) -> Tensor:
-    """The weight of a quantized linear, [out, in] in its compute dtype."""
+    """The dequantized weight of a quantized linear, [out, in] in the linear's compute dtype."""
     if isinstance(module, Fp8Linear):
         return fp8.dequantize_weight(whole(module.weight), module.scales, module.compute_dtype)
     if hasattr(module, "codes"):
@@ -105,8 +105,7 @@ def dequantized(module: Any) -> Tensor:
 
 
 def packed(module: Any) -> list[Tensor]:
-    """The tensors that a quantized module stores. kernels.quantized.unpack() reads the tensors of nf4 and
-    int8."""
+    """The tensors that a quantized module stores. kernels.quantized.unpack() reads those of nf4 and int8."""
     weight = module.weight
     if isinstance(module, Fp8Linear):
         return [getattr(module, name).detach() for name in module.names]
@@ -120,9 +119,11 @@ def packed(module: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def grouped(modules: Sequence[Any]) -> list[Tensor]:
-    """The tensors that an operator takes for linears of one kind that read the same input (kernels/frozen_base.py).
+    """The tensors that an operator takes for several linears of one kind that read the same input
+    (kernels/frozen_base.py).
 
-    In fp8 they are one stacked weight, since one product takes one matrix. Otherwise they are what each linear stores.
+    In fp8 the weights are stacked into one, because a product takes one matrix. In other kinds the result is the
+    stored tensors of all linears.
     """
     if len(modules) == 1 or not isinstance(modules[0], Fp8Linear):
         return [tensor for module in modules for tensor in packed(module)]
@@ -137,10 +138,10 @@ def grouped(modules: Sequence[Any]) -> list[Tensor]:
 
 
 def stored_bytes(module: Any) -> int:
-    """Bytes of a quantized module's weight, scales included, on all ranks that hold parts of it."""
+    """Bytes of a quantized module's weight and its scales, summed over the ranks that hold parts of it."""
     owner = getattr(module, "frozen_weights", module)
     if isinstance(module, Fp8Linear) and (owner.weight.is_meta or is_divided(owner.weight)):
-        # Each view of a divided tensor would be an exchange.
+        # Sizes are calculated: each view of a divided tensor would be an exchange between ranks.
         copies, sizes = len(module.names) // 2, (module.out_features, module.in_features)
         return copies * sizes[0] * sizes[1] + 4 * sum(sizes[:copies])
     return sum(tensor.nbytes for tensor in packed(module))
@@ -151,8 +152,8 @@ def _nf4(linear: nn.Linear, weight: Tensor) -> Any:
     options = {"compress_statistics": True, "quant_type": "nf4"}
     made = _nf4_class()(linear.in_features, linear.out_features, bias=False, device="meta", **options)
     made.weight = library.Params4bit(weight, requires_grad=False, module=made, **options).to(weight.device)
-    made.compute_type_is_set = True  # else the first input would set it
-    # Otherwise an evaluation on a CPU would repack the weight, and never back, for a kernel without a backward pass.
+    made.compute_type_is_set = True  # otherwise bitsandbytes takes the dtype of the first input
+    # Otherwise an evaluation on a CPU would repack the weight for a kernel without a backward pass, for good.
     made.support_avx512bf16_for_cpu = False
     return made
 
@@ -160,11 +161,11 @@ def _nf4(linear: nn.Linear, weight: Tensor) -> Any:
 def _int8(linear: nn.Linear, weight: Tensor) -> Any:
     library = bitsandbytes()
     made = _int8_class()(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False, device="meta")
-    # Int8Params.to() is no choice: it quantizes a weight that comes from a CPU, and does not quantize one on a GPU.
+    # Int8Params.to() cannot be used: it quantizes a weight that comes from a CPU, but not a weight on a GPU.
     codes, largest, _ = library.functional.int8_vectorwise_quant(weight.to(torch.float16))
     made.weight = library.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=largest)
-    made.init_8bit_state()  # where peft looks for the scales
-    # What the matmul reads: codes int8 [out, in] (the library's own memory) and scale float32 [out].
+    made.init_8bit_state()  # peft looks for the scales in this state
+    # The matmul reads codes, int8 [out, in] in the library's own memory, and scale, float32 [out].
     made.register_buffer("codes", made.state.CB, persistent=False)
     made.register_buffer("scale", made.state.SCB / 127, persistent=False)
     return made
@@ -185,14 +186,14 @@ def _fp8_without_weight(linear: nn.Linear, device: torch.device, transpose: bool
 
 
 def _empty_weight(out: int, inner: int, device: torch.device, transpose: bool) -> fp8.Weight:
-    """A weight whose matrices have no memory yet and whose scales are on `device`."""
+    """An fp8 weight whose scales are on `device` and whose matrices have no memory yet."""
     codes = torch.empty(out, inner, dtype=torch.uint8, device="meta")
     scales, back_scales = (torch.zeros(1, size, device=device) for size in (out, inner))
     return fp8.Weight(codes, scales, *((codes.new_empty(inner, out), back_scales) if transpose else ()))
 
 
 class DividedCodes(StoresRows):
-    """A module with codes in fp8, which may be divided over ranks."""
+    """A module whose weight is stored as fp8 codes. The codes may be divided over ranks."""
 
     source_dtype: torch.dtype
     """The dtype of the weights before they are quantized."""
@@ -208,7 +209,7 @@ class DividedCodes(StoresRows):
             self.rounding = (lost.norm() / sample.norm()).item()
 
     def complete_rows(self: Any, world: World) -> None:
-        """Collect the scales of all ranks; if there is a transpose, make this rank's rows of it."""
+        """Collect the scales of all ranks. If the transpose is kept, make this rank's rows of it."""
         if "scales" not in self._buffers:
             return
         if not is_divided(self.weight):
@@ -228,13 +229,13 @@ class DividedCodes(StoresRows):
 
 
 class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
-    """A linear whose products are in fp8. `weight` holds the codes as uint8, because peft would give adapters the
-    dtype of a floating-point weight.
+    """A linear whose products are in fp8. `weight` holds the codes as uint8: if it were a floating-point tensor, peft
+    would give adapters its dtype.
     """
 
     scales: Tensor
     names: tuple[str, ...]
-    """The names of its tensors: FP8_TENSORS, or the first two without the transpose."""
+    """The names of the stored tensors: FP8_TENSORS, or without the transpose the first two of them."""
 
     def hold(self, weight: fp8.Weight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
@@ -249,7 +250,8 @@ class Fp8Linear(PackedLinear, DividedCodes, nn.Linear):
 
 
 def register_frozen(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` a buffer of `module`; one without memory a parameter, because only parameters are divided."""
+    """Make `tensor` a buffer of `module`. A tensor without memory becomes a parameter, because only parameters can be
+    divided over ranks."""
     if tensor.is_meta:
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     else:
@@ -257,7 +259,7 @@ def register_frozen(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class _Int8Forward(PackedLinear):
-    """The forward pass of an int8 linear, which has `codes` and `scale`."""
+    """The forward pass of an int8 linear. It reads `codes` and `scale`, not `weight`."""
 
     codes: Tensor
     scale: Tensor
@@ -268,7 +270,7 @@ class _Int8Forward(PackedLinear):
         return _biased(self, output, input.dtype)  # type: ignore[arg-type]
 
 
-# Linears of bitsandbytes, so that peft adapts, merges and decomposes (DoRA) them.
+# Both classes derive from linears of bitsandbytes, so that peft can adapt, merge and decompose (DoRA) them.
 @functools.cache
 def _nf4_class() -> Any:
     return type("Nf4Linear", (PackedLinear, bitsandbytes().nn.Linear4bit), {})
@@ -280,7 +282,7 @@ def _int8_class() -> Any:
 
 
 class _Int8Matmul(torch.autograd.Function):
-    """x [..., in] times the transpose of an int8 weight [out, in]. Only x has a gradient."""
+    """The product of x [..., in] and the transpose of an int8 weight [out, in]. Only x has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -294,19 +296,19 @@ class _Int8Matmul(torch.autograd.Function):
 
 
 class Fp8Embedding(DividedCodes, nn.Embedding):
-    """nn.Embedding of codes; its output is in `compute_dtype`."""
+    """An nn.Embedding whose weight holds fp8 codes. Its output is in `compute_dtype`."""
 
     compute_dtype: torch.dtype
     scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        scales = self.scales.to(self.weight.device)  # which is `meta` before divided codes have memory
+        scales = self.scales.to(self.weight.device)  # the device is `meta` until divided codes have memory
         codes, scales = F.embedding(input, self.weight), F.embedding(input, scales.view(-1, 1))
         return (codes.view(E4M3).to(torch.float32) * scales).to(self.compute_dtype)
 
 
 class Fp8Head(DividedCodes, nn.Linear):
-    """nn.Linear whose product is in fp8 and whose gradient is not; its output has the input's dtype."""
+    """An nn.Linear whose forward product is in fp8, unlike its gradient. Its output has the input's dtype."""
 
     compute_dtype: torch.dtype
     scales: Tensor
@@ -319,7 +321,8 @@ class Fp8Head(DividedCodes, nn.Linear):
 def head_of(
     linear: nn.Linear, compute: torch.dtype, device: torch.device, shared: Fp8Embedding | None = None
 ) -> Fp8Head:
-    """A frozen fp8 head on `device` for `linear`, which does not change. `shared`: an embedding of the same matrix."""
+    """Make a frozen fp8 head on `device` from `linear`, which does not change. `shared`: the embedding that has the
+    same weight."""
     made = Fp8Head(linear.in_features, linear.out_features, bias=False, device="meta")
     made.bias = _bias_of(linear, compute, device)
     return _with_row_codes(made, linear.weight, compute, device, shared)
@@ -327,7 +330,7 @@ def head_of(
 
 @torch.no_grad()
 def embedding_of(embedding: nn.Embedding, compute: torch.dtype, device: torch.device) -> Fp8Embedding:
-    """Frozen fp8 embeddings on `device` for `embedding`, which does not change."""
+    """Make a frozen fp8 embedding on `device` from `embedding`, which does not change."""
     made = Fp8Embedding(embedding.num_embeddings, embedding.embedding_dim, device="meta")
     made.padding_idx = embedding.padding_idx
     return _with_row_codes(made, embedding.weight, compute, device, None)

@@ -1,17 +1,17 @@
 """RoPE scaling (YaRN, linear, dynamic NTK, Llama 3), written into the config before the model is built.
 
-A rotary embedding rotates dimension pair i of a query or key at position m by the angle m * inv_freq[i]. A model
-trained on L positions has never seen the larger angles of the slow pairs, so a longer context needs lower frequencies
-for them. Each type is a rule for inv_freq; YaRN also scales the logits by its attention factor. `frequencies` computes
-the rules from their papers, and `verify` compares them with the built model: if a scaling is set too late, or without
-its original length, transformers changes nothing or the wrong thing, without an error.
+A rotary embedding rotates dimension pair i of a query or key at position m by the angle m * inv_freq[i]. In training
+on L positions the slow pairs never reach large angles, so a longer context needs lower frequencies for these pairs.
+Each type of scaling is a rule for inv_freq. YaRN also scales the logits by its attention factor. `frequencies`
+computes the rules from their papers, and `verify` compares the result with the built model. This comparison is needed:
+if a scaling is set too late, or without its original length, transformers silently applies no scaling or a wrong one.
 
 Models with a rotary embedding for each layer type (Gemma 3) get the scaling on their full-attention layers only. A
-model or an adapter that was trained with a scaling carries it in its config.json (see export/save.py). Asking for the
-same scaling again changes nothing; another one needs the original length.
+model or an adapter that was trained with a scaling has this scaling in its config.json (see export/save.py). A recipe
+that asks for the same scaling changes nothing. A recipe that asks for another scaling must give the original length.
 
-Sources: YaRN, arXiv 2309.00071 (section 3.2 and its released code), with dynamic NTK in its appendix; Llama 3.1, the
-released `apply_scaling`; linear, arXiv 2306.15595.
+Sources: YaRN: arXiv 2309.00071, section 3.2 and its released code. Dynamic NTK: the appendix of the same paper. Llama
+3.1: the released `apply_scaling`. Linear: arXiv 2306.15595.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fxtune.techniques.base import Evidence, Technique
 
 FULL = "full_attention"
 CLOSE = 1e-5
-"""Largest relative error of a float32 frequency. Another scaling is off by 1e-2 or more."""
+"""Largest relative error of a float32 frequency. The frequencies of another scaling differ by 1e-2 or more."""
 
 
 BY_LONGEST = {RopeType.dynamic.value, "longrope"}
-"""Types whose frequencies depend on the longest row so far."""
+"""Types whose frequencies depend on the longest row that the model has seen so far."""
 PARAMETERS: dict[RopeType, dict[str, float | None]] = {
     RopeType.yarn: {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
     RopeType.llama3: {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-"""Parameters by type, with the usual values."""
+"""The parameters of each type, with their usual values."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Rope(RopeOptions, Technique):
                 yield f"parameters: {above}={self._parameter(above)} must be above {below}={self._parameter(below)}."
 
     def _parameter(self, name: str) -> float:
-        """A parameter of this type that has a usual value."""
+        """The value of the parameter `name`, from the recipe or the usual one."""
         value = {**PARAMETERS[self.type], **self.parameters}[name]
         assert value is not None, name
         return value
@@ -125,7 +125,7 @@ class Rope(RopeOptions, Technique):
         config.max_position_embeddings = original if self.type is RopeType.dynamic else round(self.factor * original)
 
     def _written(self, current: dict[str, Any], original: int | None) -> dict[str, Any]:
-        """The rope parameters of this scaling, for a model with the parameters `current` and the context
+        """The rope parameters of this scaling for a model that has the parameters `current` and the trained context
         `original`."""
         parameters: dict[str, Any] = {
             key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current
@@ -136,7 +136,7 @@ class Rope(RopeOptions, Technique):
         return parameters | {name: value for name, value in owned.items() if value is not None}
 
     def apply(self, model: PreparedModel, world: World) -> None:
-        """Dynamic only: reset the longest row so far before each forward, so that no step depends on earlier ones."""
+        """For dynamic RoPE, let each forward pass forget the longest row, so that no step depends on earlier steps."""
         if self.type is RopeType.dynamic:
             for _, rotary in _rotaries(model.module):
                 rotary.register_forward_pre_hook(_reset)
@@ -180,10 +180,10 @@ class Rope(RopeOptions, Technique):
             )
 
     def frequencies(self, dim: int, base: float, original: int, length: int) -> tuple[torch.Tensor, float]:
-        """The reference: inv_freq (float64, [dim/2]) and the attention factor of a rotary embedding with `dim`
-        dimensions.
+        """Compute the expected inv_freq (float64, [dim/2]) and attention factor of a rotary embedding.
 
-        `base`: rope_theta; `original`: the trained context; `length`: the row's length (dynamic only).
+        `dim`: its number of dimensions; `base`: rope_theta; `original`: the trained context; `length`: the row's
+        length, which only dynamic reads.
         """
         plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         if self.type is RopeType.linear:
@@ -195,7 +195,7 @@ class Rope(RopeOptions, Technique):
             rotations = original * plain / (2 * math.pi)
             low_rotations = self._parameter("low_freq_factor")
             share = (rotations - low_rotations) / (self._parameter("high_freq_factor") - low_rotations)
-            share = share.clamp(0, 1)  # of the unscaled frequency
+            share = share.clamp(0, 1)  # the weight of the unscaled frequency
             return share * plain + (1 - share) * plain / self.factor, 1.0
 
         def pair_with(rotations: float) -> float:
@@ -208,8 +208,8 @@ class Rope(RopeOptions, Technique):
         return plain * (1 - slowed) + plain / self.factor * slowed, attention
 
     def _original(self, config: dict[str, Any]) -> int | None:
-        """The context that `factor` multiplies: the option, the original length of the same scaling in the config, or
-        the model's."""
+        """The context that `factor` multiplies: the option's; else the original length in the config, if the config
+        already has this scaling; else the model's max_position_embeddings."""
         positions: int | None = config.get("max_position_embeddings")
         if self.original_max_position_embeddings or positions is None:
             return self.original_max_position_embeddings or positions
@@ -220,15 +220,15 @@ class Rope(RopeOptions, Technique):
 
 
 def rope_types(facts: Facts) -> set[str]:
-    """The types of RoPE that the model will have, by transformers' names."""
+    """The types of RoPE that the model will have, as transformers names them."""
     if facts.techniques.rope.enabled:
         return {facts.techniques.rope.type.value}
-    own = facts.text.get("rope_parameters") or {}  # parameters for all layers, or by the type of layer
+    own = facts.text.get("rope_parameters") or {}  # parameters of all layers, or a dict by layer type
     return {str(options.get("rope_type", "default")) for options in (own, *own.values()) if isinstance(options, dict)}
 
 
 def own_scaling(config: dict[str, Any]) -> str | None:
-    """A description of the RoPE scaling in a language model's own config (a plain dict); None without scaling."""
+    """A description of the RoPE scaling that a language model's config (a plain dict) has; None without scaling."""
     current = _flat(config.get("rope_parameters") or {}) or {}
     if current.get("rope_type", "default") == "default":
         return None
@@ -238,15 +238,15 @@ def own_scaling(config: dict[str, Any]) -> str | None:
 def digest(inv_freq: torch.Tensor, formula: torch.Tensor) -> str:
     """12 hexadecimal digits of the SHA-256 of the frequencies in float32.
 
-    Devices and libraries round the last bits differently, so a value close to the formula's counts as the formula's:
-    on any device, digests are equal exactly if all frequencies agree.
+    Devices and libraries round the last bits differently. So a frequency that is close to the formula's value is
+    replaced by that value. Then two digests are equal, on any device, exactly if all frequencies agree.
     """
     agreed = torch.where((inv_freq - formula).abs() < CLOSE * formula, formula, inv_freq)
     return hashlib.sha256(agreed.float().numpy().tobytes()).hexdigest()[:12]
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """The rope parameters of full-attention layers, from parameters for all layers or a dict by layer type."""
+    """The rope parameters of full-attention layers. `parameters` are those of all layers, or a dict by layer type."""
     nested = any(isinstance(value, dict) for value in parameters.values())
     return parameters.get(FULL) if nested else parameters
 
@@ -257,7 +257,7 @@ def _scaling(parameters: dict[str, Any]) -> str:
 
 
 def _rotaries(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The text model's rotary modules, each with the prefix of its buffer names."""
+    """(prefix, module) for each rotary module of the text model. `prefix` begins the names of the module's buffers."""
     kind = model.config.get_text_config().model_type  # type: ignore[union-attr, operator]
     return [
         (prefix, module)

@@ -1,12 +1,12 @@
-"""The routers of a mixture of experts: how many tokens each expert gets, and the auxiliary loss that balances them.
+"""The auxiliary loss of a mixture's routers, which balances how many tokens each expert gets.
 
-A router that sends most tokens to few experts leaves the others unused. Architectures of transformers have a loss
-against that (Switch Transformers, arXiv 2101.03961, equations 4 to 6): experts x sum over e of f_e P_e, with f_e the
-share of tokens that expert e gets and P_e its mean probability, both over the tokens of all layers. transformers adds
-the loss, times `router_aux_loss_coef`, if the config has `output_router_logits`. So does fxtune, unless
-`aux_loss_coef` gives another factor.
+If a router sends most tokens to few experts, the other experts stay unused. Architectures of transformers have a loss
+against this (Switch Transformers, arXiv 2101.03961, equations 4 to 6). It is the number of experts times the sum over
+experts e of f_e P_e. f_e is the share of tokens that expert e gets, and P_e is its mean probability, both over the
+tokens of all layers. If the config has `output_router_logits`, transformers adds this loss times
+`router_aux_loss_coef`. fxtune does the same, unless `aux_loss_coef` gives another factor.
 
-Loss and gradient equal transformers'; models/routers.py says how a compiled layer gives them.
+Loss and gradient equal those of transformers. models/routers.py says how a compiled layer returns them.
 
 The loss is computed for each micro-batch of a rank without padding, as in transformers. The loss of a step is the mean
 over micro-batches, weighted by supervised tokens.
@@ -30,8 +30,8 @@ from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream.transformers import recorded_outputs, router_loss
 
 CLOSE = 1e-3
-"""The most that the auxiliary loss of a small row may differ from transformers', relative to it. A router in bfloat16
-may choose another expert for a token."""
+"""Largest relative difference between the auxiliary loss of a small row and transformers' loss of this row. A router
+in bfloat16 may choose another expert for a token."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Router(RouterOptions, Technique):
 
 
 def _without_loss(facts: Facts) -> str | None:
-    """Why a model has no auxiliary loss here."""
+    """Why fxtune has no auxiliary loss for this model; None if there is one."""
     kind = facts.text.get("model_type")
     model: Any = skeleton(facts.model)
     if model is None:
@@ -93,7 +93,7 @@ def _without_loss(facts: Facts) -> str | None:
 
 
 def _own_loss(model: Any, logits: tuple[Tensor, ...]) -> Any:
-    """transformers' auxiliary loss of the logits of all routers."""
+    """The auxiliary loss that transformers computes from the logits of all routers."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     used, loss = experts_per_token(base.modules(), model.config.get_text_config()), router_loss(base)
     assert loss is not None, "_without_loss() has looked"

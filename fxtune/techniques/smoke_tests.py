@@ -1,4 +1,4 @@
-"""Smoke tests of packages: each compares a tiny forward and backward pass through a package with plain torch.
+"""Smoke tests of packages. Each test compares a tiny forward and backward pass through a package with plain torch.
 
 system/machine/packages.py lists the packages, and package_checks.py runs the tests. The tests of attention kernels
 are in the files of their backends.
@@ -20,7 +20,7 @@ from fxtune.system.machine.host import cache_home
 from fxtune.system.machine.packages import SOME_HEADS, Heads, NotTriedError
 
 TOLERANCE = 2e-2
-"""Relative distance from float32 that bfloat16 operators may have: five times the rounding error of bfloat16."""
+"""Largest relative distance of a bfloat16 result from the float32 result: five times bfloat16's rounding error."""
 
 
 def torch_matmul(device: torch.device) -> str:
@@ -40,7 +40,7 @@ def torch_compile(device: torch.device) -> str:
 
 def triton(device: torch.device) -> str:
     language = importlib.import_module("triton")
-    # A kernel finds names among the globals of its module only.
+    # Triton looks names up among the globals of the kernel's module only.
     globals()["tl"] = importlib.import_module("triton.language")
 
     @language.jit
@@ -69,7 +69,7 @@ def liger(device: torch.device) -> str:
 
 
 def quack(device: torch.device) -> str:
-    """y = x W^T and dx = dy W of a linear, as fused adapters multiply."""
+    """Test y = x W^T and dx = dy W of a linear, the products that fused adapters compute."""
     if metadata.version("quack-kernels") != matmul.VERSION:
         raise NotTriedError(
             f"imports; fused adapters call internal functions of {matmul.VERSION}, so cuBLAS is used instead"
@@ -145,9 +145,9 @@ def apex(device: torch.device) -> str:
 
 
 def require_attention(device: torch.device, flash_attn: Callable[..., Any], heads: Heads = SOME_HEADS) -> str:
-    """Compare causal attention of 256 tokens in bfloat16, [rows, tokens, heads, head_dim], with float32.
+    """Compare `flash_attn`'s causal attention of 256 tokens in bfloat16 with float32.
 
-    Some versions return (output, log-sum-exp).
+    `flash_attn` takes tensors [rows, tokens, heads, head_dim]. Some versions return (output, log-sum-exp).
     """
 
     def attention(*inputs: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,8 @@ def require_attention(device: torch.device, flash_attn: Callable[..., Any], head
 
 
 def require_adamw_step(optimizer: Callable[[list[Any]], Any], device: torch.device) -> None:
-    """One step of Adam at lr 0.1 moves each weight by 0.1. The smallest 8-bit optimizer state has 4,096 elements."""
+    """Require that one step of Adam at lr 0.1 moves each weight by 0.1. Libraries keep the state of weights with fewer
+    than 4,096 elements in 32 bits, so the weight here has 8,192."""
     weight = torch.nn.Parameter(torch.ones(8192, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer([weight]).step()
@@ -173,7 +174,8 @@ def require_adamw_step(optimizer: Callable[[list[Any]], Any], device: torch.devi
 
 
 def require_same(ours: Callable[..., Any], plain: Callable[..., Any], inputs: list[Any]) -> float:
-    """Compare a function's outputs and the gradients of all its inputs with plain torch in float32."""
+    """Compare the output of `ours` and the gradients of all its inputs with `plain`, plain torch in float32. Returns
+    the largest relative distance, as require_close()."""
     copies = [tensor.clone().float().requires_grad_() for tensor in inputs]
     out, expected = ours(*(tensor.requires_grad_() for tensor in inputs)), plain(*copies)
     gradient = torch.randn_like(expected)
@@ -183,7 +185,8 @@ def require_same(ours: Callable[..., Any], plain: Callable[..., Any], inputs: li
 
 
 def require_close(*pairs: tuple[Any, Any]) -> float:
-    """The largest relative distance among pairs of (result, expected). Raises ArithmeticError beyond TOLERANCE."""
+    """Return the largest relative distance between a result and its expected value, over pairs of (result, expected).
+    Raises ArithmeticError if one is above TOLERANCE."""
     worst = 0.0
     for result, expected in pairs:
         result, expected = result.detach().float(), expected.detach().float()

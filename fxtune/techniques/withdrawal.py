@@ -1,7 +1,7 @@
-"""Options that step aside: nobody demanded them, and on the built model they turn out not to act.
+"""Switches off options that nobody demanded and that turn out not to act on the built model.
 
-An option is a wish if the recipe leaves it to fxtune: it is `auto`, or its whole technique has `enabled=auto` and no
-other option set (so the bundle `fast` is made of wishes). Anything else is a demand, and is refused.
+An option is a wish if the recipe leaves it to fxtune: it is `auto`, or its technique has `enabled=auto` and no other
+option set. The bundle `fast` consists of wishes. Any other option is a demand: if it does not act, the run is refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fxtune.techniques.pipeline import Pipeline
 
 
 def wish(asked: Pipeline, key: str) -> str | None:
-    """The part of `key` that can be switched off without a demand of `asked`, a recipe's techniques before any `auto`
-    is decided; None: all of it is demanded.
+    """The part of `key` that nobody demanded, as a key that can be switched off; None if all of `key` is demanded.
 
-    `key`: a technique, or a technique and its option, such as `compile` or `liger.rope`.
+    `asked`: the recipe's techniques before any `auto` is decided. `key`: a technique, or a technique and its option,
+    such as `compile` or `liger.rope`.
     """
     name, _, option = key.partition(".")
     technique: Any = getattr(asked, name, None)
@@ -36,7 +36,7 @@ class Withdrawal:
 
     @classmethod
     def of_idle(cls, asked: Pipeline, seen: list[Evidence]) -> Withdrawal | None:
-        """The first wish of `asked` that did not act."""
+        """The withdrawal of the first wish of `asked` that did not act; None if all wishes acted."""
         for evidence in seen:
             key = None if evidence.acted else wish(asked, evidence.key or evidence.technique)
             if key is not None:
@@ -44,7 +44,7 @@ class Withdrawal:
         return None
 
     def applied_to(self, chosen: Pipeline) -> Pipeline:
-        """A copy of `chosen`, techniques with every `auto` decided, in which `key` is off."""
+        """A copy of `chosen` in which `key` is off. In `chosen` every `auto` is decided."""
         name, _, option = self.key.partition(".")
         technique = copy.copy(getattr(chosen, name))
         if option:

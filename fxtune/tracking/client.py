@@ -1,11 +1,12 @@
 """Starts, watches and ends the process of a tracker (worker.py).
 
 A tracker's library is a network client with threads, exit hooks and perhaps a service process. In the training
-process a dead network, a killed service or a hanging upload would block a step or the exit. A separate process can be
-killed. It costs one Python interpreter (about 100 MB of memory) and no time in the training loop.
+process, a dead network, a killed service or a hanging upload could block a step or the exit. So a tracker has a
+separate process, which can be killed. It costs one Python interpreter (about 100 MB of memory) and no time in the
+training loop.
 
-metrics.jsonl is the history of a run, and a tracker's history is a copy of it with one row for each step. Every
-session starts from the file's first line, and rows that the tracker has are skipped. So the next session completes a
+metrics.jsonl is the history of a run, and a tracker's history is a copy with one row for each step. Every session
+reads the file from its first line and skips the rows that the tracker already has. So the next session completes a
 failed session. `fxtune sync` runs a session without training. If W&B is offline, its newest folder has all rows.
 `wandb sync` sends all rows of a folder, so it is suggested only if the server has no rows of the run.
 """
@@ -30,22 +31,23 @@ from fxtune.system.terminal.redact import redact_arguments, without_user
 from fxtune.tracking import worker
 
 END_TIMEOUT = 30.0  # seconds that the end of a run waits for a tracker in total
-UPLOAD_TIMEOUT = 15.0  # of these, seconds for the last upload; the rest is for storing the run offline instead
-START_TIMEOUT = 120.0  # seconds for a Python to import a library on a slow or busy machine; only a thread waits for it
-SERVICE_TIMEOUT = 15.0  # seconds on top of init_timeout (which wandb itself enforces online) for starting its service
+UPLOAD_TIMEOUT = 15.0  # seconds of END_TIMEOUT for the last upload; then the run is stored offline
+START_TIMEOUT = 120.0  # seconds to start Python and import a library on a slow machine; only a thread waits
+SERVICE_TIMEOUT = 15.0  # seconds for W&B's service to start, on top of init_timeout, which wandb enforces
 PROGRAM = Path(worker.__file__)
 ADDRESS = "WANDB_BASE_URL"
 Notes = queue.SimpleQueue[str]
 
 
 class TrackerClient:
-    """Runs a session in each of `modes` until one succeeds, such as online, then offline. A thread watches it."""
+    """Runs a session in each of `modes`, such as online and then offline, until one succeeds. A thread runs the
+    sessions."""
 
     def __init__(
         self, name: str, options: dict[str, Any], run_dir: Path, modes: tuple[str, ...], notes: Notes, patience: float
     ) -> None:
-        """`name`: a key of worker.TRACKERS. `options`: what its Client takes. `notes` gets the messages. `patience`:
-        seconds for the upload of a session without training; 0: the run trains."""
+        """`name`: a key of worker.TRACKERS. `options`: arguments of the tracker's Client. `notes` gets the messages.
+        `patience`: seconds for the upload if no run trains here, otherwise 0."""
         self.title, self.id = worker.TRACKERS[name].title, options["id"]
         self._init_timeout, self._trains = options.get("init_timeout", END_TIMEOUT), not patience
         self._options = {**options, "dir": str(run_dir), "finish_timeout": patience or UPLOAD_TIMEOUT}
@@ -59,7 +61,7 @@ class TrackerClient:
         """Why neither the tracker nor an offline folder has all rows."""
         self.process: subprocess.Popen[str] | None = None
         self.ready = False
-        """Whether a session is under way: the tracker has accepted the run."""
+        """Whether a session is running in which the tracker has accepted the run."""
         if name == "wandb" and (os.environ.get(ADDRESS) or wandb_server()) != wandb_server():
             notes.put(
                 f"W&B: the user and password in {ADDRESS} are left out: W&B logs in by its API key, and its logs "
@@ -77,7 +79,7 @@ class TrackerClient:
     def wait(self, patience: float | None = None) -> bool:
         """Wait for the last upload after end(), and return whether it ended.
 
-        `patience`: seconds to wait; None: END_TIMEOUT since end() and the time that the tracker has to start. A run
+        `patience`: seconds to wait; None: END_TIMEOUT after end(), plus the time that the tracker has to start. A run
         that is resumed later need not wait: the next session sends the missing rows.
         """
         rest = self._ended + self._init_timeout + END_TIMEOUT - time.monotonic()
@@ -102,7 +104,8 @@ class TrackerClient:
             self._notes.put(f"{self.trouble}. Training goes on; {figures}")
 
     def _session(self, mode: str) -> str | None:
-        """Run one process of the tracker until the run ends. Returns None if it has all rows, else the reason."""
+        """Run one process of the tracker until the run ends. Returns None if the tracker has all rows, otherwise the
+        reason."""
         try:
             self.process = process = self._start(mode)
         except OSError as error:
@@ -137,7 +140,7 @@ class TrackerClient:
         """Start the tracker's process in `mode` and send it the run's settings. Raises OSError."""
         unwanted = ("WANDB_SERVICE", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
         environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-        if environment.get(ADDRESS):  # else W&B's own settings may name one
+        if environment.get(ADDRESS):  # if it is not set, W&B's settings may name a server
             environment[ADDRESS] = wandb_server()
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "process.log").open("ab") as log, self._sending:
@@ -193,7 +196,7 @@ class TrackerClient:
 
 
 def wandb_server() -> str:
-    """The address of W&B's server, without a user and password: W&B sends neither, and its logs show both."""
+    """The address of W&B's server without user and password. W&B does not send them, and its logs would show them."""
     return without_user(os.environ.get(ADDRESS) or "https://api.wandb.ai")
 
 

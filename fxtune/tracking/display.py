@@ -1,4 +1,4 @@
-"""The display of a run: a live one on a terminal, elsewhere a line of `key=value` pairs per log interval, or none."""
+"""Shows a run: live on a terminal, elsewhere as a line of `key=value` pairs for each log interval, or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxtune.techniques.base import Evidence
 BEHIND = 0.05
 """The slowest rank is named if its passes take this share longer than the passes of the others."""
 WINDOW = 50
-"""Log intervals from which "time left" is estimated."""
+""""Time left" is estimated from this many log intervals."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -44,10 +44,10 @@ class Display:
         """Begin a run of `total_steps` steps; an earlier process did the first `done_steps`."""
 
     def ends_at(self, total_steps: int) -> None:
-        """The run now ends after `total_steps` steps."""
+        """Set a new end of the run, after `total_steps` steps."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the `metrics` after `step` steps, under the tracker's names."""
+        """Show the `metrics` after `step` steps. They have the tracker's names."""
 
     def note(self, text: str) -> None:
         """Show a message."""
@@ -68,7 +68,7 @@ class Display:
 
 
 def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> Display:
-    """The display of a kind: auto (rich on a terminal, plain elsewhere), rich, plain or none.
+    """The display of this `kind`: rich, plain, none, or auto (rich on a terminal, plain elsewhere).
 
     Raises ConfigError for rich without a terminal.
     """
@@ -83,7 +83,7 @@ def display(kind: str = "auto", clock: Callable[[], float] = time.monotonic) -> 
 
 
 class TimeLeft:
-    """Estimates the time left from the steps of this process: an earlier process may have run on another machine."""
+    """Estimates the time left. Only steps of this process count: an earlier process may have had another machine."""
 
     def __init__(self, total: int, done: int, clock: Callable[[], float]) -> None:
         self.total, self.done, self._clock = total, done, clock
@@ -182,7 +182,7 @@ class LiveDisplay(PlainDisplay):
             head.append(Text(f"{clock_time(left)} left", "cyan"))
         tail = [Text(clock_time(self._clock() - self._began), "dim"), plain(self._title)]
         row = Table.grid(padding=(0, 2, 0, 0))
-        for parts in (head + tail, head + tail[:1], head):  # with as much as fits beside a bar
+        for parts in (head + tail, head + tail[:1], head):  # as many parts as leave room for a bar
             room = width - sum(part.cell_len + 2 for part in parts)
             if room >= 10:
                 bar = ProgressBar(total, done, min(room, 60), complete_style="green", finished_style="green")
@@ -210,9 +210,9 @@ class LiveDisplay(PlainDisplay):
 class Column(NamedTuple):
     name: str
     format: str
-    """As format() takes it; `time`: seconds since 1970, shown as the local time of day."""
+    """A format for format(), or `time`, which shows seconds since 1970 as the local time of day."""
     label: str = ""
-    """The name in the live display; empty: `name`."""
+    """The name in the live display, if it is not `name`."""
     live: bool = True
     """Whether the live display also shows it."""
 
@@ -253,7 +253,7 @@ COLUMNS = {
     "eval/share_of_time": Column("eval_share", ".3f", "evaluation", live=False),
     "questions/exact_match": Column("exact_match", ".3f", "exact match"),
 }
-"""Metrics in their order in a line. All others follow under their own names."""
+"""The metrics of a line in their order. All other metrics follow under their own names."""
 HIDDEN = (
     *("time/", "startup/", "train/forward_backward_seconds", "train/update_seconds"),
     *(
@@ -262,7 +262,7 @@ HIDDEN = (
         for name in ("reward_chosen", "reward_rejected", "log_probs_rejected", "length_")
     ),
 )
-"""Metrics for reports and trackers only, by how they begin."""
+"""The beginnings of the names of metrics that only reports and trackers show."""
 
 
 def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]:
@@ -288,7 +288,7 @@ def figures(metrics: Mapping[str, Any], live: bool = False) -> dict[Column, str]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A chart of `values` in at most `width` characters, from lowest to highest; neighbours are averaged to fit."""
+    """A chart of `values` in at most `width` characters. Neighbours are averaged if there are more values."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -319,7 +319,7 @@ def _number(value: Any) -> float | None:
 
 
 def _flow(parts: Iterable[Text], width: int) -> list[Text]:
-    """The parts on as few lines as possible. A part is never split; one wider than a line is truncated."""
+    """The parts on as few lines as possible. A part is never split. A part that is wider than a line is truncated."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + 2 + part.cell_len <= width:

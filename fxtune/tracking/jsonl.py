@@ -1,8 +1,8 @@
-"""metrics.jsonl, the history of a run: one JSON object a line, each written immediately and completely.
+"""metrics.jsonl, the history of a run: one JSON object per line. A line is written immediately and completely.
 
 A resumed run removes the lines of the steps that it repeats, and an incomplete line that a kill left, so each figure
 of a step appears once. A full disk loses no line: lines wait in memory, half a kilobyte each, and are written in order
-once there is room. Lines that were never written are reported at the end, and by the resumed run.
+once there is room. Lines that were never written are reported at the end of the run, and again by a resumed run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from fxtune.tracking.worker import HISTORY, STEP
 
 
 class MetricsFile:
-    """metrics.jsonl of the run in `folder` after `step` optimizer steps; step 0 empties the file. Never raises.
+    """metrics.jsonl of the run in `folder`, which goes on after `step` optimizer steps. The lines of later steps are
+    removed; step 0 empties the file. Never raises.
 
-    `logged`: the last logged step among these, if known. `note` gets one-line messages for the user.
+    `logged`: the last step up to `step` that the run logged, if known. `note` gets one-line messages for the user.
     """
 
     def __init__(self, folder: Path, step: int, logged: int | None, note: Callable[[str], None]) -> None:
@@ -91,9 +92,9 @@ class MetricsFile:
 
 
 def _keep_until(path: Path, step: int) -> tuple[int, set[frozenset[str]]]:
-    """Remove incomplete lines and lines of later steps than `step`, all or none. Raises OSError.
+    """Remove incomplete lines and the lines of steps after `step`. Either all of them go or none. Raises OSError.
 
-    Returns the step of the last remaining line (0: there is none), and the names in each line of `step`.
+    Returns the step of the last line that stays (0 if no line stays), and the names in each line of `step`.
     """
     if not path.is_file():
         return 0, set()

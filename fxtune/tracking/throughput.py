@@ -3,19 +3,21 @@
 Model FLOPs count only the work that the model needs, so extra work (recomputed activations, padding, attention to
 masked keys) lowers MFU:
 
-- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2), with frozen
-  ones 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). An embedding lookup is no matmul; a tied output head is
-  one. The head counts only at supervised positions, because no other position needs logits.
-- Causal attention over a document of S tokens costs 2 S^2 d per head and layer forward (two matmuls, half of each
-  masked) and 2.5 times that backward, where the scores are recomputed (Dao 2023, arXiv 2307.08691, section 4.1).
+- A matmul with N trained parameters costs 6N per token (forward 2, input gradient 2, weight gradient 2). A matmul with
+  frozen parameters costs 4N (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). A tied output head is a matmul, an
+  embedding lookup is not. The head counts only at supervised positions, because no other position needs logits.
+- Causal attention over a document of S tokens costs 2 S^2 d per head and layer in the forward pass (two matmuls, half
+  of each masked). The backward pass recomputes the scores and costs 2.5 times as much (Dao 2023, arXiv 2307.08691,
+  section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
-- A vision encoder counts its linears for each patch of an image, its projector for each feature. All patches of an
-  image, or of a tile, see each other: 4 L^2 d per head and layer forward. What is frozen costs a forward pass
-  (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder counts them as
-  it counts text.
-- A forward pass without gradient, as of a reference, costs its share of the above: 2N per token, and 2 S^2 d.
+- The linears of a vision encoder count for each patch of an image, the projector's for each feature. All L patches of
+  an image, or of a tile, see each other: 4 L^2 d per head and layer in the forward pass. Frozen parts cost only a
+  forward pass (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder
+  counts them as it counts text.
+- A forward pass without gradient, such as the reference's, costs 2N per token and 2 S^2 d.
 
-MFU is this rate divided by the device's *dense* peak for the dtype of the matmuls. It is omitted if either is unknown.
+MFU is model FLOPs per second divided by the device's *dense* peak for the dtype of the matmuls. Without one of the two
+there is no MFU.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ class TrainingCost:
     """Model FLOPs of forward and backward, and of forward passes without gradient."""
 
     per_token: float
-    """Matmuls of the layers, per token."""
+    """FLOPs of the layers' matmuls, per token."""
     per_target: float
-    """Matmuls of the output head, per supervised token."""
+    """FLOPs of the output head's matmul, per supervised token."""
     attention: tuple[tuple[int | None, float], ...]
     """(window in keys or None, FLOPs per pair of a query and a key) for each kind of layer."""
     image_cost: ImageCost | None = None
-    """Of images; None: the model reads none."""
+    """The cost of images; None if the model reads no images."""
 
     def flops(self, lengths: np.ndarray, supervised: int) -> float:
-        """FLOPs for documents of these lengths in tokens, with `supervised` target tokens in all, without the vision
-        encoders of their images."""
+        """FLOPs for documents with these `lengths` in tokens and `supervised` target tokens in total. The vision
+        encoder is not included."""
         lengths = np.asarray(lengths, np.float64)
         total = self.per_token * lengths.sum() + self.per_target * supervised
         for window, per_pair in self.attention:
@@ -68,13 +70,13 @@ class TrainingCost:
 
 
 def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | None:
-    """Count the matmuls of `model`, adapters included, with the backward pass of weights that require a gradient.
+    """Count the matmuls of `model` and its adapters, with the backward pass of weights that require a gradient.
 
     `forward_passes`: passes without gradient over the same tokens, in each step.
 
-    In a mixture of experts, only the experts that a token uses count. None if the formulas do not hold: experts
-    outside of transformers' interface, layers without softmax attention. Norms, activations, RoPE, routers and softmax
-    are negligible and left out."""
+    In a mixture of experts, only the experts that a token uses count. Returns None if the formulas do not hold: for
+    experts outside of transformers' interface, and for layers without softmax attention. Norms, activations, RoPE,
+    routers and softmax are negligible and left out."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
@@ -122,7 +124,7 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
 
 
 def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
-    """TrainingCost.attention; None if a layer has no attention, or attention that is neither causal nor windowed."""
+    """The value of TrainingCost.attention; None if a layer has no attention, or neither full nor sliding attention."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         return None
@@ -136,7 +138,7 @@ def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ..
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: of tensors on a GPU, or the process's resident set on a CPU."""
+    """Peak memory so far in GiB: the memory of tensors on a GPU, or the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     status = Path("/proc/self/status")  # on Linux ru_maxrss may be inherited from the parent process
@@ -162,9 +164,9 @@ class PlannedImages(Protocol):
 class PlannedWork(Protocol):
     """The part of a data plan that Meter reads. It has the steps of all ranks."""
 
-    def lengths(self, step: int) -> np.ndarray: ...  # in tokens, of each document of a step
+    def lengths(self, step: int) -> np.ndarray: ...  # the tokens of each document of a step
 
-    def shared(self, step: int) -> np.ndarray: ...  # how many of these are computed with another document
+    def shared(self, step: int) -> np.ndarray: ...  # how many of them are computed with another document
 
     def supervised(self, step: int) -> int: ...
 
@@ -189,8 +191,8 @@ class Meter:
         ranks: int = 1,
         forward_passes: int = 0,
     ) -> None:
-        """`ranks`: how many devices share the steps; figures are of all of them, MFU is their mean. `forward_passes`:
-        see training_cost()."""
+        """`ranks`: how many devices share the steps. The figures count the work of all devices; MFU is their mean.
+        `forward_passes`: see training_cost()."""
         self.cost, self.ranks = training_cost(model, forward_passes), ranks
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_flops(name, dtype or _matmul_dtype(model))
@@ -248,7 +250,7 @@ class Meter:
             figures["train/mfu"] = self._flops / seconds / self.peak / self.ranks
         figures["train/memory_gib"] = memory_gib(self._device)
         if self._device.type == "cuda":
-            # The allocator's memory: far above memory_gib means fragmentation.
+            # The allocator's memory. If it is far above memory_gib, memory is fragmented.
             figures["train/memory_reserved_gib"] = torch.cuda.max_memory_reserved(self._device) / GIB
         self._reset()
         return figures

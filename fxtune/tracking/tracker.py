@@ -60,13 +60,13 @@ class WandbConfig:
     project: str = "fxtune"
     """The project of W&B that gets the run."""
     entity: Optional[str] = None
-    """The team or user of W&B. Null: the key's own."""
+    """The team or user of W&B. Null: the owner of the API key."""
     group: Optional[str] = None
     """Runs of one group are shown together."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run."""
     init_timeout: float = field(default=5.0, metadata={"above": 0})
-    """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for it."""
+    """Seconds that W&B's server has to answer before the run goes offline. Training does not wait for the answer."""
 
 
 @dataclass
@@ -74,12 +74,12 @@ class CostConfig:
     """Prices, in any one currency. Without prices no cost is shown."""
 
     card_hour: Optional[float] = field(default=None, metadata={"above": 0})
-    """The price of one GPU for an hour (on the CPU: of one process), as clouds have it."""
+    """The price of one GPU for an hour, as clouds charge it. On the CPU: the price of one process."""
     kwh: Optional[float] = field(default=None, metadata={"above": 0})
     """The price of a kilowatt-hour, for your own machines. Only energy that can be read is counted."""
 
     def of(self, card_seconds: float, joules: float | None) -> float | None:
-        """The cost of this time of cards and this energy; None without a price, or if the priced amount is unknown."""
+        """The cost of the cards' time and the energy; None without a price, or if the priced amounts are unknown."""
         parts = []
         if self.card_hour is not None:
             parts.append(self.card_hour * card_seconds / 3600)
@@ -142,7 +142,7 @@ def wandb_mode(config: WandbConfig) -> str:
 class Tracker:
     """Writes a run's metrics to every place that the config names.
 
-    `resume_step`: the optimizer steps that the resumed run has done; `logged`: the last logged one (see MetricsFile).
+    `resume_step`: the optimizer steps that the resumed run has done. `logged`: the last logged step (see MetricsFile).
     `wandb_id`: the id of the run to continue, in all trackers. `note` gets one-line messages, from the thread that
     calls this object.
     """
@@ -169,11 +169,11 @@ class Tracker:
         run = {"name": run_name, "config": resolved_config, "id": wandb_id}
         self._clients = _connect(config, self.run_dir, run, self._notes)
         self.wandb_id: str | None = next((client.id for client in self._clients), None)
-        """The id of the run in all trackers, which a checkpoint saves; None without a tracker."""
+        """The id of the run in all trackers; None without a tracker. A checkpoint saves it."""
         self._pass_notes_on()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record `metrics` (name -> number or text) as of `step` finished optimizer steps."""
+        """Record `metrics`, numbers or texts by name, after `step` optimizer steps."""
         if step == self._resume_step and frozenset(metrics) in self._file.kept:
             return  # the run was killed after it wrote these figures, and has computed them again
         values = {STEP: step, **{name: _json_value(value) for name, value in metrics.items()}}
@@ -236,8 +236,8 @@ class NoTracker(Tracker):
 def upload(run_dir: Path, note: Callable[[str], None]) -> list[str]:
     """Send the run's trackers the rows of `run_dir` that they do not have. No process may be training that run.
 
-    Returns the trackers' names. Raises ConfigError (no such run, no API key) and StorageError (the folder is not as
-    fxtune writes it, or a tracker did not accept every row).
+    Returns the trackers' names. Raises ConfigError if the run or the API key is missing. Raises StorageError if the
+    folder is not as fxtune writes it, or if a tracker did not accept every row.
     """
     if not ((run_dir / "config.yaml").exists() and (run_dir / "metrics.jsonl").exists()):
         raise ConfigError(f"{run_dir} holds no run (config.yaml and metrics.jsonl). Give a folder such as runs/NAME.")
@@ -286,11 +286,11 @@ def _connect(
 
 
 def run_id(run_dir: Path, tracker: str, given: str | None) -> str:
-    """The id of the run in a tracker. It is kept in a file, for a run that is killed before its first checkpoint."""
+    """The id of the run in a tracker. A file keeps it, because a run may be killed before its first checkpoint."""
     file = run_dir / tracker / "id"
     known = given
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        # The folder may be a stranger's: read no pipe, and no link to a file of ours.
+        # The folder may come from a stranger: read no pipe, and no link to a file of this user.
         if file.is_file() and not file.is_symlink():
             known = known or file.read_text(encoding="utf-8").strip()
     known = known or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)  # a seed must not repeat an id

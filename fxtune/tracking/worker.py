@@ -1,14 +1,14 @@
 """The process of a tracker: it follows metrics.jsonl and sends the tracker one row for each step.
 
-Each tracker has a separate process, so its library cannot stop, slow or block training. A new tracker is a class here,
-which `TRACKERS` lists, its package in system/machine/facts.py, and its key in tracker.py.
+Each tracker has a separate process, so its library cannot stop, slow or block training. To add a tracker, write a
+class here and list it in `TRACKERS`. Add its package to system/machine/facts.py and its key to tracker.py.
 
-Input, one JSON object a line: first `{"tracker", "options", "argv", "pid", "history"}`, at the end
+The input has one JSON object per line: first `{"tracker", "options", "argv", "pid", "history"}`, at the end
 `{"finish": exit_code, "summary": {...}}`. If the input ends without "finish", the training process died, and the run
 is marked as failed.
 
-Output, one JSON object a line: `{"imported": true}`, then `{"ready": {"url", "last"}}` or `{"failed": reason}`,
-later perhaps `{"lost": reason}`, at the end `{"done": true}` or `{"late": reason}`.
+The output has one JSON object per line: `{"imported": true}`, then `{"ready": {"url", "last"}}` or `{"failed":
+reason}`, later perhaps `{"lost": reason}`, at the end `{"done": true}` or `{"late": reason}`.
 
 This file imports nothing of fxtune: it runs by its path, whatever the working directory.
 """
@@ -41,20 +41,20 @@ GOES_ON = 75  # the exit code of a run that was stopped by a signal and will be 
 
 
 class Client:
-    """A run in a tracker; a new run if the tracker does not know its id. Arguments: the imported library, the run's
-    `id`, `name` and `config`, `dir`, `mode`, and the tracker's options. Every error becomes a message."""
+    """A run in a tracker. If the tracker does not know the run's id, the run is new. Arguments: the imported library,
+    the run's `id`, `name` and `config`, `dir`, `mode`, and the tracker's options. Every error becomes a message."""
 
     title = module = package = ""
     """The tracker's name in messages, the module to import, and the package that pip installs."""
-    environment: dict[str, str] = {}  # keeps the library from reporting to its makers
+    environment: dict[str, str] = {}  # variables that keep the library from reporting to its makers
     last, url = -1, ""
-    """The last step that the tracker has, after which rows are logged, and where a user finds the run."""
+    """The last step that the tracker has, and the run's address for the user. Only later rows are logged."""
 
     def log(self, row: dict[str, Any]) -> None:
         """Log the figures and texts of one step, with STEP and TIME (seconds since 1970)."""
 
     def flush(self) -> None:
-        """Send the rows of one reading of metrics.jsonl."""
+        """Send the rows that one read of metrics.jsonl gave."""
 
     def check(self) -> None:
         """Raise OSError if the library lost rows that it accepted."""
@@ -74,7 +74,7 @@ class Wandb(Client):
             console="off", disable_job_creation=True, x_stats_pid=os.getppid(), finish_timeout_raises=True
         )
         known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
-        # An offline run has all rows; its upload must start at row 0 of the server's history, `resume` would append.
+        # An offline run has all rows. Its upload must start at row 0 of the server's history; `resume` would append.
         init |= dict(mode=mode, resume="allow" if mode == "online" else None, allow_val_change=True)
         self._run = run = wandb.init(settings=wandb.Settings(**known), **init)
         run.define_metric(STEP)
@@ -86,10 +86,10 @@ class Wandb(Client):
         self._run.log(row, step=row[STEP], commit=True)
 
     def check(self) -> None:
-        """W&B's service may give up uploading the history, which run.log() and run.finish() do not report.
+        """W&B's service may give up uploading the history. run.log() and run.finish() do not report this.
 
-        The service's log does (wandb 0.22 to 0.31), as a JSON object with level ERROR and a message that starts with
-        `filestream:`. Requests that the service retries are not logged as errors.
+        The service's log reports it (wandb 0.22 to 0.31), as a JSON object with level ERROR and a message that starts
+        with `filestream:`. Requests that the service retries are not logged as errors.
         """
         log = self._run.settings.log_internal
         with contextlib.suppress(FileNotFoundError), open(log, encoding="utf-8", errors="replace") as lines:
@@ -104,7 +104,7 @@ class Wandb(Client):
 
 
 class TensorBoard(Client):
-    """Each session writes all rows anew: TensorBoard drops what earlier files have from the new file's first step."""
+    """Each session writes all rows anew. TensorBoard drops rows of earlier files from the new file's first step on."""
 
     title, module, package = "TensorBoard", "tensorboard", "tensorboard"
 
@@ -124,7 +124,7 @@ class TensorBoard(Client):
 
 
 class MLflow(Client):
-    """A tag with the id finds the run. MLflow lets no param change, so the params of the first session stay."""
+    """The run is found by a tag with its id. MLflow's params cannot change, so the first session's params stay."""
 
     title, module, package = "MLflow", "mlflow", "mlflow-skinny"
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
@@ -146,7 +146,7 @@ class MLflow(Client):
 
     def _send(self, kind: str, waiting: list[Any]) -> None:
         while waiting:
-            self._client.log_batch(self._id, **{kind: waiting[:100]})  # the most params of a request
+            self._client.log_batch(self._id, **{kind: waiting[:100]})  # MLflow's limit for params in a request
             del waiting[:100]
 
     def log(self, row: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ def main() -> None:
     # Broad on purpose, here and below: whatever a library raises becomes one line for the training process.
     try:
         library = importlib.import_module(tracker.module)
-        # The process of a killed run may still send its rows.
+        # Wait for the process of a killed run, which may still send its rows.
         _lock = FileLock(os.path.join(start["options"]["dir"], tracker.module, "lock")).acquire()
         if os.getppid() != start["pid"]:  # the training process has died meanwhile: the next one sends the rows
             os._exit(1)
@@ -251,7 +251,7 @@ def _numbers(row: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of nested dicts as text, by their keys joined by dots."""
+    """Yield (key, text) of each value in nested dicts. A key is the names on the way to the value, joined by dots."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -268,7 +268,7 @@ def _read_commands(lines: IO[str], commands: queue.SimpleQueue[dict[str, Any]]) 
 def _follow(
     client: Client, history: str, commands: queue.SimpleQueue[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Log the rows of steps after the client's last as they are written, until the first command.
+    """Log the rows of steps after `client.last` when they are written, until the first command arrives.
 
     Returns the command and the last row. All lines of one step make one row, logged when the next step begins, because
     a sent row cannot be extended. If the training process died or will be resumed, the last row may be incomplete, and
@@ -296,7 +296,7 @@ def _follow(
 def _new_lines(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the complete lines from the current position to the end of the file, without figures that are null."""
     while (line := stream.readline()).endswith(b"\n"):
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a full disk leaves such lines
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):  # a full disk may leave broken lines
             values = {name: value for name, value in json.loads(line).items() if value is not None}
             if isinstance(values.get(STEP), int):
                 values[TIME] = values.pop("time", None) or time.time()

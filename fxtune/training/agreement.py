@@ -1,4 +1,4 @@
-"""Makes all ranks follow what happened on one of them: an error, memory that ran out, or a signal."""
+"""Makes all ranks react to an event on one rank: an error, memory that ran out, or a signal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fxtune.system.process.signals import SIGNALS
 Result = TypeVar("Result")
 
 OUT_OF_MEMORY = 1000
-"""Above every signal number: a step that ran out of memory is repeated, and the signal is handled after it."""
+"""A rank's code for running out of memory. It is above every signal number, because the greatest code of all ranks
+decides: the step is repeated, and a signal is handled after that."""
 FAILED = 2000
-"""Above both: the run ends with this error."""
+"""A rank's code for an error. It is above all others: the run ends with this error."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class _Failed:
 
 
 def interruptible(world: World) -> AbstractContextManager[None]:
-    """In the body a signal raises Stopped at once. With several ranks it is only recorded: the ranks must agree first,
-    to stop together."""
+    """A context in which a signal raises Stopped at once. With several ranks the signal is only recorded, because the
+    ranks must agree to stop together."""
     return SIGNALS.interruptible() if world.size == 1 else SIGNALS.held()
 
 
 def shared(world: World, work: Callable[[], Result], doing: str) -> Result:
-    """work() on every rank. If one rank fails, all raise its error. No rank leaves before the others are done. Signals
-    wait."""
+    """Call work() on every rank. If one rank fails, all raise its error. No rank returns before the others are done.
+    Signals wait until then."""
     if world.size == 1:
         return work()
     with SIGNALS.held():
@@ -54,15 +55,15 @@ def together(
     agree: Callable[[int], int] | None = None,
     doing: str = "deciding together",
 ) -> Result:
-    """work() on every rank. work() must not wait for a collective, but may start sums. Afterwards every rank calls
-    start_sums(), which starts the remaining sums, also if work() failed. `agree`: called in place of world.agree().
+    """Call work() on every rank. work() must not wait for a collective, but may start sums. Afterwards every rank
+    calls start_sums() to start the remaining sums, even if work() failed. `agree`: called in place of world.agree().
 
-    If one rank fails, all raise its error. If one runs out of memory, all raise MemoryShortError. If one is signalled,
-    it leaves work() at once and all raise Stopped; with stops=False the signal waits for a later call. With one rank
-    this is only work(), and the signal handler raises Stopped.
+    If one rank fails, all raise its error. If one runs out of memory, all raise MemoryShortError. If one gets a
+    signal, it leaves work() at once and all raise Stopped; with stops=False the signal waits for a later call. With
+    one rank, this function only calls work(), and the signal handler raises Stopped.
 
-    Ranks that share rows or weights wait for each other inside work(). There a signal waits until work() ends, and a
-    rank that fails raises its error without agreeing: the others raise LostRankError.
+    Ranks that share rows or weights wait for each other inside work(). So with such ranks a signal waits until work()
+    ends, and a rank that fails raises its error without agreeing. The others then raise LostRankError.
     """
     if world.size == 1:
         return work()
@@ -70,7 +71,7 @@ def together(
         try:
             with SIGNALS.interruptible() if stops and not world.shares else nullcontext():
                 result = _attempt(partial(catch_out_of_memory, work))
-        except Stopped:  # all ranks learn of it below
+        except Stopped:  # world.agree() below tells all ranks
             result = None
         if world.shares and isinstance(result, (MemoryExhausted, _Failed)):
             raise _reason_to_leave(world, result)
@@ -93,14 +94,15 @@ def together(
 def _attempt(work: Callable[[], Result]) -> Result | _Failed:
     try:
         return work()
-    except LostRankError:  # nobody is left to agree with
+    except LostRankError:  # the rank to agree with is gone
         raise
-    except Exception as error:  # noqa: BLE001  raised again, on all ranks
+    except Exception as error:  # noqa: BLE001  the caller raises it on all ranks
         return _Failed(error)
 
 
 def _reason_to_leave(world: World, result: MemoryExhausted | _Failed) -> Exception:
-    """The error of a rank that others wait for, or that has waited for a rank that left."""
+    """The error with which this rank leaves: its own failure while other ranks wait for it, or the loss of another
+    rank."""
     if isinstance(result, MemoryExhausted):
         return HardwareError(
             f"Rank {world.rank} ran out of memory: {result.reason}. Others wait for its part of rows or weights, so "

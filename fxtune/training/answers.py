@@ -1,11 +1,11 @@
-"""Greedy answers to held-out questions, and the share that is exactly right.
+"""Asks a model held-out questions, and computes the share of its greedy answers that is exactly right.
 
 A question is a row like the rows of training. The supervised tokens of its last assistant turn are the right answer,
 and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends at the
 end-of-turn token that the model was trained to write. In a preference pair the chosen answer is right.
 
-Prompts of similar length are batched, padded on the left, with a KV cache. The first forward pass of a batch reads the
-images of its prompts.
+Prompts of similar length form a batch. They are padded on the left, and answered with a KV cache. The first forward
+pass of a batch reads the images of its prompts.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ class Question:
 
     @property
     def label(self) -> str:
-        """`text` for a terminal, with the names of images in place of <image> marks."""
+        """`text` for a terminal. The names of images replace the <image> marks."""
         parts = self.text.split(MARK)
         names = [image.name for image in self.images][1 - len(parts) :] if len(parts) > 1 else []
-        if len(names) != len(parts) - 1:  # some marks are text
+        if len(names) != len(parts) - 1:  # some marks are text of the row
             return self.text
         return "".join([f"{part}[{name}] " for part, name in zip(parts, names, strict=False)] + parts[-1:])
 
 
 def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | None = None) -> list[Question]:
-    """The first `data.questions.limit` rows of `data.questions.path` as questions, written by the chat template and
-    the system prompt of `data`. `images`: the processor of a model that reads images.
+    """Read the first `data.questions.limit` rows of `data.questions.path` as questions. Their prompts use the chat
+    template and the system prompt of `data`. `images`: the processor of a model that reads images.
 
-    Raises DataError if the data does not exist, or with file and line if a row cannot be read, has no answer, or names
-    an image that is missing or broken.
+    Raises DataError if the data does not exist, or if a row cannot be read, has no answer, or names an image that is
+    missing or broken. For a row, the error names file and line.
     """
     config = data.questions
     assert config.path is not None
@@ -96,11 +96,11 @@ def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | No
             raise DataError(f"{row.where}: {row.error}")
     values = [row.value for row in rows if row.value is not None]
     questions = []
-    # Questions are not trained on, so they may have columns that are not read.
+    # Questions are not trained on, so their rows may have unused columns.
     encoder = Encoder.of(data, tokenizer, form, images, unused=None)
     documents = encoder.encode(values, [source.folders.get(file_and_place(row.where)[0]) for row in rows])
     for row, value, document in zip(rows, values, documents, strict=True):
-        if isinstance(document, EncodedGroup):  # of a pair: the chosen answer is the right one
+        if isinstance(document, EncodedGroup):  # a pair: the chosen answer is right
             document = document.documents[0]
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
@@ -121,7 +121,7 @@ def answer(
 ) -> list[str]:
     """The model's greedy answers, in the order of the questions, without special tokens and outer whitespace.
 
-    The model's mode and the random state do not change. `batch_sizes` reduces `batch_size` when memory runs out. Each
+    The model's mode and the random state do not change. `batch_sizes`: reduces `batch_size` when memory runs out. Each
     rank of `world` answers one batch at a time, and every rank gets all answers. The batches are the same for any
     number of ranks. `images`: the processor for questions with images.
 
@@ -138,7 +138,7 @@ def answer(
     def ask(batch: Sequence[Question]) -> Tokens:
         return model.with_head(partial(greedy, batch))
 
-    # Compiled layers would be recompiled for each length of the cache.
+    # Eager code: compiled layers would be recompiled for each length of the cache.
     asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
     with asking as work, without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         while order:
@@ -152,14 +152,14 @@ def answer(
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:
-    """Share of the answers that equal the right one, ignoring outer whitespace."""
+    """The share of answers that equal the right answer, ignoring outer whitespace."""
     right = sum(given.strip() == question.answer for given, question in zip(answers, questions, strict=True))
     return right / len(questions)
 
 
 def scores(answers: Sequence[str], questions: Sequence[Question], metrics: Sequence[str]) -> dict[str, float]:
-    """exact_match, and the mean of each metric in `metrics`, which plugins have registered. Raises ConfigError for a
-    metric that gives no number."""
+    """The scores by name: exact_match, and the mean of each of `metrics`, which plugins have registered. Raises
+    ConfigError if a metric gives no finite number."""
     means = {"exact_match": exact_match(answers, questions)}
     for name in metrics:
         values = [METRICS[name](given, question.answer) for given, question in zip(answers, questions, strict=True)]
@@ -180,14 +180,15 @@ class AnswerEvaluation:
     questions: list[Question]
     folder: Path
     answers: dict[str, list[str]] = field(default_factory=dict)
-    """Keys: "before" and "after" training."""
+    """The answers by time: "before" or "after" training."""
     images: ImageProcessor | None = None
 
     @staticmethod
     def open(
         data: DataConfig, tokenizer: Any, folder: Path, images: ImageProcessor | None = None
     ) -> AnswerEvaluation | None:
-        """None if `data` has no questions about its task. Raises as load_questions()."""
+        """Load the questions, and answers that the folder holds. Returns None if `data` has no questions about its
+        task. Raises DataError as load_questions() does."""
         config = data.applicable_questions()
         if config.path is None:
             return None
@@ -200,8 +201,9 @@ class AnswerEvaluation:
     def ask(
         self, model: PreparedModel, when: str, batch_sizes: RowsPerPass | None = None, world: World | None = None
     ) -> dict[str, float]:
-        """Ask the questions. Returns their scores() with keys like questions/exact_match. Unless `when` is empty, the
-        answers are kept under it, and rank 0 writes them to a file. `batch_sizes`, `world`: see answer()."""
+        """Ask the questions. Returns the scores() of the answers with keys like questions/exact_match. Unless `when`
+        is empty, the answers are kept under this key, and rank 0 writes them to a file. `batch_sizes`, `world`: see
+        answer()."""
         config, questions = self.config, self.questions
         limits: Any = dict(max_new_tokens=config.max_new_tokens, batch_sizes=batch_sizes)
         given = answer(model, self.tokenizer, questions, **limits, world=world, images=self.images)
@@ -232,11 +234,12 @@ class AnswerEvaluation:
                 if file.exists():
                     continue
                 file.parent.mkdir(exist_ok=True)
-                with suppress(RowError), replacing(file) as out:  # the image may have changed
+                with suppress(RowError), replacing(file) as out:  # an image that has changed is skipped
                     out.write(thumbnail(image.read()))
 
     def shown(self) -> list[tuple[str, str, str | None, str | None]]:
-        """The first `config.show` questions for a terminal: (question, right answer, answer before, answer after)."""
+        """The first `config.show` questions for a terminal, each as (question, right answer, answer before training,
+        answer after)."""
         before, after = (self.answers.get(when) for when in ("before", "after"))
         return [
             (question.label, question.answer, before[index] if before else None, after[index] if after else None)
@@ -255,14 +258,14 @@ class AnswerEvaluation:
         try:
             rows = [json.loads(line) for line in self._file(when).read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError):
-            return  # not asked yet, or incomplete: the run asks again
+            return  # there are no complete answers, so the run asks again
         asked = [(question.answer, _recorded(question).get("images")) for question in self.questions]
         if [(row.get("right"), row.get("images")) for row in rows] == asked:
             self.answers[when] = [row["answer"] for row in rows]
 
 
 def _recorded(question: Question) -> dict[str, Any]:
-    """The entry of a question in a file of answers."""
+    """A question as an entry in a file of answers."""
     images = [{"name": image.name, "digest": _digest(image)} for image in question.images]
     return {"question": question.text, "right": question.answer, **({"images": images} if images else {})}
 
@@ -272,7 +275,8 @@ def _digest(image: ImageReference) -> str:
 
 
 def question_of(row: dict[str, Any], document: Document, tokenizer: Any) -> Question | str:
-    """The question whose answer is the row's last run of supervised tokens; if there is none, the reason as a str."""
+    """The question whose right answer is the row's last run of supervised tokens. If the row has no such question, the
+    result is a str that says why."""
     supervised = document.supervised
     if True not in supervised:
         return "the row has no assistant turn with an answer in it"
@@ -296,7 +300,7 @@ def question_of(row: dict[str, Any], document: Document, tokenizer: Any) -> Ques
 
 
 def _last_user_turn(row: dict[str, Any]) -> str | None:
-    """The text of the last user turn of a chat row, with <image> for each image; None in other formats."""
+    """The text of a chat row's last user turn, with <image> for each image; None for rows of other formats."""
     chat: list[dict[str, Any]] = next(
         (row[key] for key in ("messages", "prompt") if isinstance(row.get(key), list)), []
     )
@@ -315,8 +319,9 @@ def _prompt_text(tokenizer: Any, prompt: list[int], images: Sequence[PlacedImage
 def _dealt_out(
     world: World, prompts: Sequence[Question], ask: Callable[[Sequence[Question]], Tokens], rows: int
 ) -> Tokens:
-    """The answers to the first prompts: rank 0 asks the first `rows`, rank 1 the next `rows`, and so on. Ranks that
-    hold parts of the weights cannot answer alone: they ask the first `rows` together, and rank 0's answers count."""
+    """The answers to the first prompts: rank 0 asks the first `rows` prompts, rank 1 the next `rows`, and so on. Ranks
+    that hold parts of the weights cannot answer alone. They ask the first `rows` prompts together, and rank 0's
+    answers count."""
     if world.degrees.shard > 1:
         answers = together(world, lambda: ask(prompts[:rows]), doing="answering questions")
         return world.broadcast(answers, "taking rank 0's answers")
@@ -326,9 +331,9 @@ def _dealt_out(
 
 
 def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives all ranks the next tokens of rank 0, if weights are divided. Where two logits are almost
-    equal, ranks may choose differently. A rank whose answers then end earlier would leave the others waiting, in a
-    gather of weights or in the count of tokens that travel to experts."""
+    """A function that gives all ranks the next tokens of rank 0, if weights are divided. If two logits are almost
+    equal, ranks may choose different tokens. If a rank's answers ended earlier for that reason, the other ranks would
+    wait for it in a gather of weights or in the exchange of experts' tokens."""
     if world.degrees.shard == 1:
         return lambda chosen: chosen
     return partial(world.copy_first, doing="choosing a token")
@@ -343,8 +348,8 @@ def _greedy(
     images: ImageProcessor | None = None,
     agree: Callable[[torch.Tensor], torch.Tensor] = lambda chosen: chosen,
 ) -> Tokens:
-    """Greedy tokens for each prompt, up to the limit or to a token of `ends`, which is left out. `images`: see
-    answer(). `agree`: see _agreeing()."""
+    """Generate greedy tokens for each prompt, up to the limit or up to a token of `ends`, which is left out. `images`:
+    see answer(). `agree`: see _agreeing()."""
     device, config = next(model.parameters()).device, model.config
     known = kind_of(config).images
     prompts = [question.prompt for question in questions]
@@ -357,7 +362,7 @@ def _greedy(
     keyword = cache_keyword(model)
     cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
     for _ in range(max_new_tokens):
-        # The head runs for the last position only: a prompt's logits can be gigabytes.
+        # The head runs for the last position only, because the logits of a whole prompt can take gigabytes.
         output = model(
             input_ids=ids,
             attention_mask=mask,
@@ -373,7 +378,7 @@ def _greedy(
         if done.all():
             break
         ids, positions, shown = chosen[:, None], positions[:, -1:] + 1, {}
-        if rope_positions is not None:  # text continues after the largest time, row and column of an image
+        if rope_positions is not None:  # text goes on after an image's largest position
             rope_positions = rope_positions[:, :, -1:].amax(0).expand(3, -1, -1) + 1
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
     return [list(takewhile(lambda token: token not in ends, row)) for row in torch.stack(written, dim=1).tolist()]
@@ -386,8 +391,8 @@ def _read_images(
     ids: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """(image arguments, M-RoPE positions int64 [3, rows, tokens] or None) for the first forward pass over left-padded
-    prompts. `positions`: positions of the text, [rows, tokens]."""
+    """The arguments for images, and M-RoPE positions (int64 [3, rows, tokens] or None), of the first forward pass over
+    left-padded prompts. `positions`: positions of the text, [rows, tokens]."""
     tensors = [_tensors(question, processor) for question in questions]
     if not any(tensors):
         return {}, None

@@ -73,39 +73,40 @@ from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.step import TrainStep
 
 CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
-"""Techniques whose options change log-probabilities by more than the rounding of another order of sums."""
+"""Techniques whose options change log-probabilities by more than rounding."""
 DETERMINISTIC = "run.deterministic"
 
 
 class RunBuilder:
-    """Settles a recipe for this machine; builds the data, the model and the training step on demand.
+    """Settles a recipe for this machine, and builds the data, the model and the training step on demand.
 
-    The constructor refuses impossible recipes from configs alone: no weight is loaded, no row is read. It raises what
-    settle() and World.create() raise.
+    The constructor refuses impossible recipes from configs alone, before a weight is loaded or a row is read. It
+    raises errors as settle() and World.create() do.
     """
 
     @phase("Checking the recipe", part="checks")
     def __init__(
         self, config: Config, ahead: bool = False, threads: int | None = None, deterministic: bool | None = None
     ) -> None:
-        """`ahead`: look at the run from one process, before its ranks are started. `facts` are then the facts of one
-        rank, and no model can be built. `threads`, `deterministic`: of a resumed run at its first start: the number of
-        CPU threads, and whether kernels are deterministic."""
+        """`ahead`: whether this process only examines the run before its ranks are started. `facts` are then the facts
+        of one rank, and no model can be built. `threads`, `deterministic`: for a resumed run, the number of CPU
+        threads at its first start, and whether its kernels were deterministic."""
         self._compared: Sequence[Plan] = ()
         """The plans whose documents need the stored log-probabilities of a reference."""
         self._compared_documents: np.ndarray | None = None
-        """Digests of the documents of these plans; None: all documents of their tables."""
+        """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
         self.keeps_decisions = False
-        """Whether each `auto` has its decision from the start of a resumed run."""
+        """Whether this is a resumed run, in which each `auto` keeps its decision from the run's start."""
         self.special_tokens: list[int] = []
-        """Special tokens of the data, if techniques.lora.train_tokens=auto chooses among them. Set by read()."""
+        """Special tokens of the data, if model.add_tokens or techniques.lora.train_tokens=auto needs them. read() sets
+        this."""
         _reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic is not False:
             prepare_deterministic_kernels()
         self.settled = settle_here(config, self.world, None if ahead else self.world.size, deterministic)
         self.stage = Stage.first(self.settled)
-        """The last stage, which says what is in force now."""
+        """The latest stage: the config, facts and techniques that now apply."""
         use_deterministic_kernels(self.facts.deterministic)
         if not ahead:
             self.world = self.world.divided(self.facts.degrees)
@@ -120,7 +121,7 @@ class RunBuilder:
 
     @property
     def techniques(self) -> Pipeline:
-        """With every `auto` decided, and without what turned out not to act."""
+        """The techniques, with every `auto` decided and without options that turned out not to act."""
         return self.stage.techniques
 
     @property
@@ -130,11 +131,12 @@ class RunBuilder:
 
     @phase("Reading the data", part="data")
     def read(self, quarantine: Path | None = None, template_time: str | None = None) -> tuple[Any, PreparedData]:
-        """The tokenizer and the data, read before the weights: a bad row is found in seconds, an 8B model takes a
-        minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize(). `template_time`: of the
-        tokens of a resumed run; None: data.template_time, or the present."""
+        """Read the tokenizer and the data. This comes before the weights, because a bad row is found in seconds and an
+        8B model takes a minute to load. Decides optimizer.lr if it is `auto`. `quarantine`: see tokenize().
+        `template_time`: the time in the tokens of a resumed run; None: the present. data.template_time, if set, counts
+        instead."""
         if self.config.data.template_time is None:
-            # Rank 0's clock counts: the ranks take the same tokens from the cache.
+            # Rank 0's clock counts, because all ranks must take the same tokens from the cache.
             chosen = self.world.from_main(lambda: template_time or template_time_now(), "agreeing on the time")
             self.stage = self.stage.decided((), data=replace(self.config.data, template_time=chosen))
         config = self.config
@@ -175,9 +177,9 @@ class RunBuilder:
         return tokenizer, data
 
     def compare_on(self, plans: Sequence[Plan], from_base: bool = False, documents: np.ndarray | None = None) -> None:
-        """Settle the reference of an objective that has one; `plans` have the documents that it is asked about.
-        `from_base`: the adapters are trained already, and training started from the model without them. `documents`:
-        as `only` of store_reference()."""
+        """Settle the reference, if the objective has one. `plans`: the plans of the documents for which it is needed.
+        `from_base`: whether the adapters are trained already and the reference is the model without them. `documents`:
+        see `only` of store_reference()."""
         objective = self.config.objective
         if not isinstance(objective, WithReference):
             return
@@ -195,7 +197,8 @@ class RunBuilder:
         self.stage = self.stage.decided([f"reference: {which.describe()}"], objective=decided)
 
     def _about_added_tokens(self, tokenizer: Any) -> Iterator[str]:
-        """Lines on model.add_tokens: their ids and rows, and the tokens that no document has."""
+        """Yield lines on model.add_tokens: the ids and rows of these tokens, and which of them occur in no
+        document."""
         model, grown = self.config.model, self.facts.text["vocab_size"]
         ids = {token: tokenizer.convert_tokens_to_ids(token) for token in model.add_tokens}
         rows, named = models.rows_of_base(model), ", ".join(f"{token} ({id_})" for token, id_ in ids.items())
@@ -224,8 +227,9 @@ class RunBuilder:
 
     @phase("Trying the loss on a small row", part="proofs")
     def language_model(self, model: PreparedModel) -> LanguageModel:
-        """`model` with its loss head, as the techniques configure it."""
-        # Autocast is on as in training: the constructor compares its logits with the logits of the model's forward.
+        """`model` with its loss head, configured by the techniques."""
+        # Autocast is on, as in training, because the constructor compares its logits with the logits of the model's
+        # forward().
         with self.oom_context("Trying the loss on a small row"), self.techniques.precision.context(self.world.device):
             reference = None
             if isinstance(self.config.objective, WithReference):
@@ -236,14 +240,14 @@ class RunBuilder:
             return made(model, self.techniques.liger, self.world.context_group, reference)
 
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
-        """observed_model(), and a ConfigError if a technique did not act."""
+        """The result of observed_model(). Raises ConfigError if a technique did not act."""
         model, evidence = self.observed_model()
         return model, require_acted(evidence)
 
     def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
-        """The model with its loss head, and evidence of every technique and of the loss.
+        """Build the model with its loss head, and collect evidence of every technique and of the loss.
 
-        An option that cannot act is switched off with a line that says so, and the model is built again. Raises
+        An option that cannot act is switched off and a line says so. Then the model is built again. Raises
         UnavailableError if the recipe demands the option.
         """
         while True:
@@ -255,7 +259,7 @@ class RunBuilder:
             except UnavailableError as error:
                 if (key := wish(self.config.techniques, error.key)) is None:
                     raise
-                if model is not None and self.world.degrees.shard > 1:  # others may wait for this one in a pass
+                if model is not None and self.world.degrees.shard > 1:  # other ranks may wait for this rank in a pass
                     raise ConfigError(
                         f"techniques.{error.key}: {error.why}. Ranks that share weights cannot go on without it "
                         "in the middle of a pass: switch it off, or set parallel.shard=1."
@@ -276,23 +280,23 @@ class RunBuilder:
             else:
                 self.stage = self.stage.without(found)
             say(self.notes[-1])
-            model = language_model = None  # type: ignore[assignment]  # frees the memory for the next one
+            model = language_model = None  # type: ignore[assignment]  # frees memory for the next model
             torch.compiler.reset()
             gc.collect()
 
     def nondeterministic(self, error: Exception) -> str | None:
-        """The operator that raised `error` because it has no deterministic kernel, if the recipe does not demand one.
-        Ranks that share weights or rows cannot go on in the middle of a pass."""
+        """The operator that raised `error` because it has no deterministic kernel. None for other errors, if the
+        recipe demands such kernels, or if ranks share weights or rows: these cannot go on in the middle of a pass."""
         is_wish = self.facts.deterministic and self.config.run.deterministic == AUTO and not self.world.shares
         return nondeterministic_operator(error) if is_wish else None
 
     def use_fastest_kernels(self, operator: str) -> None:
-        """Go on without deterministic kernels, because `operator` has none. The last note says so."""
+        """Switch to the fastest kernels, because `operator` has no deterministic kernel, and add a note about it."""
         self.stage = self.stage.without_determinism(operator)
         use_deterministic_kernels(False)
 
     def _store_reference(self, model: LanguageModel) -> None:
-        """Give the tables of the plans the log-probabilities of `model`, the model before its first step."""
+        """Store the log-probabilities of `model` for the tables of the plans. Call this before the first step."""
         options = self.techniques.options()
         depends_on = {name: options[name] for name in CHANGE_LOG_PROBS if name in options}
         with self.oom_context("Computing the reference's log-probabilities"):
@@ -308,8 +312,8 @@ class RunBuilder:
             )
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
-        """Evidence that a plugin's objective keeps the protocol on the first micro-batch; empty for the built-in
-        objectives, which tests check. Raises ConfigError if it does not."""
+        """Evidence that a plugin's objective keeps the protocol on the first micro-batch. Raises ConfigError if it
+        does not. Empty for built-in objectives, because tests check them."""
         name = objective.name
         if name not in OBJECTIVES.added():
             return []
@@ -338,7 +342,7 @@ class RunBuilder:
 
     @phase("Trying the techniques on a small row", part="proofs")
     def observe(self, model: LanguageModel) -> list[Evidence]:
-        """Evidence of every technique and of the loss on the model that build() made."""
+        """Collect evidence of every technique and of the loss on `model`, which build() made."""
         with self.oom_context("Trying the techniques on a small row"):
             probe = make_probe(model.model, self.facts.packing)
             observed = [*self.techniques.verify(model.prepared, probe), *model.evidence]
@@ -372,8 +376,8 @@ class RunBuilder:
     ) -> TrainStep:
         """The training step of `model` with a new optimizer.
 
-        `loss_scale`: None means the recipe's. `recorded`: whether passes may run as CUDA graphs, if
-        techniques.compile asks for them.
+        `loss_scale`: None: the recipe's loss scale. `recorded`: whether passes may run as CUDA graphs if
+        techniques.compile asks for these.
         """
         config, precision, compile = self.config, self.techniques.precision, self.techniques.compile
         with self.oom_context("Making the optimizer"):
@@ -399,7 +403,7 @@ class RunBuilder:
             )
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """The learning rate of step `step` of a run of `steps`."""
+        """The learning rate of step `step` in a run of `steps` steps."""
         return learning_rate(self.config.schedule, self.config.optimizer.lr, step, steps)
 
     def own(self, plan: Plan) -> Plan:
@@ -408,7 +412,7 @@ class RunBuilder:
         return plan.for_rank(world.data_rank, world.data_ranks).with_row_piece(world.context_rank, world.context_ranks)
 
     def held_out(self, plan: Plan, model: LanguageModel, objective: Objective) -> HeldOutEvaluation:
-        """The evaluation of `model` on `plan`. The caller closes it."""
+        """The evaluation of `model` on `plan`. The caller must close it."""
         load = partial(Loader, config=self.config.loader, device=self.world.device)
         return HeldOutEvaluation(plan, load, model, objective, self.techniques.precision, self.world)
 
@@ -429,7 +433,8 @@ class RunBuilder:
 
     @contextmanager
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:
-        """Raise out_of_memory() if the body runs out of memory. `part` names the work of the body in the message."""
+        """A context that raises the error of out_of_memory() if its body runs out of memory. `part`: names the body's
+        work in the message."""
         try:
             with self.world.connected():
                 yield
@@ -446,10 +451,10 @@ class RunBuilder:
         row_length: int | None = None,
         micro_batches: int = 1,
     ) -> HardwareError:
-        """The error with `message` and the changes that would help most.
+        """An error with `message` and the changes of the recipe that would help most.
 
-        `rows`, `row_length`: of the micro-batch that did not fit; None: the largest of the recipe. `micro_batches`: of
-        its step.
+        `rows`, `row_length`: the size of the micro-batch that did not fit; None: the largest of the recipe.
+        `micro_batches`: how many its step has.
         """
         rows = rows or self.facts.micro_batch_size
         row_length = row_length or self.facts.row_length
@@ -460,13 +465,13 @@ class RunBuilder:
 
 
 def steps_only(config: Config, steps: int) -> Config:
-    """A copy that takes `steps` steps over the same data: no evaluation, checkpoints or trackers.
+    """A copy of `config` that takes `steps` steps over the same data, without evaluation, checkpoints and trackers.
 
-    A held-out share stays, because it decides which documents are trained on.
+    data.eval_fraction stays, because it decides which documents are trained on.
     """
     config = copy.deepcopy(config)
     config.train.max_steps, config.train.epochs = steps, None
-    config.train.batch_ramp, config.data.length_schedule = [], []  # steps of the longest rows
+    config.train.batch_ramp, config.data.length_schedule = [], []  # all steps have the longest rows
     config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
     config.data.eval_fraction = 0.0 if config.data.eval_sources else config.data.eval_fraction
     config.data.questions.path, config.data.eval_sources = None, []
@@ -479,9 +484,9 @@ def _reset_process() -> None:
     """Free the GPU memory of an earlier run in this process, and undo its global switches."""
     if not torch.cuda.is_initialized():
         return
-    gc.collect()  # wrapped forwards refer to their own modules, so a model is freed by the collector only
+    gc.collect()  # a wrapped forward refers to its module, so only the collector frees a model
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    # techniques.precision sets these, unless it is off.
+    # techniques.precision sets these two switches, unless it is off.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False

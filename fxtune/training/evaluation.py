@@ -22,7 +22,7 @@ from fxtune.training.forecast.run_forecast import FORWARD
 
 
 class HeldOutEvaluation:
-    """Evaluates `model` on `plan`, the held-out data of a run."""
+    """Evaluates `model` on a run's held-out data, given by `plan`."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class HeldOutEvaluation:
         precision: Precision,
         world: World,
     ) -> None:
-        """`load` makes the loader of a plan. Each rank of `world` evaluates its share of the plan."""
+        """`load`: makes the loader of a plan. Each rank of `world` evaluates its share of `plan`."""
         self.load, self.model, self.objective, self.precision, self.world = load, model, objective, precision, world
         rank_plan = plan.dealt_out(world.data_rank, world.data_ranks)
         self.loader = load(rank_plan.with_row_piece(world.context_rank, world.context_ranks))
 
     def measure(self, rows: int) -> dict[str, float]:
-        """evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all ranks raise
+        """Call evaluate() with micro-batches of `rows` rows. If one rank runs out of memory, all ranks raise
         MemoryShortError."""
         if rows != self.loader.plan.sizes.micro_batch_size:
             self.loader.close()
@@ -47,7 +47,8 @@ class HeldOutEvaluation:
         return evaluate(self.model, self.objective, self.loader, self.precision, self.world)
 
     def figures(self, rows_per_pass: RowsPerPass, rows: int) -> dict[str, float]:
-        """measure() with as many of `rows` rows at once as fit in memory. Keys: eval/loss, ..."""
+        """The figures of measure(), named eval/loss and so on. Micro-batches have `rows` rows, or fewer if those do
+        not fit in memory."""
         means = rows_per_pass.run("evaluation", rows, self.measure, self.loader.plan.stream.rows_of_group)
         return {f"eval/{name}": value for name, value in means.items()}
 
@@ -62,7 +63,7 @@ class HeldOutEvaluation:
 
 
 def evaluation_steps(data: PreparedData) -> float:
-    """About how many steps take as long as an evaluation on the held-out data, by their tokens."""
+    """About how many training steps take as long as one evaluation on the held-out data, estimated from tokens."""
     if data.evaluation is None:
         return 0.0
     epoch = data.training.summary()
@@ -74,10 +75,10 @@ def evaluation_steps(data: PreparedData) -> float:
 def evaluate(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World | None = None
 ) -> dict[str, float]:
-    """The objective's mean `loss` and mean metrics over the loader's plan, without dropout, and the figures that the
-    objective derives from these means.
+    """Evaluate the loader's plan without dropout. Returns the objective's mean `loss`, its mean metrics, and the
+    figures that it derives from these means.
 
-    `world`: the ranks that share the plan; None means that this process evaluates the whole plan.
+    `world`: the ranks that share the plan; None: this process evaluates the whole plan.
     """
     plan, world = loader.plan, world or World(loader.device)
     step_sums = evaluation_sums(model, objective, loader, precision, world) if objective.needs.step_sums else None
@@ -97,7 +98,7 @@ def evaluate(
 def evaluation_sums(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
 ) -> torch.Tensor:
-    """Objective.step_sums() over the loader's plan on all ranks of `world`, float32 [Needs.step_sums]."""
+    """Add up Objective.step_sums() over the loader's plan and all ranks of `world`: float32 [Needs.step_sums]."""
 
     def batch_sums(batch: Batch) -> dict[str, torch.Tensor]:
         return {"sums": objective.step_sums(model, batch)}
@@ -113,7 +114,7 @@ def _sums(
     precision: Precision,
     world: World,
 ) -> dict[str, torch.Tensor]:
-    """The results of figures(), summed over the batches of this rank: float64 on the device.
+    """Sum the results of figures() over the batches of this rank, in float64 on the device.
 
     The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the evaluation of all ranks.
     """
@@ -139,7 +140,7 @@ def _sums(
                 for step in work.over(loader.steps())
                 for position, batch in enumerate(step.micro_batches)
             )
-            while together(world, add_next):  # all ranks have the same number of batches, so all leave together
+            while together(world, add_next):  # all ranks have equally many batches, so they end together
                 pass
     finally:
         model.model.train(training)

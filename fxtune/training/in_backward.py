@@ -1,17 +1,19 @@
-"""The optimizer's step in the backward pass: a weight is updated as soon as its gradient is whole, and the gradient is
-freed. So only the gradients of one layer, or of the head, exist at a time: 15 GB less for 8B in bfloat16.
+"""Takes the optimizer's step in the backward pass: a weight is updated when its gradient is complete, and the gradient
+is freed. So only the gradients of one layer, or of the head, exist at a time. An 8B model in bfloat16 needs 15 GB
+less.
 
-Autograd calls a hook on each weight once per backward pass, when nothing in the pass adds to its gradient or reads the
-weight any more. The hook lets the weight's part of the optimizer take its step. The arithmetic and the random bits of
-a weight do not depend on other weights, so the bits equal the bits of an ordinary step.
+Autograd calls a hook on each weight once per backward pass, after the pass has last added to its gradient and last
+read the weight. The hook makes the weight's part of the optimizer take its step. The arithmetic and the random bits of
+a weight do not depend on other weights, so the updated weights equal those of an ordinary step bit by bit.
 
 Options that need all gradients before the first update are refused: clipping by the global norm, sums over
-micro-batches and over ranks, a loss scale. The loss is known before the pass, so a step whose loss is not finite, or a
-spike that is skipped, updates nothing. If the loss is finite and a gradient is not, the weights before it are updated
-with their finite gradients, and this weight and all later ones are not. The step counts as not finite.
+micro-batches and over ranks, a loss scale. The loss is known before the backward pass, so a step whose loss is not
+finite, or a skipped spike, updates nothing. If the loss is finite and the gradient of a weight is not, this weight and
+all later weights are not updated. Earlier weights were already updated with finite gradients. The step counts as not
+finite.
 
-An error in the middle leaves some weights updated and others not (`torn`). Nothing is saved then, and the run resumes
-from its last checkpoint. Signals wait for the end of the step.
+An error during the pass leaves some weights updated and others not (`torn`). The run then saves nothing and later
+resumes from its last checkpoint. Signals wait for the end of the step.
 """
 
 from __future__ import annotations
@@ -30,27 +32,28 @@ from fxtune.techniques.base import Evidence
 
 
 class InBackward:
-    """Updates the weights of `optimizer`, which has a part for each, in the backward pass that follows begin()."""
+    """Updates the weights of `optimizer` in the backward pass that follows begin(). `optimizer`: has one part for each
+    weight."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.parts = {part.param_groups[0]["params"][0]: part for part in optimizer.parts}
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
-        """The norm of each gradient of this step, scalars on the device."""
+        """The norm of each weight's gradient in this step, scalars on the device."""
         self.torn = False
         """Whether some weights are updated and others may not be."""
         self.armed = False
-        """Whether the backward pass of this step updates, or has updated, the weights."""
+        """Whether the backward pass of this step updates the weights or has updated them."""
         self._lr, self._seed = 0.0, 0
         self._updates = torch.ones((), dtype=torch.bool)
-        # Through a weak reference, or the hooks of a model would keep the moments of every optimizer that it had.
+        # The hooks hold a weak reference. A strong one would keep the moments of every optimizer that the model had.
         arrived = weakref.WeakMethod(self._arrived)
         for weight in self.parts:
             weight.register_post_accumulate_grad_hook(partial(_call, arrived))
 
     def begin(self, lr: float, updates: torch.Tensor, seed: int) -> None:
-        """Let the next backward pass take a whole step at rate `lr`. `updates`: whether weights change at all, a bool
-        on the device; `seed`: for stochastic rounding."""
+        """Make the next backward pass take a whole step at rate `lr`. `updates`: whether the step changes weights, a
+        bool on the device; `seed`: for stochastic rounding."""
         assert not self.armed, "a step has one backward pass"
         self._lr, self._updates, self._seed, self.armed = lr, updates, seed, True
         self.norms.clear()
@@ -61,11 +64,12 @@ class InBackward:
         return torch.linalg.vector_norm(torch.stack(reached)) if reached else torch.zeros_like(self._updates.float())
 
     def end(self) -> None:
-        """Call it when all weights have taken the step, or when none has and the step is dropped."""
+        """End the step. Call this when all weights have taken the step, or when the step is dropped before any weight
+        has."""
         self.armed = self.torn = False
 
     def _arrived(self, weight: torch.Tensor) -> None:
-        """The gradient of `weight` is whole."""
+        """Update `weight` and free its gradient, which is complete."""
         if not self.armed:
             return
         if weight in self.norms:
@@ -82,13 +86,14 @@ class InBackward:
 
 
 def _call(arrived: weakref.WeakMethod[Any], weight: torch.Tensor) -> None:
-    """A hook of autograd."""
+    """Call the method, as a hook of autograd, if its object still exists."""
     if (method := arrived()) is not None:
         method(weight)
 
 
 def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:
-    """Free each gradient of a small backward pass when it is whole, and count how many exist at once."""
+    """Run a small backward pass, free each gradient when it is complete, and count how many gradients exist at
+    once."""
     weights: list[torch.Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
     most, arrived = 0, dict.fromkeys(weights, 0)
 

@@ -1,5 +1,5 @@
-"""One optimizer step: forward and backward of its micro-batches, clipping, update. Training, `fxtune bench` and
-`fxtune verify` share this code, so a benchmark or a proof holds for training.
+"""One optimizer step: forward and backward passes of its micro-batches, clipping, update. Training, `fxtune bench` and
+`fxtune verify` share this code, so their results hold for training.
 
 Micro-batch losses are summed and divided by the objective's normalizer of the whole step, so the split into
 micro-batches does not change the result. Nothing here waits for the device: a step whose loss or gradient is not
@@ -37,18 +37,18 @@ from fxtune.training.monitors.spikes import THRESHOLD, WINDOW, SpikeWindow
 from fxtune.upstream import torch as upstream
 
 Metrics = dict[str, torch.Tensor]
-"""float32 scalars on the device by name (`finite`: a bool)."""
+"""Scalars on the device by name: float32, except that `finite` is a bool."""
 
 
 class TrainStep:
     """Takes optimizer steps of `model`.
 
-    `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradients. `world`: the ranks that take the
-    step together, each with other micro-batches; None: this process alone. `parallel`: how the ranks add up their
-    gradients, in buckets of `bucket_bytes` (0: one bucket).
+    `recorded`: run each pass as a CUDA graph; the optimizer then keeps its gradient tensors. `world`: the ranks that
+    take the step together, each with its own micro-batches; None: this process alone. `parallel`: how the ranks add up
+    their gradients. `bucket_bytes`: the size of the buckets in which they do so (0: one bucket).
 
-    Calling the object takes a whole step. Callers that act between its parts call backward(), start_sums(),
-    sum_over_ranks(), clip() and update(), in this order, or drop() after an incomplete step.
+    Calling the object takes a whole step. A caller that acts between the parts of a step calls backward(),
+    start_sums(), sum_over_ranks(), clip() and update() in this order. To abandon an incomplete step it calls drop().
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class TrainStep:
         if self.world.size > 1 and parallel.average_every > 1:
             self.weight_average = WeightAverage(self.world, list(optimizer.names), parallel.average_every)
         elif self.world.size > 1:
-            final = self.recorder is None and not loss_scale.active  # gradients, when hooks run
+            final = self.recorder is None and not loss_scale.active  # whether hooks see final gradients
             overlap = final and self.world.context_ranks == 1 and self.sharding is None
             self.gradient_sum = GradientSum(self.world, optimizer.whole, parallel, bucket_bytes, overlap)
         self._names: tuple[str, ...] = ("loss",)
-        """The names of the means that a pass returns: a recording of a pass returns a tensor and no names."""
+        """The names of the means that a pass returns. They are kept here because a recorded pass returns only a
+        tensor."""
 
     def __call__(self, plan: Plan, step: StepBatches, lr: float) -> Metrics:
         """Take `step` of `plan` with learning rate `lr`.
@@ -112,22 +113,21 @@ class TrainStep:
         lr: float | None = None,
     ) -> Metrics:
         """Run forward and backward over this rank's micro-batches. Leaves the gradients of the mean loss in the
-        parameters. Returns the means.
+        parameters, and returns the objective's means.
 
         `index`: StepBatches.data_step. Dropout depends only on this index, the micro-batch's place in the step and the
-        seed, so a resumed run repeats it exactly, with any number of ranks.
-        `counted`: see StepBatches; further micro-batches add zeros.
-        `lr`: with optimizer.in_backward the weights are updated at this rate, no gradients are left, and the means
-        include `spike_limit`. None: gradients are left.
+        seed. So a resumed run draws the same dropout on any number of ranks. `counted`: see StepBatches. Micro-batches
+        beyond this number add zeros. `lr`: with optimizer.in_backward, the passes update the weights at this rate and
+        leave no gradients, and the means include `spike_limit`. None: gradients are left.
         """
         totals: torch.Tensor | None = None
         if self.objective.needs.step_sums:
             batches = self._with_step_sums([*batches], counted)
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
-        armed = sums or self.sharding  # the last pass sums gradients over the ranks
+        armed = sums or self.sharding  # in the last pass these sum gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
-            # The seed depends on the place in the step, not on the rank: N ranks draw the same dropout as one rank.
-            # Each piece of a row draws other dropout.
+            # The seed depends on the place in the step and not on the rank, so N ranks draw the same dropout as one
+            # rank. Each piece of a row draws its own dropout.
             place = position * self.world.data_ranks + self.world.data_rank
             torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
             share = normalizer if counted is None or position < counted else math.inf
@@ -142,13 +142,14 @@ class TrainStep:
         return metrics
 
     def _with_step_sums(self, batches: Sequence[Batch], counted: int | None) -> list[Batch]:
-        """`batches` with the objective's sums over the step, from a first pass without gradient."""
+        """`batches`, each with the objective's sums over the step. These are computed in an extra pass without
+        gradient."""
         device = batches[0].input_ids.device
         sums, failed = torch.full((self.objective.needs.step_sums,), math.nan, device=device), None
         try:
             with torch.no_grad(), self.precision.context(device):
                 parts = [self.objective.step_sums(self.model, batch) for batch in batches[:counted]]
-                # In a short last step a rank may have no micro-batch that counts.
+                # In a short last step a rank may have no micro-batch that counts. It then adds only zeros.
                 sums = torch.stack([torch.zeros_like(sums), *parts]).sum(0)
         except Exception as error:  # noqa: BLE001  raised below: the other ranks wait for this rank's sums
             failed = error
@@ -158,14 +159,15 @@ class TrainStep:
         return [replace(batch, step_sums=sums) for batch in batches]
 
     def start_sums(self) -> None:
-        """Start the sums over ranks that need no agreement on this step and that backward() has not started. A rank
-        whose backward() has failed calls this, too."""
+        """Start the sums over ranks that need no agreement on this step, unless backward() has started them. A rank
+        calls this even if its backward() has failed."""
         if self.gradient_sum:
             self.gradient_sum.start_remaining()
 
     def sum_over_ranks(self, metrics: Metrics) -> Metrics:
-        """Replace gradients and means by their sums over the ranks, without waiting for a GPU. In a local step the
-        gradient stays the mean over this rank's rows, and clip() adds up the means."""
+        """Replace gradients and means by their sums over the ranks, without waiting for a GPU. In a local step
+        (parallel.average_every) the gradient stays the mean over this rank's rows, and clip() sums the means over the
+        ranks."""
         if self.weight_average:
             gradients = [gradient for gradient in self.optimizer.gradients() if gradient is not None]
             upstream.foreach("mul_", gradients, float(self.world.size))
@@ -179,7 +181,8 @@ class TrainStep:
     def clip(self, metrics: Metrics) -> None:
         """Clip the gradient, and add `grad_norm`, `finite` and `spike_limit` to the `metrics` of backward().
 
-        In a local step `grad_norm` is the mean of the ranks' norms: all ranks skip a step that is not finite on one.
+        In a local step `grad_norm` is the mean of the ranks' norms. So all ranks skip a step that is not finite on one
+        rank.
         """
         updated = self.in_backward if self.in_backward and self.in_backward.armed else None
         metrics["grad_norm"] = updated.norm() if updated else self.optimizer.clip(self.max_grad_norm)
@@ -193,7 +196,7 @@ class TrainStep:
             metrics["spike_limit"] = self.spikes.limit(loss)
 
     def update(self, metrics: Metrics, lr: float, index: int = 0) -> None:
-        """Update the weights unless the step is to be skipped, drop the gradients, and add `loss_scale` to `metrics`.
+        """Update the weights unless the step is skipped, drop the gradients, and add `loss_scale` to `metrics`.
         `index`: as in backward()."""
         finite = metrics["finite"]
         if self.in_backward and self.in_backward.armed:
@@ -210,7 +213,7 @@ class TrainStep:
         self.loss_scale.update(finite)
 
     def drop(self) -> None:
-        """Drop the gradients of an incomplete step, which must not have updated weights."""
+        """Drop the gradients of an incomplete step. The step must not have updated any weight."""
         assert not self.torn
         if self.in_backward:
             self.in_backward.end()
@@ -220,7 +223,7 @@ class TrainStep:
 
     @property
     def torn(self) -> bool:
-        """Whether a backward pass has updated some weights and its step has not ended."""
+        """Whether a backward pass has updated some weights in a step that has not ended."""
         return self.in_backward is not None and self.in_backward.torn
 
     @property
@@ -237,7 +240,8 @@ class TrainStep:
         return moments + errors * self.keeps_rank_state
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """State that differs from rank to rank, by name: PowerSGD's errors, or the moments of local steps."""
+        """State that differs from rank to rank, by name: PowerSGD's errors, or the optimizer's moments in local
+        steps."""
         if self.gradient_sum and self.gradient_sum.compression:
             return self.gradient_sum.compression.state()
         return self.optimizer.state()[0] if self.weight_average else {}
@@ -265,8 +269,9 @@ class TrainStep:
     def _pass(
         self, batch: Batch, normalizer: torch.Tensor | float, index: int = 0, lr: float | None = None
     ) -> torch.Tensor:
-        """Run a micro-batch forward and backward. Returns its share of the mean loss, or of [1 + metrics] means.
-        `index`, `lr`: as in backward(); a recording updates no weights and needs neither."""
+        """Run a micro-batch forward and backward. Returns its share of the mean loss, or of all means if there are
+        several: [1 + metrics]. `index`, `lr`: as in backward(). A recorded pass updates no weights and needs
+        neither."""
         with self.precision.context(batch.input_ids.device):
             loss, metrics = self.objective.loss(self.model, batch)
             mean = loss / normalizer
@@ -286,6 +291,7 @@ class TrainStep:
 
 
 def _seed(seed: int, step: int, micro_batch: int = 0, piece: int = 0) -> int:
-    """A seed for each micro-batch and each piece of its rows (see parallel.context), unrelated to its neighbours."""
+    """A seed for one micro-batch and one piece of its rows (see parallel.context). Seeds of neighbours are
+    unrelated."""
     text = f"{seed}/{step}" + f"/{micro_batch}" * bool(micro_batch) + f"/piece {piece}" * bool(piece)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -1,7 +1,8 @@
-"""Per-step statistics: kept on the device until the next log line, then counted, logged, and checked for bad steps.
+"""Statistics of steps. They stay on the device until the next log line, and are then counted, logged, and checked for
+bad steps.
 
-The step itself decides on the device whether it is skipped (step.py). Here skipped steps and loss spikes are counted
-and reported with their samples, and too many steps in a row that were not finite end the run.
+The step itself decides on the device whether it is skipped (step.py). This file counts skipped steps and loss spikes
+and reports them with their samples. Too many steps in a row that were not finite end the run.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from fxtune.training.step import TrainStep
 
 
 class StepStatistics:
-    """Collects the metrics of steps without waiting for them; read() and settle() wait for the device.
+    """Collects the metrics of steps. Only read() and settle() wait for the device.
 
-    `scaled`: a loss scale is in use and is logged. `skips_spikes`: spikes do not update the weights.
+    `scaled`: whether a loss scale is used and logged. `skips_spikes`: whether spikes do not update the weights.
     """
 
     def __init__(self, scaled: bool = False, skips_spikes: bool = False) -> None:
@@ -36,13 +37,14 @@ class StepStatistics:
         self.records: list[StepRecord] = []
         """Steps since the last log line."""
         self.unreported: list[StepRecord] = []
-        """Bad steps that are not reported to the user yet."""
+        """Bad steps that were not yet reported to the user."""
         self.step = 0
         """Steps of the run counted so far."""
         self.skipped = 0
         """Steps that did not update the weights."""
         self.consecutive_bad = 0
-        """The latest steps in a row that were not finite for another reason than the loss scale."""
+        """How many of the latest steps in a row were not finite. Steps that were not finite because of the loss scale
+        do not count."""
         self.spikes = 0
         self.noise = NoiseScale()
         """With train.noise_scale: the noise scale over the steps that updated the weights."""
@@ -53,7 +55,7 @@ class StepStatistics:
         self.pending.append(torch.stack([value.to(metrics["loss"].dtype) for value in metrics.values()]))
 
     def post(self) -> None:
-        """Start copying the metrics so far to the host."""
+        """Start copying the metrics of the steps so far to the host."""
         if not self.pending:
             return
         values, arrived = torch.stack(self.pending), None
@@ -65,7 +67,7 @@ class StepStatistics:
         self.pending.clear()
 
     def settle(self) -> None:
-        """Wait for the steps so far and count them."""
+        """Wait for the steps so far, then count them."""
         self.post()
         for values, arrived in self.posted:
             if arrived is not None:
@@ -93,7 +95,8 @@ class StepStatistics:
             self.unreported.append(record)
 
     def read(self) -> dict[str, Any]:
-        """Means of loss, gradient norm and metrics over the steps since the last read(), without skipped steps.
+        """The means of loss, gradient norm and metrics over the steps since the last read(). Skipped steps are left
+        out.
 
         A mean is None if all steps were skipped.
         """
@@ -127,9 +130,10 @@ class StepMonitor:
         return figures
 
     def state(self) -> dict[str, Any]:
-        """The numbers that a resumed run needs to count, judge and log as this run. Waits for the device."""
+        """The numbers that a resumed run needs to count, judge and log steps as this run would. Waits for the
+        device."""
         statistics = self.statistics
-        self.report()  # before the save: a run that is killed after the save would never report them
+        self.report()  # before the save, or a run killed right after it would never report them
         return {
             "skipped": statistics.skipped,
             "in_a_row": statistics.consecutive_bad,
@@ -158,12 +162,12 @@ class StepMonitor:
 
     @property
     def last_finite(self) -> int:
-        """The number of steps up to the last finite step, which gave the current weights."""
+        """The number of steps up to and including the last finite step. That step gave the current weights."""
         return self.statistics.step - self.statistics.consecutive_bad
 
     def stop_error(self, checkpoints: Path, router: str | None = None) -> NumbersError:
         """The error to raise if must_stop. `checkpoints`: the folder where the state is saved. `router`: the name of
-        the router that caused it, if one did."""
+        the router that caused the error, or None."""
         untouched = "These steps did not change the weights"
         if self.train_step.in_backward:
             untouched = "No gradient that was not finite changed a weight"
@@ -174,8 +178,8 @@ class StepMonitor:
         )
 
     def refuse_broken_weights(self, steps: int, checkpoints: Path, gives_finite_loss: Callable[[int], bool]) -> None:
-        """Raise NumbersError if the last of the run's `steps` were not finite, or all were skipped, and the weights
-        give no finite loss on the batch of the last finite step. `gives_finite_loss`: tries the batch of a step.
+        """Raise NumbersError if the run's last step was not finite, or all `steps` were skipped, and the weights give
+        no finite loss on the batch of the last finite step. `gives_finite_loss`: tries the batch of a step.
         """
         skipped, last_finite = self.statistics.skipped, self.last_finite - 1
         if self.statistics.consecutive_bad == 0 and skipped < self.statistics.step:
@@ -204,7 +208,7 @@ class StepMonitor:
         return lines
 
     def report(self) -> None:
-        """Report the bad steps so far, with their samples in the present plan. Waits for the device."""
+        """Report the bad steps so far, with their samples in the current plan. Waits for the device."""
         self.statistics.settle()
         records, self.statistics.unreported = self.statistics.unreported, []
         spikes = [record for record in records if record.spike]

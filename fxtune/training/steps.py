@@ -1,7 +1,7 @@
-"""Takes the optimizer steps of a run: batches from the loader, one TrainStep each.
+"""Takes the optimizer steps of a run, one TrainStep for the batches of each step.
 
 A step that runs out of memory is repeated with half the rows in its micro-batches. A step with an operator that has no
-deterministic kernel is repeated with the fastest kernels. Neither has changed a weight.
+deterministic kernel is repeated with the fastest kernels. In both cases the failed step has not changed a weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fxtune.training.step import Metrics
 
 
 class Steps:
-    """The remaining steps of a run. Iteration yields (step, its learning rate, its metrics on the device)."""
+    """The remaining steps of a run. Iteration takes each step and yields (step, its learning rate, its metrics on the
+    device)."""
 
     def __init__(
         self,
@@ -45,11 +46,12 @@ class Steps:
         self.run_state, self.train_step, self.note = run_state, run_state.train_step, run_state.note
         self.rows_per_pass, self.end, self.tracker = rows_per_pass, end, tracker
         self.first = run_state.state.step
-        """The first step of this process."""
+        """The index of the first step that this process takes."""
         self.loader: Loader | None = None
         rows = rows_per_pass.rows("training", self.config.train.micro_batch_size)
         self.plan = plan.with_micro_batch_size(rows)
-        """The plan of the data from here on: with the rows per micro-batch that fit, up to the end of `schedule`."""
+        """The plan of the remaining data, up to the end of `schedule`. Its micro-batches have no more rows than fit in
+        memory."""
         self.follow(schedule)
         if self.train_step.in_backward and rows < self.config.train.micro_batch_size:
             # A step of several micro-batches needs all gradients before the update.
@@ -83,7 +85,7 @@ class Steps:
                 index += 1
                 if self.plan is not plan:  # the run ends early
                     break
-            del step  # and the batches on the device
+            del step  # frees its batches on the device
             self.loader.close()
             if isinstance(failed, str):
                 self._use_fastest_kernels(failed)
@@ -91,7 +93,8 @@ class Steps:
                 self._halve(index, failed)
 
     def _try(self, step: StepBatches, lr: float) -> Metrics | str:
-        """take(), or the operator that has no deterministic kernel, if the run goes on without one."""
+        """Call take(). If an operator has no deterministic kernel and the run may go on without it, return that
+        operator."""
         try:
             return self.take(step, lr)
         except (RuntimeError, UserError) as error:
@@ -102,8 +105,8 @@ class Steps:
     def take(self, step: StepBatches, lr: float) -> Metrics:
         """Take one TrainStep. Handles signals and the checkpoint in progress."""
         metrics = self._backward(step, lr)
-        # Ranks that have agreed on a step take it: a rank that runs out of memory from here on ends the run.
-        self.run_state.checkpoints.wait_for_copy()  # PowerSGD's sums change its state, and the update the weights
+        # The ranks have agreed to take this step. So a rank that runs out of memory after this line ends the run.
+        self.run_state.checkpoints.wait_for_copy()  # sums change PowerSGD's state, the update the weights
         clipping: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.world.size > 1:
             clipping = partial(self.builder.oom_context, f"Clipping in step {step.index + 1}")
@@ -112,13 +115,13 @@ class Steps:
         with self.train_step.rank_report.timer.part(UPDATE):
             with clipping():
                 self.train_step.clip(metrics)
-            # An update that runs out of memory is not repeated: some weights may be updated already.
+            # An update that runs out of memory is not repeated, because some weights may be updated already.
             with self.builder.oom_context(f"The update of step {step.index + 1}"):
                 self.train_step.update(metrics, lr, step.data_step)
         return metrics
 
     def _backward(self, step: StepBatches, lr: float) -> Metrics:
-        """Run the forward and backward passes of `step`, and agree with the other ranks to take it."""
+        """Run the forward and backward passes of `step`, and agree with the other ranks to take this step."""
         train_step, index, report = self.train_step, step.index, self.train_step.rank_report
         first = index == self.first or self._has_new_rows(index)
         normalizer = train_step.objective.normalizer(self.plan, index)
@@ -136,39 +139,40 @@ class Steps:
             batches = work.over(step.micro_batches)
             passes = partial(train_step.backward, batches, normalizer, step.data_step, step.counted, lr)
             logs = index + 1 == self.plan.steps or self.end.log_line_due(index + 1)
-            agree = report.agree if logs else None  # with the figures of all ranks
-            # A signal between two averages of the ranks' weights waits for the next average. A run that is saved there
-            # resumes with the same bits.
+            agree = report.agree if logs else None  # this agreement also exchanges the ranks' figures
+            # A signal between two averages of the ranks' weights waits for the next average. A run that is saved at an
+            # average resumes with the same bits.
             return together(
                 self.world, partial(report.timed, passes), train_step.start_sums, train_step.ranks_agree, agree
             )
 
     def _has_new_rows(self, index: int) -> bool:
-        """Whether rows have another length from step `index` on."""
+        """Whether the length of rows changes at step `index`."""
         if index <= self.plan.sizes.dropped:
             return False
         before, now = (self.plan.step_rows.starts[self.plan.stage(step)] for step in (index - 1, index))
         return now.length != before.length
 
     def _announce_stage(self, index: int) -> None:
-        """If rows have another length from step `index` on, say so and free the recordings of the earlier length."""
+        """If the length of rows changes at step `index`, say so and free the recordings for the earlier length."""
         if self._has_new_rows(index) and index > self.first:
             self.note(f"From step {index + 1} on: {self.plan.step_rows.text(self.plan.stage(index))}.")
             self.rows_per_pass.drop()
 
     def _use_fastest_kernels(self, operator: str) -> None:
-        """Repeat the step in which `operator` turned out to have no deterministic kernel."""
+        """Prepare to repeat a step with the fastest kernels, because `operator` has no deterministic kernel."""
         self.rows_per_pass.free_memory()
         self.train_step.drop()
         self.builder.use_fastest_kernels(operator)
         self.note(self.builder.notes[-1])
 
     def _halve(self, index: int, exhausted: MemoryExhausted) -> None:
-        """Halve the micro-batches from step `index` on, which did not fit and is repeated. Raises RowsExhausted."""
+        """Halve the micro-batches from step `index` on. That step did not fit and is repeated. Raises
+        RowsExhausted."""
         sizes = self.plan.sizes
-        if self.train_step.in_backward:  # two micro-batches would need all gradients
+        if self.train_step.in_backward:  # several micro-batches a step would need all gradients
             raise RowsExhausted("training", sizes.micro_batch_size, exhausted.reason)
-        self.rows_per_pass.free_memory()  # also waits for gradients that are still being added up
+        self.rows_per_pass.free_memory()  # also waits for running sums of gradients
         self.train_step.drop()
         hint = f"Step {index + 1} is repeated; its {self.plan.rows(index)} rows and its loss stay as they are. "
         hint += "Code is compiled for the new shape. " if self.builder.techniques.compile.enabled else ""

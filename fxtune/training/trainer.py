@@ -1,7 +1,7 @@
-"""Training: one loop for LoRA and full fine-tuning, read top to bottom.
+"""Trains a run, with one loop for LoRA and full fine-tuning. Read this file from top to bottom.
 
-`Trainer.__init__` builds a run in order, `_loop` is the loop. There are no callbacks: the loop calls everything by
-name. The loop waits for the device only to log figures; by then the next step is already issued.
+`Trainer.__init__` builds a run in order, and `_loop` is the loop. There are no callbacks: the loop calls everything by
+name. The loop waits for the device only to log figures, after it has issued the next step.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def train(config: Config) -> tuple[Path, dict[str, Any]]:
-    """run(), with the run's folder."""
+    """Train as run() does, and also return the run's folder."""
     with SIGNALS:
-        SIGNALS.check()  # a signal ends a whole sweep, not one of its runs
-        # Enums become their values: the recipe is written to files.
+        SIGNALS.check()  # in a sweep, a signal must end all runs
+        # The recipe is written to files, so enums become their values.
         recipe = redact(json.loads(json.dumps(dataclasses.asdict(config))))
         with World.create(config.run.device, config.run.memory_gib) as world:
             require_same_recipe(world, recipe)
@@ -87,7 +87,7 @@ def _run_in_folder(folder: RunFolder, config: Config, recipe: dict[str, Any], wo
             screen.note(
                 f"{folder.path} holds this run, finished: nothing to do. Set run.dir to a new folder to train again."
             )
-            if world.main and config.run.report and not (folder.path / REPORT).exists():  # a kill came before the page
+            if world.main and config.run.report and not (folder.path / REPORT).exists():  # killed before the page
                 screen.note(write_report(folder.path))
             screen.note(f"Next: {', '.join(next_commands(config, folder.path))}")
             return folder.result()
@@ -113,7 +113,7 @@ class Trainer:
         self.objective: Objective = config.objective
         STARTUP.begin_run()
         self.clock = RunClock(sum(STARTUP.read().values()))
-        # Impossible recipes are refused first, from configs alone: no weight is loaded, no row is read.
+        # Impossible recipes are refused here, from configs alone, before a weight is loaded or a row is read.
         self.builder, resume_check = build_for_run(config, folder, screen.note)
         builder, self.world = self.builder, self.builder.world
         self.energy = RunEnergy(folder, self.world, config.tracking.cost)
@@ -132,8 +132,8 @@ class Trainer:
         self.language_model = self._proven_model(resume_check)
         self.model = self.language_model.model
         self.trial = Trial(builder, self.language_model, self.objective)
-        # The optimizer is built after the techniques: they replace modules, and it would go on updating a replaced
-        # weight.
+        # The optimizer is built after the techniques, because they replace modules. Otherwise it would update replaced
+        # weights.
         self.train_step = builder.train_step(self.language_model, self.objective)
         self.train_step.rank_report.energy = self.energy
         bad_batches = BadBatches(folder.path, plan, self.tokenizer.decode, screen.note, writes=self.world.main)
@@ -159,14 +159,15 @@ class Trainer:
             run, state = (folder.path, config.run.name, recipe), self.state
             done = state.wandb_id, state.step, state.figures.get("train/step")
             self.tracker = tracker.Tracker(config.tracking, *run, *done, note=screen.note)
-        # The id is kept even if W&B is off now: when the run is resumed with W&B on, it continues the same W&B run.
+        # The id is kept even if W&B is off now. If the run is later resumed with W&B on, it continues the same W&B
+        # run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
         self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, compile)
         self.steps = Steps(builder, self.run_state, self.rows_per_pass, self.end, self.tracker, plan, schedule)
         self.logs_late = self.world.device.type == "cuda"
-        """On a GPU a line is logged after the next step is issued, so that the device is never idle."""
+        """Whether a line is logged only after the next step is issued. This keeps a GPU from being idle."""
         self.line_due = False
-        """Whether the last step ends in a log line that is not written yet."""
+        """Whether a log line is due after the last step and not written yet."""
         self.lr = 0.0
         """The learning rate of the last step."""
 
@@ -175,7 +176,7 @@ class Trainer:
         return self.steps.plan
 
     def _proven_model(self, resume_check: ResumeCheck) -> LanguageModel:
-        """The built model. The evidence that its techniques acted is shown and written."""
+        """Build the model, and show and write the evidence that its techniques acted."""
         builder = self.builder
         self.world.heartbeat.doing("building the model")
         language_model, evidence = builder.proven_model()
@@ -227,8 +228,8 @@ class Trainer:
                 self.close()
 
     def close(self) -> None:
-        """End the loader processes and the measurement of energy. This comes last: after a signal the checkpoint must
-        not wait for loader processes."""
+        """End the loader processes and the measurement of energy. Call this last, so that after a signal the
+        checkpoint does not wait for loader processes."""
         for loading in (self.steps.loader, self.held_out):
             if loading is not None:
                 loading.close()
@@ -238,7 +239,7 @@ class Trainer:
         config, state, statistics = self.config, self.state, self.monitor.statistics
         meter = self.meter = self.builder.meter(self.model, self.plan, state.tokens, state.supervised_tokens)
         self.clock.start(state.step)
-        if state.step:  # a signal may have interrupted the evaluation, or `fxtune finish` may have been given
+        if state.step:  # an evaluation or `fxtune finish` may be pending
             self._end_step(evaluate=state.evaluation_due, save=state.evaluation_due, looks=True)
         for step, lr, metrics in self.steps if not self._pauses() else ():
             self._log_due_line()
@@ -252,7 +253,7 @@ class Trainer:
             save = (
                 self.end.begins_end(schedule, self.plan.full_steps) or last or bool(every and state.step % every == 0)
             )
-            # A run may end with any evaluation that can stop it.
+            # A run may end after any evaluation that can stop it, so such an evaluation needs a log line.
             self.line_due, self.lr = last or looks or (evaluate and config.train.stop.patience > 0), lr
             state.evaluation_due = evaluate
             if self.world.size == 1:  # several ranks agree on a signal in the next step
@@ -267,13 +268,13 @@ class Trainer:
                 break
 
     def _pauses(self) -> bool:
-        """Whether train.pause_after ends this process here, before the end of the run."""
+        """Whether train.pause_after ends this process here, before the run's last step."""
         after = self.config.train.pause_after
         return after is not None and after <= self.state.step < self.steps.schedule.last
 
     def _end_step(self, evaluate: bool, save: bool, looks: bool) -> None:
-        """Evaluate if it is due, decide whether the run ends early, and save if it is due. `looks`: see
-        RunEnd.decide()."""
+        """Evaluate if `evaluate`, decide whether the run ends early, and save if `save` or if one of these demands it.
+        `looks`: see RunEnd.decide()."""
         if evaluate:
             with self.meter.paused():
                 save = self._evaluate() or save
@@ -294,8 +295,9 @@ class Trainer:
             self.run_state.save()
 
     def _end_early(self, decision: Decision) -> None:
-        """Follow a decision about the end of the run. The caller must save the state, which holds the decision."""
-        self.monitor.report()  # the bad steps so far are steps of the old plan
+        """Follow a decision about the end of the run. The decision is now part of the state, so the caller must save
+        the state."""
+        self.monitor.report()  # bad steps so far belong to the old plan
         self.end.take(decision)
         self.steps.follow(decision.schedule)
         self.meter.plan = self.plan
@@ -305,17 +307,18 @@ class Trainer:
         self.log.log({"train/last_step": last, "train/dropped_steps": decision.schedule.dropped})
 
     def _drop_recordings(self) -> None:
-        """Free the memory of recorded CUDA graphs; they are recorded again."""
+        """Free the memory of recorded CUDA graphs. They are recorded again when needed."""
         self.builder.techniques.compile.drop()
         if self.train_step.recorder:
             self.train_step.recorder.drop()
 
     def _out_of_memory(self, part: str, rows: int, reason: str) -> HardwareError:
-        """Save the state. Returns the error that `part` ran out of memory at `rows` rows and cannot halve them."""
+        """Save the state. Returns an error that says that `part` ran out of memory with `rows` rows and that these
+        cannot be halved."""
         row_length, micro_batches = None, 1
         if part == "training":
             step = self.state.step
-            rows = self.plan.micro_rows(step)  # a micro-batch has more rows where rows are shorter
+            rows = self.plan.micro_rows(step)  # micro-batches of shorter rows have more of them
             row_length, micro_batches = self.plan.max_row_length(step), self.plan.micro_batches(step)
         elif part == "evaluation" and self.held_out:
             row_length = self.held_out.max_row_length
@@ -341,8 +344,8 @@ class Trainer:
         stop.outcome = self.log.stopped(self.plan.steps, again=self.config.run.resume is not Resume.never)
 
     def _stop_at(self, error: LostImageError) -> None:
-        """Save the steps before an image that has gone, and let the error name its row. Ranks that share rows or
-        weights cannot save in the middle of a pass: their run goes on from its last checkpoint."""
+        """Save the state before a step with a lost image, and make the error name the image's row. Ranks that share
+        rows or weights cannot save in the middle of a pass. Their run resumes from its last checkpoint."""
         if not self.world.shares and self.train_step.ranks_agree:
             self.train_step.drop()
             self._log_due_line()
@@ -372,7 +375,7 @@ class Trainer:
             self.monitor.statistics.settle()  # a step issued after the counted steps may be finite
         if self.monitor.must_stop:
             self._log_due_line()
-            if self.monitor.last_finite > self.run_state.saved:  # the present weights are in no checkpoint yet
+            if self.monitor.last_finite > self.run_state.saved:  # no checkpoint has the current weights yet
                 self.run_state.save()
             self.run_state.checkpoints.wait()
             router = self.trial.broken_router(self.plan, self.monitor.statistics.step - 1)
@@ -406,7 +409,7 @@ class Trainer:
         self.log.compiled(f"training, stage {self.plan.stage(self.state.step - 1)}")
 
     def _evaluate(self) -> bool:
-        """Evaluate on the held-out data, and on the questions if their answers can stop the run; log the figures.
+        """Evaluate on the held-out data, and on the questions if their answers can stop the run. Log the figures.
         Returns whether to save this state.
         """
         self.state.evaluation_due = self.held_out is not None or self.end.asks
@@ -437,7 +440,7 @@ class Trainer:
         return self.questions.ask(self.language_model.prepared, when, self.rows_per_pass, self.world)
 
     def _finish(self) -> dict[str, Any]:
-        """Export the best or the last weights, ask the questions again, and tell the user where everything is."""
+        """Ask the questions again, export the best or the last weights, and tell the user where everything is."""
         state, checkpoints = self.state, self.run_state.checkpoints
         finite = partial(self.trial.all_finite, self.plan)
         self.monitor.refuse_broken_weights(self.plan.steps, checkpoints.folder, finite)
@@ -453,7 +456,7 @@ class Trainer:
             figures |= {"eval/best_step": state.best_step, "export/step": step}
         kind = "adapter" if self.builder.techniques.lora.enabled else "model"
         self.world.heartbeat.doing(EXPORTING)
-        with interruptible(self.world), phase(f"Exporting the {kind}"):  # the export is complete or absent
+        with interruptible(self.world), phase(f"Exporting the {kind}"):  # after a signal no part of an export stays
             if self.world.main:
                 self.run_state.make_room(export_all=kind == "model")
             card = {"weights": note, "figures": figures, "config": self.recipe}

@@ -1,4 +1,4 @@
-"""Batches that are tried without training, to find out what is wrong with a run whose loss is not finite."""
+"""Tries batches without training, to find the cause of a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Trial:
             return bool(self.objective.loss(self.model, batch)[0].isfinite().item())
 
     def broken_router(self, plan: Plan, step: int) -> str | None:
-        """The router that gives NaN or infinite logits for `step`, on any rank."""
+        """The name of a router that gives NaN or infinite logits for `step` on any rank; None if no router does."""
         routers, own = self.model.routers, self.builder.own(plan)
 
         def run() -> None:
@@ -44,7 +44,7 @@ class Trial:
 
         try:
             name = broken_router(self.model.model, routers, run) if routers is not None else None
-        except Exception:  # noqa: BLE001  the run ends with the error about the loss, whatever fails in this search
+        except Exception:  # noqa: BLE001  a failure in this search must not hide the error about the loss
             name = None
         found = self.builder.world.gather(name, "looking for a broken router")
         return next((router for router in found if router), None)

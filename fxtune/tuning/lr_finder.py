@@ -1,9 +1,9 @@
-"""A learning-rate range test (arXiv 1506.01186): one short run of a recipe whose rate grows from step to step.
+"""A learning-rate range test (arXiv 1506.01186): one short run of a recipe, in which the rate grows from step to step.
 
 The test takes training steps of the recipe (TrainStep): its data in its order, its model, adapters, optimizer and
 clipping. In each step the rate grows by the same factor, from far too low to far too high, until the loss diverges.
 Low rates change nothing, higher rates lower the loss, and still higher rates destroy the model. The suggestion is the
-rate at which the loss falls fastest: at the lowest loss the rate is already too high for a whole run.
+rate at which the loss falls fastest. The rate at the lowest loss would be too high for a whole run.
 
 Nothing is written, and the weights are dropped. The same recipe and seed give the same curve.
 """
@@ -28,18 +28,18 @@ from fxtune.training.forecast.oom_advice import MemoryPhase
 STEPS = 50
 LEAST_STEPS = 20
 SPAN = 100.0
-"""The test begins at a guess divided by this, and ends at the guess times this."""
+"""The test begins at a guess of the rate divided by this number, and ends at the guess times this number."""
 SMOOTHING = 0.8
 """Decay of the moving mean of the losses, which covers about five steps."""
 START = 5
 """The mean of the first START losses is the untrained model's loss, because the first rates change nothing."""
 DIVERGED = 0.15
-"""The loss has diverged when its mean is above the mean of the untrained model by this share, and by four times the
-error of a mean."""
+"""The loss has diverged when its moving mean exceeds the untrained model's loss by this share of it, and also by four
+standard errors of the untrained model's loss."""
 REACH = 3
 """The slope at a rate is measured over REACH steps before and after it."""
 LEAST_DISTANCE = 3.0
-"""The suggestion is below the rate of the lowest mean by this factor at least, because a moving mean lags behind."""
+"""The suggestion is at most the rate of the lowest moving mean divided by this, because a moving mean lags behind."""
 GAIN = 0.03
 """A curve whose mean falls by less than this share suggests nothing."""
 
@@ -51,11 +51,11 @@ class RangeTest:
     losses: list[float]
     """The objective's mean loss before the update with each rate; the last one may be NaN or infinite."""
     smoothed: list[float]
-    """Their moving means."""
+    """The moving means of `losses`."""
     diverged: bool
     """Whether the last loss ended the test."""
     epochs: float
-    """How often the test saw the data."""
+    """How many epochs of the data the test took."""
     suggestion: float | None
     reason: str
     """The place of the suggestion on the curve, or the reason for no suggestion."""
@@ -84,13 +84,13 @@ def refusals(config: Config) -> Iterator[str]:
 
 
 def range_test(config: Config, steps: int = STEPS, low: float | None = None, high: float | None = None) -> RangeTest:
-    """Take up to `steps` steps at rates from `low` to `high`; None: around the recipe's rate, or the guess of
-    optimizer.lr=auto if there is one. `config` is not changed. Raises ConfigError for a recipe that cannot be tested,
-    and as training."""
+    """Take up to `steps` steps at rates that grow from `low` to `high`. An end of None is SPAN away from the guess of
+    optimizer.lr=auto, or from the recipe's rate if no guess exists. `config` is not changed. Raises ConfigError for a
+    recipe that cannot be tested, and the errors of training."""
     if reasons := list(refusals(config)):
         raise ConfigError("\n".join(reasons))
     config = steps_only(config, steps)
-    config.train.spikes = Spikes.off  # they are what the test looks for
+    config.train.spikes = Spikes.off  # the test looks for spikes, so none may be skipped
     builder = RunBuilder(config)
     plan = builder.read()[1].training
     present, auto = builder.config.optimizer.lr, None
@@ -122,7 +122,7 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Exponential moving means, corrected for their beginning as Adam's moments are."""
+    """Exponential moving means. As in Adam, the first means are corrected for the start at 0."""
     means, total = [], 0.0
     for count, loss in enumerate(losses, 1):
         total = SMOOTHING * total + (1 - SMOOTHING) * loss
@@ -143,8 +143,8 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[float | None, str]:
-    """(the rate, to two digits, at which the mean loss falls fastest, its place), or (None, the reason)."""
-    finite = losses if math.isfinite(losses[-1]) else losses[:-1]  # that ended the test
+    """(the suggested rate to two digits, its place on the curve), or (None, the reason for no suggestion)."""
+    finite = losses if math.isfinite(losses[-1]) else losses[:-1]  # an infinite loss or NaN ended the test
     means = smooth(finite)
     if len(means) <= 2 * START:
         return None, "the loss diverged at once: test lower rates (--lowest)"

@@ -1,8 +1,9 @@
-"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe it builds
-on.
+"""Writes a recipe from the result of a search: a header for people, and the keys that differ from the recipe on which
+it builds.
 
-The new recipe builds on the user's recipe by name if that recipe is in ./recipes or ships with fxtune. Otherwise it
-repeats its keys. Before it is written, it is composed and must give exactly the config that was measured.
+The new recipe builds on the user's recipe by name if that recipe is in ./recipes or ships with fxtune. Otherwise the
+new recipe repeats the keys of the user's recipe. Before the new recipe is written, it is composed and must give
+exactly the config that was measured.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ MARK = "# Found by: fxtune "
 
 
 def output_path(overrides: list[str], name: str, output: str | None, suffix: str = "tuned") -> Path:
-    """The path of the new recipe, by default recipes/NAME_SUFFIX.yaml. Raises ConfigError for a bad name, StorageError
-    if a file of the user is there."""
+    """The path of the new recipe, by default recipes/NAME_SUFFIX.yaml. Raises ConfigError for a bad name, and
+    StorageError if a file exists at the path that fxtune did not write."""
     path = Path(output or discovery.LOCAL / f"{[name, *recipe_names(overrides)][-1]}_{suffix}.yaml")
     if path.suffix != ".yaml" or not discovery.is_name(path.stem):
         raise ConfigError(f"--output {output}: a recipe is a file NAME.yaml, and NAME has {discovery.NAME_CHARACTERS}")
@@ -79,16 +80,16 @@ def _changes(names: list[str], measured: Config) -> dict[str, Any]:
     """The content of a recipe that builds on the recipes `names` and gives `measured`."""
     try:
         base = load([f"+recipe=[{','.join(names)}]"]) if names else Config()
-    except ConfigError:  # the recipe does not compose without the keys of the command line
+    except ConfigError:  # the recipes do not compose without keys of the command line
         names, base = [], Config()
     body = _shareable(_difference(measured, base))
-    body.get("run", {}).pop("name", None)  # the file's name
+    body.get("run", {}).pop("name", None)  # the name of the new file replaces it
     defaults = {"defaults": [*names, "_self_"]} if names else {}
     return {**defaults, **{key: value for key, value in body.items() if value != {}}}
 
 
 def _difference(value: Any, base: Any) -> Any:
-    """A value as plain data; for a dataclass, its fields that differ from the fields of `base`."""
+    """A value as plain data. Of a dataclass, only the fields that differ from the fields of `base`."""
     if isinstance(value, list):
         # Each entry of a list in a recipe is built from the defaults of its class.
         return [_difference(entry, type(entry)()) for entry in value]
@@ -101,7 +102,7 @@ def _difference(value: Any, base: Any) -> Any:
 
 
 def _composes_to(text: str, name: str, config: Config) -> bool:
-    """Whether a recipe of this text gives `config`, but for the run's name, secrets and command-line keys."""
+    """Whether a recipe with this text gives `config`. The run's name, secrets and command-line keys may differ."""
 
     def comparable(given: Config) -> Any:
         plain = redact(_shareable(dataclasses.asdict(given)))
@@ -118,7 +119,7 @@ def _composes_to(text: str, name: str, config: Config) -> bool:
 
 
 def _shareable(value: Any, prefix: str = "") -> Any:
-    """Plain data without the keys that belong on a command line and not in a file."""
+    """Plain data without the keys that are allowed only on a command line."""
     if not isinstance(value, dict):
         return value
     kept = {key: inner for key, inner in value.items() if not command_line_only(f"{prefix}{key}")}
@@ -126,7 +127,7 @@ def _shareable(value: Any, prefix: str = "") -> Any:
 
 
 def _yaml(body: dict[str, Any]) -> str:
-    """Sections in the order of the config, a blank line between them."""
+    """YAML of the sections in the order of the config, with a blank line between two sections."""
     order = ["defaults", *(entry.name for entry in dataclasses.fields(Config))]
     sections = ({key: body[key]} for key in sorted(body, key=order.index))
     return "\n".join(yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=120) for part in sections)

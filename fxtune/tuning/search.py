@@ -1,9 +1,10 @@
-"""The search of `fxtune tune`: coordinate descent from the recipe as it is, one axis at a time.
+"""The search of `fxtune tune`: coordinate descent, one axis at a time, that starts from the recipe as it is.
 
 The axes are repeated until a round changes nothing or the time is up. Then the two fastest candidates are measured
 again if they are close. A candidate gets a verdict and cannot win if a check or the memory forecast rules it out, if
-it fails, or if its losses differ from the losses of the first trial. Of candidates within the spread of repeated
-measurements (at least NOISE), the candidate with the fewest changed keys wins: noise alone never replaces the recipe.
+it fails, or if its losses differ from the losses of the first trial. If speeds differ by no more than the spread of
+repeated measurements (at least NOISE), the candidate with the fewest changed keys wins. So noise alone never replaces
+the recipe.
 
 The search takes a few dozen trials of minutes each. A sampler such as Optuna's needs many more.
 """
@@ -30,13 +31,13 @@ from fxtune.tuning.trial import Outcome, TrialCache, TrialResult
 NOISE = 0.01
 """Relative difference of two speeds that may be noise."""
 CLEAR = 0.2
-"""Relative difference of two speeds from which one measurement of each is enough."""
+"""If two speeds differ by this share, one measurement of each speed is enough."""
 REPEATS = 2
-"""Further measurements of the two fastest, if they are closer than CLEAR."""
+"""Further measurements of the two fastest candidates, if their speeds are closer than CLEAR."""
 TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
-"""Allowed relative distance from the first trial, for the first step's loss and for the mean loss."""
+"""The first step's loss and the mean loss may differ from the first trial's by this share."""
 STEP_TOLERANCE = 5
-"""Factor of TOLERANCE for any later step: training amplifies rounding."""
+"""The losses of later steps may differ by this many times TOLERANCE, because training amplifies rounding errors."""
 MIN_LIMIT, LIMIT_FACTOR = 600.0, 4.0
 """A trial's time limit: MIN_LIMIT seconds, or LIMIT_FACTOR times the first trial, whichever is longer."""
 ROUNDS = 3
@@ -66,7 +67,7 @@ class Search:
         self.deadline = time.monotonic() + self.seconds
 
     def run(self) -> None:
-        """Search until nothing improves or the time is up. `best.speed` is 0 afterwards if nothing runs."""
+        """Search until nothing improves or the time is up. Afterwards `best.speed` is 0 if no candidate runs."""
         try:
             self._find_start()
         except _TimeIsUp:
@@ -96,7 +97,7 @@ class Search:
                     yield axis, candidate
 
     def winner(self) -> tuple[Candidate, str]:
-        """(the winner, the reason in a sentence)."""
+        """The winner, and the reason in a sentence."""
         ranked = self._ranked()
         fastest = ranked[:2]
         spread = max((max(candidate.speeds) - min(candidate.speeds)) / candidate.speed for candidate in fastest)
@@ -132,9 +133,10 @@ class Search:
                 return
 
     def _search_axis(self, axis: str) -> None:
-        """Make the best value of one axis `best`. After a slower candidate, its direction is given up.
+        """Try the values of one axis, and make the best candidate `best`. A direction is given up after a slower
+        candidate.
 
-        When the time is up, the loop goes on without trials, so that `untried` lists all candidates that were left.
+        When the time is up, the loop goes on without trials, so that `untried` lists all candidates that got none.
         """
         if axis == "workers" and (waited := self.best.results[0].waited) < NOISE:
             self.tell(f"workers: the loop waits for data {waited:.1%} of the time, so no other number is tried")
@@ -149,7 +151,7 @@ class Search:
             except _TimeIsUp:
                 self.untried.append(Candidate(deltas, {}).title)
                 continue
-            # A candidate with fewer changes than the best must be as fast, another one faster beyond noise.
+            # A candidate with fewer changes than the best must be as fast. Others must be faster by more than noise.
             simpler = len(candidate.deltas) < len(self.best.deltas)
             if candidate.speed > self.best.speed * (1 - NOISE if simpler else 1 + NOISE):
                 self.best = candidate
@@ -158,7 +160,7 @@ class Search:
                 given_up.add(direction)
 
     def _values(self, axis: str) -> Iterator[Deltas]:
-        """Yield the best candidate's deltas with each value of an axis put in."""
+        """For each value of an axis, yield the best candidate's deltas with this value."""
         best = self.best.deltas
         for value in AXES[axis](search_space.apply_deltas(self.config, best), self.context):
             deltas = {**best, **value}
@@ -222,7 +224,7 @@ class Search:
             raise _TimeIsUp
         limit = max(MIN_LIMIT, LIMIT_FACTOR * times[0]) if times else MIN_LIMIT
         self.tell(f"{title} (forecast {candidate.need / GIB:.1f} GiB) ...")
-        ranks = f"run.gpus={self.context.facts.degrees.ranks}"  # `auto` might mean more or fewer for this candidate
+        ranks = f"run.gpus={self.context.facts.degrees.ranks}"  # `auto` might choose other ranks for this candidate
         overrides = [
             *self.overrides,
             ranks,
@@ -258,7 +260,7 @@ class Search:
         return sorted(ran, key=lambda candidate: -candidate.speed)
 
     def _rivals(self) -> list[Candidate]:
-        """The two fastest, if one measurement of each cannot tell them apart."""
+        """The two fastest candidates, if one measurement of each cannot tell them apart; otherwise none."""
         fastest = self._ranked()[:2]
         return fastest if len(fastest) == 2 and fastest[1].speed > fastest[0].speed * (1 - CLEAR) else []
 

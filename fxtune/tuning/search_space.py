@@ -1,8 +1,8 @@
 """The search space of `fxtune tune`: the values worth a trial on each axis.
 
-A candidate is the user's config with some keys changed. Before a trial, without the GPU, facts answer whether it can
-run (the check of each technique), whether it fits (fxtune/estimate/memory.py), and whether it is the
-setting of an earlier candidate (an `auto` and its decision).
+A candidate is the user's config with some keys changed. Three questions are answered before a trial, from facts and
+without the GPU: whether the candidate can run (the check of each technique), whether it fits in memory
+(fxtune/estimate/memory.py), and whether an earlier candidate has the same setting (an `auto` and its decision).
 
 No axis changes what is computed: the global batch, the model and the adapters stay as they are.
 """
@@ -36,11 +36,11 @@ from fxtune.tuning.trial import Outcome, TrialResult
 Deltas = dict[str, Any]
 """The keys that a candidate changes, with plain values: {"techniques.attention.backend": "sdpa"}."""
 MARGIN = 0.15
-"""A forecast may exceed the free memory by this share, because it may be wrong by as much."""
+"""A forecast may exceed the free memory by this share, because it may be wrong by this share."""
 MAX_EAGER_TOKENS = 2048
-"""Row length from which eager attention, which stores all scores, is not worth a trial."""
+"""Eager attention stores all scores. It gets a trial only if rows are shorter than this."""
 MAX_GRAPH_LAYERS = 16
-"""Layers up to which one graph of the decoder is worth a trial; compile time grows with them."""
+"""One graph of the whole decoder gets a trial up to this many layers, because compile time grows with the layers."""
 WORKERS = (0, 2, 4, 8)
 MICRO_BATCH = "train.micro_batch_size"
 
@@ -62,12 +62,12 @@ class SearchContext:
 class Candidate:
     deltas: Deltas
     identity: dict[str, Any]
-    """Everything its speed depends on, with every `auto` resolved. Equal identities are the same setting."""
+    """Everything on which the speed depends, with every `auto` resolved. Equal identities are the same setting."""
     need: int = 0
-    """Forecast of its memory on the device, in bytes."""
+    """The forecast of the candidate's memory on the device, in bytes."""
     fits: bool = True
     verdict: str = ""
-    """Why it was not run, or cannot win. Empty: it can win."""
+    """The reason why the candidate was not run or cannot win; empty if it can win."""
     results: list[TrialResult] = field(default_factory=list)
     loss_error: float | None = None
 
@@ -77,7 +77,7 @@ class Candidate:
 
     @property
     def speed(self) -> float:
-        """Median tokens per second; 0 if it cannot win."""
+        """Median tokens per second; 0 if the candidate cannot win."""
         return statistics.median(self.speeds) if self.speeds and not self.verdict else 0.0
 
     @property
@@ -111,7 +111,7 @@ def changed_keys(config: Config, deltas: Deltas) -> Deltas:
 
 
 def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candidate:
-    """The candidate of `config` with `deltas`, as known before a trial."""
+    """The candidate that changes `config` by `deltas`, with what is known before a trial."""
     changed = apply_deltas(config, deltas)
     ranks = context.facts.degrees.ranks
     try:
@@ -141,8 +141,8 @@ def candidate(config: Config, deltas: Deltas, context: SearchContext) -> Candida
 
 
 def shrink_to_fit(config: Config, deltas: Deltas, context: SearchContext) -> Deltas:
-    """`deltas` with the largest micro-batch at which they fit, since a larger micro-batch and less recomputation
-    compete for the same memory. Unchanged if they fit as they are, or at no size."""
+    """`deltas` with the largest micro-batch that fits in memory, because a larger micro-batch and less recomputation
+    compete for the same memory. `deltas` are unchanged if they fit already, or if no micro-batch fits."""
     if candidate(config, deltas, context).fits:
         return deltas
     for size in range(deltas.get(MICRO_BATCH, config.train.micro_batch_size) - 1, 0, -1):
@@ -153,7 +153,7 @@ def shrink_to_fit(config: Config, deltas: Deltas, context: SearchContext) -> Del
 
 
 def micro_batch(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """Divisors of the global batch, each at least twice the last: upwards from the present size, then downwards."""
+    """Yield divisors of the global batch, each a factor of 2 or more from the last: first upwards, then downwards."""
     present, total = config.train.micro_batch_size, config.train.global_batch_size
     divisors = [size for size in range(1, total + 1) if total % size == 0]
     for sizes in (divisors, divisors[::-1]):
@@ -165,7 +165,7 @@ def micro_batch(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def checkpointing(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """Policies, from the policy that keeps most to the policy that keeps least, then `auto`."""
+    """Yield policies, from the policy that keeps most to the policy that keeps least, then `auto`."""
     layers = skeleton(context.facts.model)
     mlp = getattr(decoder_layers(layers)[0], "mlp", None) if layers is not None else None
     linears = policy.linears(mlp) if mlp is not None else {}
@@ -203,7 +203,7 @@ def compiling(config: Config, context: SearchContext) -> Iterator[Deltas]:
 
 
 def liger(config: Config, context: SearchContext) -> Iterator[Deltas]:
-    """On a GPU: off, what `auto` chooses, and the fused loss alone."""
+    """On a GPU yield three settings: Liger off, the kernels that `auto` chooses, and the fused loss alone."""
     if context.facts.device != "cuda":
         return
     key = "techniques.liger."
@@ -230,4 +230,5 @@ AXES: dict[str, Callable[[Config, SearchContext], Iterator[Deltas]]] = {
     "micro_batch": micro_batch,
     "workers": workers,
 }
-"""Kernels come first, because they decide what fits; the loader last, because it limits only what is fast."""
+"""The axes in the order of the search. Kernels come first, because they decide what fits in memory. The loader's
+workers come last, because they limit only a fast setting."""

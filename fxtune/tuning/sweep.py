@@ -1,4 +1,4 @@
-"""The engine of `fxtune sweep`: asks an Optuna study for configurations, and trains each of them in a process.
+"""The engine of `fxtune sweep`. It asks an Optuna study for configurations, and trains each of them in a process.
 
     FOLDER/optuna.db       the study: drawn values, held-out losses, verdicts (optuna-dashboard reads it)
     FOLDER/trial-N/        the run of configuration N, as any other run: config, metrics, checkpoints, result
@@ -8,8 +8,9 @@ A run is an ordinary `fxtune` process. The sweep reads the held-out losses in it
 study. When the study's pruner stops a configuration, its process gets SIGTERM. The study and the run folders are the
 state of a sweep, so a killed sweep goes on where it was.
 
-Optuna's public interface cannot continue a trial that another process began. So after a kill the begun trial fails,
-and the study gets a new trial with the same values and the same run folder. The last trial of a run folder counts."""
+Optuna's public interface cannot continue a trial that another process began. So after a kill the trial that was
+running is marked as failed, and the study gets a new trial with the same values and the same run folder. Only the last
+trial of a run folder counts."""
 
 from __future__ import annotations
 
@@ -48,23 +49,23 @@ from fxtune.tuning.trial import failure
 
 STUDY = "optuna.db"
 NAME = "sweep"
-"""The name of the study in its file, and of the attribute with the plan of the sweep."""
+"""The name of the study in its file. The study's attribute with the plan of the sweep has the same name."""
 PARTS = 8
-"""Pruners compare configurations at the eighths of a run."""
+"""Pruners compare configurations after each eighth of a run."""
 ETA = 3
-"""Successive halving lets one of ETA configurations go on to the next rung, which is ETA times as far."""
+"""In successive halving one of ETA configurations goes on to the next rung. The next rung has ETA times the steps."""
 STARTUP = 8
 """Configurations that are drawn at random before TPE takes over."""
 POLL = 0.5
 """Seconds between two looks at the processes."""
 RESTARTS = 2
-"""How often a run is started again after something else has ended its process, before its configuration fails."""
+"""How often a run is started again if its process was ended from outside. After that its configuration fails."""
 TAIL = 8192
-"""Bytes at the end of a metrics.jsonl or a log in which its last lines fit."""
+"""The last lines of a metrics.jsonl or of a log fit in this many bytes."""
 STOPPED = (75, 130)
-"""The exit codes of a run that a signal has ended in an orderly way."""
+"""The exit codes of a run that a signal has stopped in an orderly way."""
 END_SWEEP: dict[int, type[UserError]] = {error.exit_code: error for error in (StorageError, DataError)}
-"""Errors that a configuration did not cause. They end the sweep, and the same command goes on once they are mended. A
+"""Errors that a configuration did not cause. They end the sweep. Once the cause is mended, the same command goes on. A
 ConfigError of a configuration that has trained before ends the sweep, too: its data or packages have changed."""
 
 
@@ -111,7 +112,7 @@ class Trial:
     steps: int = 0
     """Steps of the whole run; 0 before they are known."""
     losses: dict[int, float] = field(default_factory=dict)
-    """Eighth of the run -> the held-out loss that was compared there."""
+    """The held-out loss that was compared at each eighth of the run."""
     reason: str = ""
     """Why the configuration failed."""
 
@@ -163,7 +164,7 @@ class _Job:
     process: subprocess.Popen[bytes]
     restarts: int = 0
     pruned: bool = False
-    """Whether the pruner has stopped it, and its process is to end."""
+    """Whether the pruner has stopped the configuration, so that its process will end."""
 
 
 class Sweep:
@@ -180,15 +181,15 @@ class Sweep:
         environments: Sequence[Mapping[str, str]],
         tell: Callable[[str], None],
     ) -> None:
-        """`count`: how many configurations. `environments`: environment variables, for each process that trains at the
-        same time. `tell` gets a line for each event."""
+        """`count`: how many configurations to train. `environments`: environment variables for each of the processes
+        that train at the same time. `tell` gets a line for each event."""
         self.config, self.space, self.method, self.folder, self.tell = config, space, method, folder, tell
         self.overrides = [word for word in overrides if not word.lstrip("+").startswith("run.dir=")]
         self.count = int(min(count, combinations(space)))
         self.environments = environments
         self.trials: list[Trial] = []
         self._jobs: dict[int, _Job] = {}
-        """Index of an environment -> what trains there."""
+        """What trains in each environment, by the environment's index."""
 
     @contextmanager
     def opened(self) -> Iterator[Sweep]:
@@ -230,7 +231,7 @@ class Sweep:
         self._read_trials()
 
     def _claim(self) -> None:
-        """Write the recipe and the space to the study, or compare them with the recipe and the space in it."""
+        """Write recipe and space to a new study, or compare them with the recipe and the space in the study."""
         space = {dimension.key: dimension.text for dimension in self.space}
         plain = redact(json.loads(json.dumps(asdict(self.config))))
         before = self.study.user_attrs.get(NAME)
@@ -246,7 +247,7 @@ class Sweep:
             )
 
     def _read_trials(self) -> None:
-        """Take the configurations from the study. Queue those that an ended process has begun."""
+        """Take the configurations from the study. Queue the configurations that an ended process left unfinished."""
         found = self.study.get_trials(deepcopy=False)
         last = {frozen.user_attrs["run"]: frozen for frozen in found if "run" in frozen.user_attrs}
         for frozen in found:
@@ -300,7 +301,7 @@ class Sweep:
                     self._jobs[index] = _Job(trial, asked, self._start(trial, index))
 
     def _draw(self) -> tuple[Trial, optuna.Trial] | None:
-        """The next configuration, which runs or has failed; None if there are no more."""
+        """The next configuration, now running or failed, with its trial; None if no configuration is left."""
         if len(self.trials) >= self.count and all(trial.state is not State.waiting for trial in self.trials):
             return None
         asked = self.study.ask()
@@ -321,7 +322,7 @@ class Sweep:
         return trial, asked
 
     def _planned_steps(self, trial: Trial) -> int:
-        """How many steps the run takes; its data decides, and keys of `train` such as the batch."""
+        """How many steps the run takes. This depends on its data and on keys of `train`, such as the batch."""
 
         def batch(one: Trial) -> list[tuple[str, Any]]:
             return [(key, value) for key, value in one.values.items() if key.startswith("train.")]
@@ -343,9 +344,9 @@ class Sweep:
             )
 
     def _follow(self, index: int) -> None:
-        """Report the new losses of a run, and judge it. If its process has ended, record how."""
+        """Report the new losses of a run, and judge the run. If its process has ended, record the end."""
         job = self._jobs[index]
-        code = job.process.poll()  # before the losses are read, so that none is missed
+        code = job.process.poll()  # asked before the losses are read, so that no loss is missed
         if not job.pruned and (code is not None or self._has_passed_an_eighth(job.trial)) and self._is_pruned(job):
             job.pruned = True
             job.process.terminate()
@@ -371,7 +372,7 @@ class Sweep:
             self._end(trial, job.asked, State.failed, reason)
 
     def _has_passed_an_eighth(self, trial: Trial) -> bool:
-        """Whether the run is in an eighth whose loss is not known. Reading the losses of a long run takes time."""
+        """Whether the run has passed an eighth whose loss is not known. Only then its losses need be read."""
         part = PARTS * trial.step() // trial.steps
         return part > 0 and part not in trial.losses
 
@@ -402,7 +403,7 @@ class Sweep:
         self.tell(f"trial {trial.number} ({trial.title}) {state.value}{f': {reason}' if reason else ''}")
 
     def _clean(self, trial: Trial) -> None:
-        """Remove the checkpoints of a stopped configuration, which never goes on."""
+        """Remove the checkpoints of a stopped configuration, because it never goes on."""
         if trial.state is State.stopped:
             shutil.rmtree(trial.folder / CHECKPOINTS, ignore_errors=True)
 
@@ -433,7 +434,8 @@ class Sweep:
         ]
 
     def ranking(self) -> list[Trial]:
-        """The configurations: the farthest first, then the lowest loss; failed configurations last."""
+        """The configurations. Finished runs come first, then runs with more eighths; of equal runs, the lower loss
+        comes first. Failed configurations come last."""
         return sorted(
             self.trials,
             key=lambda trial: (
@@ -446,7 +448,7 @@ class Sweep:
         )
 
     def winner(self) -> Trial | None:
-        """The configuration with the lowest loss at the end of its run; None if no run has ended."""
+        """The configuration with the lowest loss at the end of its run; None if no run is finished."""
         return next((trial for trial in self.ranking() if trial.state is State.done), None)
 
     def used(self) -> Used:
@@ -455,12 +457,12 @@ class Sweep:
 
     @property
     def runs(self) -> float:
-        """Training so far, in whole runs."""
+        """How much was trained so far, as a number of whole runs."""
         return sum(trial.step() / trial.steps for trial in self.trials if trial.steps)
 
 
 def _nan_last(loss: float) -> float:
-    """A loss to sort by: NaN comes last."""
+    """A key to sort losses by: NaN comes last."""
     return math.inf if math.isnan(loss) else loss
 
 
@@ -469,7 +471,7 @@ def train_command(words: Sequence[str]) -> list[str]:
 
 
 def planned_steps(words: Sequence[str]) -> int:
-    """How many steps a run takes. Another process reads its data. Raises ConfigError and as a run does."""
+    """How many steps a run takes. Another process reads its data. Raises ConfigError, or an error of END_SWEEP."""
     with tempfile.TemporaryDirectory(prefix="fxtune-sweep-") as scratch:
         file = Path(scratch) / "preview.json"
         code, output, _ = run_process([sys.executable, "-m", "fxtune", "preview", *words, "--json", str(file)])
@@ -481,7 +483,7 @@ def planned_steps(words: Sequence[str]) -> int:
 
 
 def raise_if_it_ends_the_sweep(code: int, reason: str, trained: bool) -> None:
-    """Raise an error of END_SWEEP. `trained`: whether the configuration has trained before."""
+    """Raise the error that ends the sweep, if `code` is such an exit code. `trained`: whether training had begun."""
     if error := END_SWEEP.get(code) or (ConfigError if trained and code == ConfigError.exit_code else None):
         raise error(reason)
 

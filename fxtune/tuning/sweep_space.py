@@ -1,8 +1,8 @@
-"""The search space of `fxtune sweep`: keys, and the values that each may take.
+"""The search space of `fxtune sweep`: its keys, and the values that each key may take.
 
-    sweep.optimizer.lr='loguniform(1e-4,2e-3)'    evenly in the logarithm
-    sweep.train.max_grad_norm='uniform(0.3,2)'    evenly
-    sweep.techniques.lora.r='choice(8,16,32)'     one of these; `8,16,32` is the same
+    sweep.optimizer.lr='loguniform(1e-4,2e-3)'    drawn evenly in the logarithm
+    sweep.train.max_grad_norm='uniform(0.3,2)'    drawn evenly
+    sweep.techniques.lora.r='choice(8,16,32)'     one of these values; `8,16,32` is the same
 
 A key may be shortened to a unique end of its name: `sweep.lr`, `sweep.lora.r`. A key of whole numbers draws whole
 numbers. Losses are compared on the same held-out data after the same share of the run, so keys that change the data,
@@ -44,7 +44,7 @@ REFUSED = {
     "train.stop": "the sweep stops the losers itself. Add it to the recipe of the winner",
     "train.log_every": "it does not change what is learned",
 }
-"""Key or section -> why it cannot be swept."""
+"""The reason why a key, or a section of keys, cannot be swept."""
 SMALL = 4
 """A space is small if it has at most SMALL times as many configurations as the sweep trains."""
 INTERVALS = ("loguniform", "uniform")
@@ -57,7 +57,7 @@ class Dimension:
 
     key: str
     text: str
-    """As it was typed: `loguniform(1e-4,2e-3)`."""
+    """The values as they were typed: `loguniform(1e-4,2e-3)`."""
     low: float = 0.0
     high: float = 0.0
     log: bool = False
@@ -95,9 +95,9 @@ def combinations(space: Sequence[Dimension]) -> float:
 
 
 def listed(space: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` different configurations of a small space, in the order of `seed`; none of a larger space.
+    """`count` different configurations of a small space, in an order that `seed` decides; empty for a larger space.
 
-    A sampler draws a configuration of a small space more than once.
+    In a small space a sampler would draw the same configuration more than once.
     """
     if combinations(space) > SMALL * count:
         return []
@@ -138,8 +138,7 @@ def _dimension(word: str) -> Dimension:
 
 
 def full_key(name: str) -> str:
-    """The key whose name or end of name is `name`. Raises ConfigError if no key or more than one fits, or for a
-    refused key."""
+    """The key that is `name` or ends in `name`. Raises ConfigError unless exactly one key fits and it can be swept."""
     keys = [*all_keys(Config)]
     if name not in keys:
         every = [key for key in keys if key.endswith(f".{name}") and ".0." not in key and not _slot(key).fields]

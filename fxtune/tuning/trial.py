@@ -1,11 +1,11 @@
 """A trial of a search: `fxtune bench` in a separate process, its result, and the cache of results.
 
-A trial may run out of memory, crash, hang or be refused, and each of these is a result. Its process group (loader
-workers and compilers, too) is killed when the trial ends, reaches its time limit, or the search is interrupted. If the
-search itself is killed, Linux kills the trial.
+A trial may run out of memory, crash, hang or be refused, and each of these is a result. Its process group, which
+includes loader workers and compilers, is killed when the trial ends or reaches its time limit, or when the search is
+interrupted. If the search itself is killed, Linux kills the trial.
 
-The cache holds a file for each result, named by a hash of everything that the result depends on, so that an
-interrupted search continues.
+The cache holds a file for each result. The file is named by a hash of everything that the result depends on. So an
+interrupted search can continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxtune.system.process.process_group import run_process
 from fxtune.system.terminal.redact import redact_text
 
 WARM_UP = 3
-"""Steps before the measured ones; the first steps compile and fill caches."""
+"""Steps before the measured steps. The first steps compile code and fill caches."""
 
 
 class Outcome(str, Enum):
@@ -52,18 +52,18 @@ class TrialResult:
     waited: float = 1.0
     reason: str = ""
     data: str = ""
-    """Fingerprint of the data. Losses are comparable only if it is the same."""
+    """Fingerprint of the data. Only losses with the same fingerprint are comparable."""
     cached: bool = False
 
 
 class TrialCache:
-    """Results in JSON files of `folder`. `refresh`: ignore and replace earlier results."""
+    """Results of trials, as JSON files in `folder`. `refresh`: ignore and replace earlier results."""
 
     def __init__(self, folder: Path, refresh: bool = False) -> None:
         self.folder, self.refresh = folder, refresh
 
     def find(self, key: dict[str, Any]) -> TrialResult | None:
-        """The result of the trial that `key` (plain data) describes; None if it is missing or damaged."""
+        """The result of the trial that `key`, plain data, describes; None if the result is missing or damaged."""
         if self.refresh:
             return None
         try:

@@ -365,7 +365,7 @@ FORGED = {
     "a moment's shape": (
         "optimizer.safetensors",
         tensors(**{"w/exp_avg": torch.zeros(3)}),
-        "not the shape of its weight",
+        "have the shape of its weight",
     ),
     "a strange key": ("state.json", state(evil=1), "`evil`, which this version"),
     "a step as text": ("state.json", state(step="../../x"), "`step` is not of its type"),

@@ -1,1 +1,1 @@
-"""Row formats: what the columns of a row mean. One file for each format, listed in registry.py."""
+"""Row formats: the meaning of a row's columns. Each format is one file; registry.py lists the formats."""

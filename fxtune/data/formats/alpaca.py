@@ -1,4 +1,4 @@
-"""Alpaca's format: `instruction`, `output`, optionally `input` and `history`, earlier turns as pairs."""
+"""Alpaca's format: `instruction`, `output`, optionally `input` and `history` (earlier [question, answer] pairs)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class AlpacaFormat(ChatFormat):
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
         chat = Conversation()
-        if row.get("instruction") is None and row.get("output") is None:  # among questions with images (shapes.py)
+        # In a source where shapes.py converts questions with images to this format, other questions stay as they are.
+        if row.get("instruction") is None and row.get("output") is None:
             row = {**row, "instruction": row.get("prompt"), "output": row.get("completion")}
         self.add_question(chat, row)
         chat.add({"role": "assistant", "content": require_text(row.get("output"), "output")}, "output")

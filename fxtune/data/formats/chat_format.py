@@ -1,13 +1,13 @@
-"""Chats of each format as the list of messages that chat templates expect.
+"""Converts the chats of all formats to the list of messages that chat templates expect.
 
-messages, ShareGPT, Alpaca and prompt/completion differ in names only. All become a list of messages with the keys that
-templates of `transformers` know (role, content, reasoning_content, tool_calls, tool_call_id, name) and with `images`
-(image_parts.py). A row that cannot be read raises RowError, which names the wrong key.
+The formats messages, ShareGPT, Alpaca and prompt/completion differ only in names. Each becomes a list of messages with
+the keys that templates of `transformers` know (role, content, reasoning_content, tool_calls, tool_call_id, name) and
+with `images` (image_parts.py). A row that cannot be read raises RowError, which names the wrong key.
 
-This file also decides which turns are learned (`Conversation.supervised`): the turns that `data.learn` names, by
-default all assistant turns with their tool calls, but no turn of a prompt and no turn that the row switches off
-(`weight: 0` or `train: false`). An assistant turn that the row switches on is always learned. An empty answer, or a
-call that no program could run, makes a bad row: the model would learn to write it.
+This module also decides which turns are learned (`Conversation.supervised`). `data.learn` chooses turns; by default
+all assistant turns, with their tool calls. Turns of a prompt are not learned, nor turns that the row switches off
+(`weight: 0` or `train: false`). An assistant turn that the row switches on is always learned. A row with an empty
+answer, or with a call that no program could run, is a bad row, because the model would learn to write it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ SHAREGPT_ROLES = {
 }
 
 SYSTEM_ROLES = ("system", "developer")
-"""Roles of a system prompt. The second, OpenAI's newer name, stays only where a chat template knows it."""
+"""Roles of a system prompt. `developer` is OpenAI's newer name. It becomes `system` for templates without it."""
 
 LIST_KEYS = ("messages", "conversations", "conversation")
 VARIABLES = "chat_template_kwargs"
-"""The column with variables of the chat template, as the key of `data` with variables for all rows."""
+"""A column with variables of the chat template for one row. `data.chat_template_kwargs` sets them for all rows."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 CHAT_COLUMNS = frozenset(
     (*LIST_KEYS, *image_parts.COLUMNS, "tools", "functions", "parallel_tool_calls", VARIABLES, "prompt", "text")
 )
-"""Columns of chats: OpenAI's (`parallel_tool_calls` tells the service what to allow), and columns that repeat the
-first question or the rendered text."""
+"""Columns that chats often have. `parallel_tool_calls` is an option of OpenAI's service. `prompt` and `text` repeat
+the first question or the rendered text."""
 
 
 class ChatFormat(RowFormat):
@@ -51,11 +51,11 @@ class ChatFormat(RowFormat):
 
     is_chat = True
     has_lists: ClassVar[bool] = False
-    """Whether lists of messages may be JSON strings, as CSV has them."""
+    """Whether lists of messages may be JSON strings, as in CSV files."""
 
     @abstractmethod
     def turns(self, row: Mapping[str, Any]) -> Conversation:
-        """The messages of a row, with their places and switches. Raises RowError."""
+        """The messages of a row, with their places and train flags. Raises RowError."""
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         row = with_parsed_lists(row) if self.has_lists else row
@@ -67,24 +67,23 @@ class ChatFormat(RowFormat):
 
 
 def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
-    """Give a chat the images, the tools and the variables of its row, and decide which turns are learned. Raises
-    RowError."""
+    """Give a chat the images, tools and variables of its row, and decide which turns are learned. Raises RowError."""
     place_images(chat, row)
     functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
-    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions`: OpenAI's older form
+    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions` is OpenAI's older `tools`
     _drop_filled_keys(chat)
     chat.variables = _variables(row.get(VARIABLES))
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn)
     for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
-        if learned and "tool_calls" not in message:  # reasoning is no answer
+        if learned and "tool_calls" not in message:  # reasoning alone is no answer
             require_answer(message["content"][len(message.get(BEGUN, "")) :].rpartition("</think>")[2], place)
 
 
 def _drop_filled_keys(chat: Conversation) -> None:
-    """Remove arguments that are null and unknown to their tool: Arrow gives each call the keys of all others. Any
-    other null is a value."""
+    """Remove arguments of calls that are null and that the tool's schema does not have. Arrow adds them: it gives each
+    call the keys of all calls. A null argument that the schema has is a value and stays."""
     functions = [tool.get("function", tool) for tool in chat.tools or ()]
     known = {
         function.get("name"): function.get("parameters") for function in functions if isinstance(function, Mapping)
@@ -126,13 +125,13 @@ def _supervised(chat: Conversation, learn: LearnConfig) -> list[bool]:
 
 
 def with_parsed_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row` with its lists of messages parsed where they are JSON strings, as CSV has them. Raises RowError."""
+    """Parse lists of messages in `row` that are JSON strings, as in CSV files. Returns a row. Raises RowError."""
     texts = {key: row[key] for key in LIST_KEYS if isinstance(row.get(key), str) and row[key].strip()}
     return {**row, **{key: parse_json(text, key) for key, text in texts.items()}} if texts else row
 
 
 def add_turns(chat: Conversation, turns: Any, key: str) -> None:
-    """Add the messages of the list in column `key`. Raises RowError."""
+    """Add the messages of `turns`, the list in column `key`. Raises RowError."""
     if not isinstance(turns, (list, tuple)):
         raise RowError(f"{key} is {type_name(turns)}, not a list of messages")
     if not turns:
@@ -167,7 +166,7 @@ def add_prompt(chat: Conversation, prompt: Any) -> None:
 
 
 def add_turn(chat: Conversation, turn: Any, where: str) -> None:
-    """Add the message that the row has at `where`. Raises RowError."""
+    """Add the message `turn`, which the row has at `where`. Raises RowError."""
     if not isinstance(turn, Mapping):
         raise RowError(f"{where} is {type_name(turn)}, not an object")
     role, content_key = _role(turn, where)
@@ -193,7 +192,8 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
             known = f"the calls before it have {', '.join(map(short, ids))}" if ids else "no turn before it has a call"
             raise RowError(f"{where}.tool_call_id is {short(wanted)}, and {known}")
     if role == "assistant" and (name := next((key for key in REASONING_KEYS if turn.get(key) is not None), "")):
-        # Under two names, because gpt-oss reads the second; newer releases of transformers do the same.
+        # The message has its reasoning under two names, because gpt-oss's template reads `thinking`. Newer releases of
+        # transformers do the same.
         message["reasoning_content"] = message["thinking"] = require_text(turn[name], f"{where}.{name}")
     if (begun := turn.get("prefix")) is not None and (not isinstance(begun, bool) or role != "assistant"):
         raise RowError(
@@ -205,7 +205,7 @@ def add_turn(chat: Conversation, turn: Any, where: str) -> None:
 
 
 def _role(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """(the role, the key of the content)."""
+    """Returns (the role, the key of the content). Raises RowError."""
     if "role" in turn or "from" not in turn:
         role = turn.get("role")
         if not isinstance(role, str):
@@ -250,7 +250,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
     for index, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise RowError(f"{where}.tool_calls[{index}] is {type_name(call)}, not an object")
-        if not isinstance(call.get("function"), Mapping):  # the call itself is the function
+        if not isinstance(call.get("function"), Mapping):  # the call has no key `function`
             call = {"function": {key: value for key, value in call.items() if key not in ("id", "type")}} | (
                 {"id": call["id"]} if "id" in call else {}
             )
@@ -267,7 +267,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]] | N
 
 
 def _with_parsed_arguments(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`function` with its arguments as an object. APIs give a JSON string, which chat templates would quote again."""
+    """A copy of `function` whose arguments are an object. Chat templates would quote a JSON string a second time."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
@@ -290,7 +290,8 @@ def _calls_in_text(text: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _tools(tools: Any, column: str) -> list[dict[str, Any]] | None:
-    """The schemas. A null in a JSON string is a value; elsewhere Arrow has written it for a missing key."""
+    """The schemas of tools; None without tools. Nulls are removed, because Arrow writes null for missing keys. A null
+    in a JSON string is a value and stays."""
     if from_text := isinstance(tools, str):
         tools = parse_json(tools, column) if tools.strip() else None
     if tools is None or tools == []:
@@ -308,7 +309,7 @@ def _variables(value: Any) -> dict[str, Any]:
         value = parse_json(value, VARIABLES) if value.strip() else None
     if value is not None and not isinstance(value, Mapping):
         raise RowError(f"{VARIABLES} is {type_name(value)}, not an object of variables")
-    return {name: item for name, item in (value or {}).items() if item is not None}  # Parquet has null for no variable
+    return {name: item for name, item in (value or {}).items() if item is not None}  # Parquet fills gaps with null
 
 
 def is_chat(value: Any, *keys: str) -> bool:

@@ -1,4 +1,4 @@
-"""Documents that stay together: `documents`, rows in the other formats, optionally `labels`, a number for each."""
+"""Documents that stay together: `documents`, a list of rows in other formats, and optionally a list of `labels`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GroupFormat(RowFormat):
     nothing_learned = "none of its documents has an answer or a label"
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """A row with more columns holds something else, such as the documents that were retrieved for a question."""
+        """False if the row has other columns: `documents` may then be the results of a search, for example."""
         return row.keys() <= self.known_columns and is_chat(row.get("documents"))
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:

@@ -1,13 +1,14 @@
-"""Images in the messages of a chat: parts of a content, or marks in its text beside a column of images.
+"""The images in the messages of a chat.
 
-OpenAI, Qwen and TRL write a content as a list of parts, `{type: text}`, `{type: image}` or `{type: image_url}`. LLaVA,
-ShareGPT, LLaMA-Factory and ms-swift write `<image>` into the text and list the images in a column. A part may also
-take its image from the column. Here a content is one text, in which IMAGE stands for an image, and the message has its
-images as `images`, in order.
+There are two notations. OpenAI, Qwen and TRL write the content of a message as a list of parts: `{type: text}`,
+`{type: image}` or `{type: image_url}`. LLaVA, ShareGPT, LLaMA-Factory and ms-swift write `<image>` into the text and
+list the images in a column of the row. A part of type image that names no image takes its image from this column, too.
+This module turns both notations into one text, in which the character IMAGE stands for an image. The images of a
+message are its list `images`, in the order of the text.
 
-Models write no images, so `<image>` in an answer is text. In a question of a row without images it is text for a model
-that reads text alone. For a model that reads images such a row is bad, and so is a row with an image in another
-column: the image would be lost (unread_image).
+Models write no images, so `<image>` in an answer is text. In a question of a row without images, `<image>` is text for
+a model that reads text alone. For a model that reads images, such a row is a bad row. So is a row with an image in a
+column that fxtune does not read: the image would be lost (unread_image).
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from fxtune.data.formats.row_format import Conversation
 from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
 
 IMAGE = "\U0010fad3"
-"""A private-use character in place of an image."""
+"""The private-use character that stands for an image in a text."""
 MARK = "<image>"
 COLUMNS = ("images", "image")
 _PAYLOADS = ("image", "path", "url", "bytes", "image_url", "source")
 _KNOWN = frozenset((*_PAYLOADS, "type", "detail"))
 _NAME = re.compile(r"data:image/|[^\n]{1,255}\.(png|jpe?g|gif|webp|bmp|tiff?|avif|hei[cf])(\?\S*)?\s*$", re.IGNORECASE)
 _BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*", re.DOTALL)
-"""Names of images, and the first bytes of images."""
+"""_NAME matches names, URLs and data: URIs of images. _BYTES matches the first bytes of image files."""
 _PLACES = re.compile(f"({IMAGE}|{re.escape(MARK)})")
 
 
 def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The text of a content, and for each IMAGE in it (its place in the row, the image; None: in the row's column).
-    Raises RowError."""
+    """Returns (the text of a message's content, a list of (place in the row, image) for each IMAGE in the text). If a
+    part names no image, its image is None, and place_images() takes an image from the row's column. Raises RowError.
+    """
     if not isinstance(content, (list, tuple)):
         return _text(content, where), []
     texts, images = [], []
@@ -53,8 +55,8 @@ def read_content(content: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
-    """Give each message the images of its marks, and of its parts without an image, from the row's column. Raises
-    RowError if the column has more or fewer."""
+    """Give each message its list `images`. Marks and parts that name no image take the next image of the row's column.
+    Raises RowError if the messages need more or fewer images than the column has, or if an answer has an image."""
     column, listed = _column(row)
     rest, places = iter(listed), 0
     for message, where in zip(chat.messages, chat.places, strict=True):
@@ -90,8 +92,9 @@ def place_images(chat: Conversation, row: Mapping[str, Any]) -> None:
 
 
 def unread_image(row: Mapping[str, Any], read: Collection[str], questions: Iterable[str]) -> str | None:
-    """Why a model that reads images cannot learn a row without images; None if nothing in the row stands for one.
-    `read`: columns that are read, or unused on purpose. `questions`: texts in which MARK stands for an image."""
+    """The reason why a row without images is a bad row for a model that reads images; None if neither a column nor a
+    question stands for an image. `read`: columns that fxtune reads, or that the user left unused. `questions`: texts
+    in which MARK stands for an image."""
     column = next((name for name, value in row.items() if name not in read and is_image(value)), None)
     if column is not None:
         return (
@@ -108,7 +111,7 @@ def unread_image(row: Mapping[str, Any], read: Collection[str], questions: Itera
 
 
 def is_image(value: Any) -> bool:
-    """Whether the value of a column is an image or names one, or is a list of such values."""
+    """Whether the value of a column is an image, names an image, or is a list that begins with such a value."""
     if isinstance(value, Mapping):
         return any(is_image(value.get(key)) for key in _PAYLOADS)
     if isinstance(value, (list, tuple)):
@@ -119,13 +122,13 @@ def is_image(value: Any) -> bool:
 
 
 def for_chats(column: str, names: str) -> str:
-    """Why `column` is refused beside a text without a chat template. `names`: columns that make a chat of the row."""
+    """The reason why a row of plain text cannot have `column`. `names`: columns that would make the row a chat."""
     way = f". The columns {names} make a chat (the source's `columns`); write {MARK} where the image belongs"
     return f"{column} is for chats, and this prompt is a text{way if column in COLUMNS else ''}"
 
 
 def images_of(chat: Conversation) -> Iterator[tuple[str, Any]]:
-    """(place in the row, what names the image) of each image of a chat, in order."""
+    """Yield (place in the row, image) for each image of a chat, in order. The image is as the row names it."""
     for message in chat.messages:
         yield from message.get("images", ())
 
@@ -145,23 +148,23 @@ def _payload(part: Mapping[str, Any], where: str) -> Any:
     if not given:
         return None
     ((key, value),) = given
-    if key == "source" and isinstance(value, Mapping) and "data" in value:  # Anthropic's
+    if key == "source" and isinstance(value, Mapping) and "data" in value:  # the form of Anthropic's API
         return f"data:{value.get('media_type')};base64,{value['data']}"
     return value.get("url") if key in ("image_url", "source") and isinstance(value, Mapping) else value
 
 
 def _is_given(value: Any) -> bool:
-    """Whether a key of a part, or a column, has a value: Arrow writes null for missing keys."""
+    """Whether the value of a key or of a column is more than nulls. Arrow writes null for missing keys."""
     return any(map(_is_given, value.values())) if isinstance(value, Mapping) else value is not None
 
 
 def columns_of(row: Mapping[str, Any]) -> list[str]:
-    """The columns that name images."""
+    """The columns among COLUMNS that name images in this row."""
     return [name for name in COLUMNS if row.get(name) not in ("", [], ()) and _is_given(row.get(name))]
 
 
 def _column(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """(the column with images, its images); ("", []) if there is none."""
+    """Returns (the column with images, its images), or ("", []) if the row has no such column. Raises RowError."""
     given = columns_of(row)
     if len(given) > 1:
         raise RowError("images and image are two columns of images; keep one")

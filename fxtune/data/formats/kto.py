@@ -1,5 +1,5 @@
-"""One answer with a judgment: a chat, or `prompt` and `completion`, with `label` or `kto_tag`, true or false,
-1 or 0."""
+"""One answer with a judgment. The answer ends a chat, or is `completion` beside a `prompt`. The judgment is `label` or
+`kto_tag`: true or false, 1 or 0."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxtune.data.formats.values import RowError, short
 
 JUDGMENTS = ("label", "kto_tag")
 JUDGED: tuple[ChatFormat, ...] = (MessagesFormat(), ShareGPTFormat(), PromptCompletionFormat(), AlpacaFormat())
-"""The formats that a row without its judgment may have."""
+"""The formats that the columns beside the judgment may have."""
 
 
 class KTOFormat(RowFormat):
-    """The answer is the completion, or all turns after the last question. Its label is 1 if it is good, else 0."""
+    """The answer is the completion, or all turns after the last question. A good answer has label 1, a bad one 0."""
 
     name = "kto"
     columns = ("prompt", "completion", "label")
@@ -62,7 +62,8 @@ class KTOFormat(RowFormat):
 
 
 def _judgment(value: Any) -> bool | None:
-    """Whether a judgment says that the answer is good, also as a number or a text as in CSV; None: it is none."""
+    """Whether a judgment says that the answer is good; None if `value` is no judgment. Numbers and texts, as in CSV
+    files, may be judgments, too."""
     if isinstance(value, str):
         value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None

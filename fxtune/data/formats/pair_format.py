@@ -1,8 +1,9 @@
-"""Rows of preferences: two chats or two texts that begin alike, one with a chosen and one with a rejected answer.
+"""Pairs of preferences: a prompt with a chosen and a rejected answer.
 
-The formats differ in names and places only, so each gives two whole chats. The messages with which both begin are the
-prompt. (Equal characters would also take words with which both answers begin, such as `<think>`.) The rest is an
-answer, and only answers are learned. So the first turn that differs is an assistant turn in both chats.
+The formats of pairs differ only in columns. Each format builds two whole chats or texts from a row, and this module
+separates the prompt from the answers. The messages with which both chats begin are the prompt. (Characters are not
+compared, because two answers may begin with the same word, such as `<think>`.) The rest is an answer, and only answers
+are learned. So the first turn that differs must be an assistant turn in both chats.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ KNOWN_COLUMNS = (CHAT_COLUMNS - {"prompt", *LIST_KEYS}) | {
     "margin",
     *(name for pair in SCORES for name in pair),
 }
-"""Columns that each of these formats reads, or that repeat other columns."""
+"""Columns that every format of pairs reads, and columns that often repeat other columns."""
 FOR_CHATS = ("tools", "functions", VARIABLES, *COLUMNS)
-"""Columns that a text without a chat template cannot have."""
+"""Columns that a row of plain texts cannot have, because they need a chat template."""
 LEAST_REPEATED = 16
-"""Texts repeat a prompt of this many characters or more if both begin with it. Answers to "Hi" may begin with "Hi"."""
+"""If both texts begin with a prompt of at least this many characters, they repeat it. A shorter prompt proves nothing:
+two answers to "Hi" may begin with "Hi"."""
 IDENTICAL = "chosen and rejected are identical, so there is nothing to prefer"
 
 
@@ -51,17 +53,17 @@ class PairFormat(RowFormat):
     answers = (CHOSEN, REJECTED)
     nothing_learned = "each answer is switched off by its `train` or `weight`, or by data.learn"
     answer_columns: ClassVar[tuple[frozenset[str], frozenset[str]]] = (frozenset((CHOSEN,)), frozenset((REJECTED,)))
-    """(columns with the chosen answer alone, columns with the rejected answer alone)."""
+    """(columns that have only the chosen answer, columns that have only the rejected answer)."""
 
     @abstractmethod
     def sides(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation] | tuple[PlainText, PlainText]:
-        """The chat or the text with the chosen answer, and the one with the rejected answer. Raises RowError."""
+        """Returns (prompt and chosen answer, prompt and rejected answer), as two chats or texts. Raises RowError."""
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         row = with_parsed_lists(with_parsed_answers(row))
         used = {key: value for key, value in row.items() if key not in unused and value is not None}
         chosen, rejected = self.sides(used)
-        # The columns of the other answer need not be in an answer's text.
+        # coverage.py searches a document for all columns of its row, so this row has no column of the other answer.
         rows = [
             {key: value for key, value in row.items() if key not in columns}
             for columns in reversed(self.answer_columns)
@@ -77,14 +79,14 @@ class PairFormat(RowFormat):
 
 
 def complete_answer(name: str, chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
-    """complete() for a chat whose answer must be learned."""
+    """Call complete(), and raise RowError if no turn of the answer is learned."""
     complete(chat, row, learn)
     if not any(chat.supervised):
         raise RowError(f"no turn of {name} is learned: its `train` or `weight`, or data.learn, switches all of it off")
 
 
 def _separate(chosen: Conversation, rejected: Conversation) -> None:
-    """Switch the common beginning of two chats off. Raises RowError if the rest is not two answers."""
+    """Switch off the messages with which both chats begin. Raises RowError unless an answer follows in each chat."""
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     common = next((index for index, (turn, other) in enumerate(pairs) if turn != other), None)
     if common is None:
@@ -109,7 +111,7 @@ def _separate(chosen: Conversation, rejected: Conversation) -> None:
 
 
 def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
-    """Two texts without a chat template, which may repeat the prompt. Raises RowError."""
+    """The prompt with each answer, as plain texts. An answer in the row may repeat the prompt. Raises RowError."""
     if wrong := next((name for name in FOR_CHATS if row.get(name)), None):
         raise RowError(for_chats(wrong, "`instruction`, `chosen` and `rejected`"))
     if not require_text(prompt, "prompt"):
@@ -124,7 +126,7 @@ def texts(prompt: str, row: Mapping[str, Any]) -> tuple[PlainText, PlainText]:
 
 
 def is_answer(value: Any) -> bool:
-    """Whether a column holds an answer: a text, a turn or turns."""
+    """Whether `value` may be an answer: a text, a turn or a list of turns."""
     return isinstance(value, (str, Mapping)) or is_chat(value)
 
 
@@ -139,7 +141,7 @@ def is_whole_chat(value: Any) -> bool:
 
 
 def with_parsed_answers(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row` with its answers and its prompt parsed where they are chats as JSON strings, as CSV has them."""
+    """Parse the prompt and the answers in `row` that are JSON strings of chats, as in CSV files. Returns a row."""
     texts = {key: row.get(key) for key in ("prompt", CHOSEN, REJECTED, "rejected_messages")}
     chats = {key: text for key, text in texts.items() if isinstance(text, str) and _has_roles(text)}
     return {**row, **{key: parse_json(text, key) for key, text in chats.items()}}
@@ -150,7 +152,7 @@ def _has_roles(text: str) -> bool:
 
 
 def _labels(row: Mapping[str, Any]) -> list[float]:
-    """(margin, 0), the scores of both, or NaN for both. Raises RowError."""
+    """[margin, 0], the scores of the two answers, or [NaN, NaN]. Raises RowError."""
     if "margin" in row:
         return [_number(row["margin"], "margin"), 0.0]
     for names in SCORES:

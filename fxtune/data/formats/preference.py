@@ -12,7 +12,7 @@ from fxtune.data.formats.values import RowError
 
 
 class PreferenceFormat(PairFormat):
-    """Three texts are without a chat template, as in `prompt_completion`. If one is a list, the row is a chat."""
+    """A row with a list is a chat. Three texts are plain text without a chat template, as in prompt_completion.py."""
 
     name = "preference"
     columns = ("prompt", CHOSEN, REJECTED)

@@ -1,6 +1,6 @@
-"""Two whole chats that begin alike: `chosen`, `rejected`, as messages or as the texts of HH-RLHF.
+"""Two whole chats with the same beginning, in `chosen` and `rejected`: lists of messages, or texts as in HH-RLHF.
 
-In UltraFeedback `prompt` and `messages` repeat a part of the chats.
+Rows of UltraFeedback also have `prompt` and `messages`, which repeat a part of the chats.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PreferenceChatsFormat(PairFormat):
 
 
 def _repeats(value: Any, column: str, chat: Conversation) -> bool:
-    """Whether a column duplicates part of the chat: its first turns, or the text of a turn."""
+    """Whether `value`, from a column, repeats a part of the chat: its first turns, or the text of a turn."""
     if isinstance(value, str):
         return any(value.strip() in message.get("content", "") for message in chat.messages)
     repeated = Conversation()
@@ -52,7 +52,7 @@ def _repeats(value: Any, column: str, chat: Conversation) -> bool:
 
 
 def _prompt_text(row: Mapping[str, Any]) -> str:
-    """The prompt of HH-RLHF's texts where it is a separate column."""
+    """The column `prompt` if it is a text that begins with a turn, as in HH-RLHF; otherwise empty."""
     prompt = row.get("prompt")
     return prompt if isinstance(prompt, str) and TURN.match(prompt) else ""
 

@@ -1,7 +1,7 @@
 """An instruction with two answers: `instruction`, `question` or `input`, with `chosen` and `rejected`.
 
-Orca's and Argilla's rows have `system` and `input` or `question`; LLaMA-Factory's have `instruction`, `input` and
-`history`. Each becomes a chat.
+Rows of Orca and Argilla have `system`, and `input` or `question`. Rows of LLaMA-Factory have `instruction`, `input`
+and `history`. Each row becomes a chat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PreferenceInstructionFormat(PairFormat):
     needs_template = True
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """A `prompt` without `system` is a plain text, which preference.py reads."""
+        """`prompt` is an instruction only beside `system`. Without `system`, preference.py reads it as plain text."""
         is_chat = row.get("prompt") is None or isinstance(row.get("system"), str)
         return is_chat and _question(row) is not None and is_answer(row.get(CHOSEN)) and is_answer(row.get(REJECTED))
 
@@ -42,5 +42,5 @@ class PreferenceInstructionFormat(PairFormat):
 
 
 def _question(row: Mapping[str, Any]) -> str | None:
-    """The column with the question; None if all are empty."""
+    """The column with the question; None if all columns of QUESTIONS are empty."""
     return next((name for name in QUESTIONS if isinstance(row.get(name), str) and row[name].strip()), None)

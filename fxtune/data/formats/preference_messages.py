@@ -1,4 +1,4 @@
-"""A chat with a second answer: `messages`, `rejected_response` or `rejected_messages`, as ms-swift has them."""
+"""A chat in `messages`, and a second answer in `rejected_response` or `rejected_messages`, as in ms-swift's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ RESPONSE, MESSAGES = "rejected_response", "rejected_messages"
 
 
 class PreferenceMessagesFormat(PairFormat):
-    """`messages` has the chosen answer. The rejected one stands in place of all turns after the last question."""
+    """`messages` ends with the chosen answer. The rejected answer replaces all turns after the last question, unless
+    `rejected_messages` is a whole chat."""
 
     name = "preference_messages"
     columns = ("messages", RESPONSE)
@@ -46,6 +47,6 @@ class PreferenceMessagesFormat(PairFormat):
 
 
 def after_last_question(chat: Conversation) -> int:
-    """The number of messages up to the last question; 0 without one."""
+    """The number of messages from the first message to the last question; 0 if the chat has no question."""
     roles = [message["role"] for message in chat.messages]
     return len(roles) - roles[::-1].index("user") if "user" in roles else 0

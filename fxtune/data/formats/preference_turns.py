@@ -1,4 +1,4 @@
-"""A chat and two next turns: `conversations` or `messages`, with `chosen` and `rejected`, as ShareGPT has them."""
+"""A chat in `conversations` or `messages`, and two answers to it in `chosen` and `rejected`, as ShareGPT has them."""
 
 from __future__ import annotations
 

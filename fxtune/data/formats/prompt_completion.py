@@ -12,7 +12,7 @@ from fxtune.data.formats.values import RowError, require_text
 
 
 class PromptCompletionFormat(ChatFormat):
-    """Lists are a chat. Two strings are one text without a chat template, and only the completion is learned."""
+    """A row with a list is a chat. Two strings are a text without a chat template. Only the completion is learned."""
 
     name = "prompt_completion"
     columns = ("prompt", "completion")
@@ -33,8 +33,8 @@ class PromptCompletionFormat(ChatFormat):
         return PlainText(prompt + completion, len(prompt))
 
     def turns(self, row: Mapping[str, Any]) -> Conversation:
-        """A list of messages on one side or both. No turn of the prompt is learned, not even the assistant's; if it
-        ends with one, the completion goes on with it."""
+        """The chat of a row whose prompt or completion, or both, are lists of messages. No turn of the prompt is
+        learned. If the prompt ends with an assistant turn, the completion continues this turn."""
         chat = Conversation()
         add_prompt(chat, row.get("prompt"))
         add_answer(chat, row.get("completion"), "completion")

@@ -1,4 +1,4 @@
-"""All row formats, in the order in which a row is tried, and how the format of a row is detected.
+"""All row formats, in the order in which they are tried on a row, and the detection of formats.
 
 To add a format: a file beside this one, and a line in FORMATS.
 """
@@ -31,12 +31,12 @@ from fxtune.errors import DataError, nearest
 from fxtune.plugins import ROW_FORMATS
 
 AUTO = "auto"
-"""The `format` of a source whose rows tell it."""
+"""With this `format` of a source, fxtune detects the format from the rows."""
 
 FORMATS: dict[str, RowFormat] = {
     format.name: format
     for format in (
-        PreferenceChatsFormat(),  # preferences first: other formats would read one of their answers
+        PreferenceChatsFormat(),  # preferences come first: later formats would read one answer alone
         PreferenceTurnsFormat(),
         PreferenceMessagesFormat(),
         PreferenceInstructionFormat(),
@@ -47,16 +47,16 @@ FORMATS: dict[str, RowFormat] = {
         PromptCompletionFormat(),
         AlpacaFormat(),
         TokensFormat(),
-        TextFormat(),  # late, because many chat datasets hold their rendered text as well
+        TextFormat(),  # comes late, because many chat datasets also have the rendered text
         GroupFormat(),
     )
 }
-"""Each format by its name. A row has the first format that fits."""
+"""The formats by name. If several formats fit a row, the first one counts."""
 
 ROW_FORMATS.reserve(FORMATS)
 
 PAIRS = (("question", "answer"), ("prompt", "response"))
-"""Names so common that texts under them are a prompt and a completion. Others need the source's `columns`."""
+"""Texts in columns with these names are a prompt and a completion. Other names need the source's `columns`."""
 SYNONYMS = {
     "prompt": ("question", "query", "problem", "input", "instruction", "source", "user"),
     "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
@@ -65,7 +65,7 @@ SYNONYMS = {
 
 
 def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
-    """The format of most of `rows`. Raises DataError with their columns, and with columns to rename."""
+    """The most frequent format of `rows`. If no row has one, raises DataError, which suggests columns to rename."""
     found = Counter(format.name for format in map(row_format, rows) if format is not None)
     if found:
         return FORMATS[found.most_common(1)[0][0]]
@@ -81,7 +81,8 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
 
 
 def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
-    """Why a row of preferences (DPO, KTO) is refused by a format for other rows; None for any other row."""
+    """The reason why a format for other rows refuses a row of preferences (DPO, KTO); None if the row has no columns
+    of preferences. `unused`: columns to ignore."""
     found = [
         column
         for column, value in row.items()
@@ -113,12 +114,12 @@ def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> 
 
 
 def learned_by(format: RowFormat) -> str:
-    """The objective to name for a format of preferences."""
+    """The objective that messages suggest for a format of preferences."""
     return "dpo" if len(format.answers) == 2 else "kto"
 
 
 def row_format(row: Mapping[str, Any]) -> RowFormat | None:
-    """The first format that fits a row, if any."""
+    """The first format that fits a row; None if no format does."""
     try:
         return _by_columns(with_format_names(dict(row)))
     except RowError:
@@ -130,8 +131,8 @@ def _by_columns(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def with_format_names(row: dict[str, Any], unused: Collection[str] = (), images: bool = False) -> dict[str, Any]:
-    """`row`, in another common shape as a format reads it (shapes.py). `unused`: columns that do not count. `images`:
-    whether the model reads images. Raises RowError."""
+    """Convert a row in another common shape to a row that a format reads (shapes.py). Other rows stay as they are.
+    `unused`: columns to ignore. `images`: whether the model reads images. Raises RowError."""
     if (format := _by_columns(row)) is None:
         row = _renamed(row) or row
     used = given = {key: value for key, value in row.items() if key not in unused} if unused else row
@@ -150,7 +151,8 @@ def _renamed(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _lifted(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The row with the columns of the only object that holds a chat, or a prompt with an answer."""
+    """If exactly one column holds an object with a chat, or with a prompt and an answer: the row with the object's
+    columns in place of this column. Otherwise None."""
     objects = {key: with_format_names(value) for key, value in row.items() if isinstance(value, dict)}
     formats = {key: _by_columns(inner) for key, inner in objects.items()}
     held = [key for key, format in formats.items() if format is not None and (format.is_chat or format.answers)]

@@ -1,8 +1,8 @@
-"""What a row format is: the columns that a row needs, and the content that they make.
+"""A row format: the columns that a row needs, and the content that the format reads from them.
 
 A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents: a chat, a plain
-text, token ids, answers to one prompt, or a group of other rows. The encoder (data/chat/encode.py) makes tokens of
-them."""
+text, token ids, answers to one prompt, or a group of other rows. data/chat/encode.py turns the content into tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from fxtune.data.formats.values import RowError
 
 BEGUN = "begun"
-"""The key of a message with the beginning of its content with which the prompt ends; it is not learned."""
+"""This key of a message has the first part of its content. The part belongs to the prompt and is not learned."""
 OPEN = "is_open"
-"""The key of a last message that goes on (`prefix: true`): its end of turn is not learned."""
+"""This key marks a message with `prefix: true` until a turn continues the message. Its end of turn is not learned."""
 
 
 class ChatRole(str, Enum):
@@ -41,18 +41,19 @@ class LearnConfig:
     """Learn only the turns after the last answered question: the last answer, and the tool rounds before it."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("last_turn_only", "since_last_question")
-    """A word in place of this section, as in `data.learn=since_last_question`, sets this key to true."""
+    """Keys that may stand for the section: `data.learn=since_last_question` sets since_last_question to true."""
 
 
 @dataclass
 class Conversation:
-    """A chat, for the chat template."""
+    """The messages of a chat, with all that the chat template needs."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     train_flags: list[bool | None] = field(default_factory=list)
-    """For each message, whether the row's `train` or `weight` says that it is learned; None: neither is set."""
+    """For each message: True if the row's `train` or `weight` says that it is learned, False if they say that it is
+    not learned, None if neither is set. Messages of a prompt have False."""
     places: list[str] = field(default_factory=list)
-    """For each message, where the row has its text, for a message to the user."""
+    """For each message, the place of its text in the row, such as `messages[0].content`. Errors name it."""
     supervised: list[bool] = field(default_factory=list)
     """For each message, whether the model learns to write it."""
     tools: list[dict[str, Any]] | None = None
@@ -60,13 +61,13 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the row sets."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row, with its lists of messages parsed."""
+    """The row. Its lists of messages are parsed if they were JSON strings."""
     ends_prompt: bool = False
-    """Whether the prompt ends with the last message."""
+    """Whether the messages so far are the prompt, and the answer follows."""
 
     def add(self, message: dict[str, Any], place: str, train_flag: bool | None = None) -> None:
-        """Add a message. An assistant's message goes on with the turn before it where that turn is begun: it ends a
-        prompt, or has `prefix: true`. Raises RowError if this is not possible."""
+        """Add a message. An assistant's message continues the assistant turn before it if that turn ends the prompt or
+        has `prefix: true`. Raises RowError if a begun turn cannot be continued."""
         last = self.messages[-1] if self.messages else {}
         is_begun = self.ends_prompt and last.get("role") == "assistant"
         self.ends_prompt = False
@@ -89,7 +90,7 @@ class Conversation:
         self.train_flags.append(train_flag)
 
     def end_prompt(self) -> None:
-        """The messages so far are a prompt: none is learned, and an answer goes on with a begun turn."""
+        """Make the messages so far a prompt. They are not learned, and an answer continues a begun assistant turn."""
         self.train_flags = [False] * len(self.messages)
         self.ends_prompt = True
 
@@ -100,7 +101,7 @@ class PlainText:
 
     text: str
     first: int = 0
-    """The characters from here on are learned."""
+    """The index of the first character that is learned."""
 
 
 @dataclass
@@ -116,62 +117,62 @@ class RowGroup:
 
     rows: list[Mapping[str, Any]]
     labels: list[float]
-    """A label for each row's document; NaN: none."""
+    """A label for the document of each row; NaN if the document has no label."""
 
 
 @dataclass
 class Preference:
-    """Answers to one prompt, each with the prompt, which alone is not learned: a chosen and a rejected answer, or one
-    answer with a judgment. Their documents stay together, in this order."""
+    """A chosen and a rejected answer to one prompt, or one answer with a judgment. Each entry of `answers` begins with
+    the prompt, which is not learned. The documents of the answers stay together, in this order."""
 
     answers: Sequence[Conversation | PlainText]
     rows: Sequence[Mapping[str, Any]]
     """For each answer, the row without the columns of the other answer."""
     labels: list[float]
-    """A label for each answer; NaN: none."""
+    """A label for each answer; NaN if the answer has no label."""
 
 
 Content = Conversation | PlainText | TokenIds | Preference | RowGroup
 
 
 class RowFormat(ABC):
-    """A built-in row format, and all that the rest of the code knows about it."""
+    """All that the rest of the code knows about a built-in row format."""
 
     name: ClassVar[str]
     """The value of the source's `format`."""
     columns: ClassVar[tuple[str, ...]]
     """The columns that a row needs."""
     known_columns: ClassVar[frozenset[str]]
-    """Columns that the format reads, and columns that often repeat other columns: the rendered text, the first
-    question. Any other column must be in the text (data/chat/coverage.py)."""
+    """Columns that the format reads, and columns that often repeat their content: the rendered text, the first
+    question. The content of any other column must be in the text of the document (data/chat/coverage.py)."""
     is_chat: ClassVar[bool] = False
-    """Whether rows are chats, in which only answers are learned. Long chats are split between turns."""
+    """Whether rows are chats. Only their answers are learned, and long chats are split between turns."""
     is_group: ClassVar[bool] = False
-    """Whether a row holds several documents, which stay together: they are never cut."""
+    """Whether a row becomes a group: documents that stay together and are never split into pieces."""
     answers: ClassVar[tuple[str, ...]] = ()
-    """Names of the answers of a row of preferences, for messages; empty for other rows. The documents of such a row
-    begin with the same prompt and end with an answer."""
+    """The names of the answers in a row of preferences, for messages; empty if rows are not preferences. The documents
+    of a row of preferences begin with the same prompt and end with an answer."""
     needs_template: ClassVar[bool] = False
     """Whether each row needs a chat template."""
     is_question: ClassVar[bool] = True
-    """Whether a row has a question and an answer, so that a model can be asked (data.questions)."""
+    """Whether a row has a question for the model and a reference answer (data.questions)."""
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"
-    """Why no token of a whole source may be supervised."""
+    """The likely cause if a source has no supervised token. The error message names it."""
 
     @property
     def noun(self) -> str:
-        """What a row of a table becomes, for messages."""
+        """The plural noun that messages use for what rows become."""
         if self.answers:
             return "pairs" if len(self.answers) == 2 else "answers"
         return "groups" if self.is_group else "documents"
 
     @abstractmethod
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has the columns of this format, with such values. Later rows may still be wrong."""
+        """Whether a row has the columns of this format, with values of the right types. read() may still refuse it."""
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
-        """What a row holds; its columns are already renamed. `unused`: columns that are left out on purpose.
+        """Read the content of a row whose columns are renamed already. `unused`: columns to leave out.
 
-        Raises RowError, with the wrong column or turn, if a part is missing, unknown or of a wrong type.
+        Raises RowError, which names the column or turn, if a part is missing, unknown or of a wrong type.
         """

@@ -1,8 +1,9 @@
-"""Common shapes of rows that formats do not read as they are: chats of APIs, answers with scores, images with texts.
+"""Converts common shapes of rows that no format reads: chats of APIs, answers with scores, images with texts.
 
-Each function gives the row that a format reads, or None if the row has another shape, and raises RowError. The APIs of
-Anthropic, Gemini and OpenAI (Responses) have parts or items: texts, images, thoughts, calls of tools and results. A
-part of another kind stays, so that image_parts.py names it. Signatures and ids of items are not read.
+Each function returns a row that a format reads, or None if the row does not have this shape. It raises RowError if it
+cannot convert a row of this shape. The APIs of Anthropic, Gemini and OpenAI (Responses) write a chat as parts or
+items: texts, images, thoughts, tool calls and their results. Parts of other kinds stay as they are, and image_parts.py
+names them in an error. Signatures and ids of items are not read.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from fxtune.data.formats.pair_format import CHOSEN, REJECTED, SCORES
 from fxtune.data.formats.values import RowError, parse_json
 
 FILE_NAME = "file_name"
-"""The column of ImageFolder with the name of an image."""
+"""The column in which ImageFolder of `datasets` has the name of an image file."""
 OTHERS = "other answers"
-"""The column with all answers where some are not used. A remark counts such rows (chat/encode.py)."""
+"""This added column has all answers of a row if only some are used. A remark counts such rows (chat/encode.py)."""
 ORDER = REASONING, CONTENT, CALLS = "reasoning_content", "content", "tool_calls"
 """The keys of a message, in the order in which chat templates write them."""
 
 
 def from_api(row: Mapping[str, Any], fits: bool) -> dict[str, Any] | None:
-    """`row` with `messages`. `fits`: a format has its columns; it refuses only the parts of Anthropic's messages."""
+    """Convert a chat of an API to a row with `messages`. `fits`: whether a format has the columns of this row. If so,
+    the row is converted only if it has parts of Anthropic's API, because the format would refuse them."""
     lists = {name: _listed(row.get(name), name) for name in ("messages", "contents", "input", "output")}
     fits = fits or any(row.get(name) is not None for name in LIST_KEYS)
     parts = [part for turn in lists["messages"] if isinstance(turn.get(CONTENT), list) for part in turn[CONTENT]]
@@ -42,14 +44,14 @@ def from_api(row: Mapping[str, Any], fits: bool) -> dict[str, Any] | None:
     else:
         return None
     turns: list[Any] = []
-    for name, role in columns.items():  # the role of a text
+    for name, role in columns.items():  # a column that is one text is a message of this role
         turns += lists.get(name) or [{"role": role, CONTENT: row.get(name)}] * bool(row.get(name))
     rest = {key: value for key, value in row.items() if key not in columns}
     return {**rest, "messages": _messages(turns), "tools": _schemas(row.get("tools"))}
 
 
 def best_and_worst(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A pair of the best and the worst answer, of answers with their scores."""
+    """Convert answers with scores to a pair: the best answer is chosen, the worst answer is rejected."""
     match row if row.keys().isdisjoint((CHOSEN, REJECTED)) else {}:
         case {"responses": [*answers], "scores": [*scores]} | {"completions": [*answers], "scores": [*scores]}:
             pass
@@ -67,8 +69,8 @@ def best_and_worst(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def with_mark(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An image with a question and its answers, or with a caption, as Alpaca's columns; or with a pair of answers. The
-    image stands before the question, unless a text says where."""
+    """Convert an image with a question and its answers, or with a caption, to Alpaca's columns. A row with a pair of
+    answers keeps its columns. The image is put before the question, unless a text already has its mark."""
     images = columns_of(row) or [FILE_NAME] * is_image(row.get(FILE_NAME))
     if len(images) != 1 or row.get("history") or not row.keys().isdisjoint(LIST_KEYS):
         return None
@@ -76,7 +78,7 @@ def with_mark(row: Mapping[str, Any]) -> dict[str, Any] | None:
     asked = [name for name in ("instruction", "question", "prompt") if row.get(name) is not None]
     given = [name for name in ("output", "answer", "answers", "completion", "response") if row.get(name) is not None]
     if text is not None and not (asked or given or is_pair) and not (isinstance(image, str) and image in str(text)):
-        given = ["text"] * is_image(image)  # and no page that quotes its image
+        given = ["text"] * is_image(image)  # a caption; a page of text would quote its image
     elif text is not None or len(asked) != 1 or not isinstance(row[asked[0]], str) or (is_pair and "prompt" in asked):
         return None
     values = [one for name in given for one in (row[name] if isinstance(row[name], list) else [row[name]])]
@@ -96,14 +98,13 @@ def with_mark(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _listed(value: Any, where: str) -> list[Any]:
-    """The objects of a list, which may be JSON; empty for other values."""
+    """The list `value`, also from a JSON string, if its entries are objects; otherwise an empty list."""
     found = value if is_chat(value) else []
     return parse_json(found, where) if isinstance(found, str) else found
 
 
 def _messages(turns: list[Any]) -> list[Any]:
-    """The messages of turns and items: an item of the assistant goes on with the message before it. Raises
-    RowError."""
+    """Convert turns and items to messages. Neighbouring items of the assistant become one message. Raises RowError."""
     messages: list[Any] = []
     message: dict[str, Any] = {}
     was_item = False
@@ -136,7 +137,7 @@ def _messages(turns: list[Any]) -> list[Any]:
 
 
 def _read(part: Any) -> tuple[str, Any]:
-    """(the key of a message, its value) of a part or an item; `tool`: the message with the result of a tool."""
+    """Convert a part or an item to (a key of the message, its value), or to ("tool", a message with a result)."""
     match part:
         case {"type": "thinking", "thinking": str(text)} | {"thought": True, "text": str(text)}:
             return REASONING, text
@@ -162,7 +163,7 @@ def _read(part: Any) -> tuple[str, Any]:
 
 
 def _schemas(tools: Any) -> Any:
-    """The schemas of tools in OpenAI's form."""
+    """Convert the schemas of tools to OpenAI's form. Other values stay as they are."""
     tools = parse_json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
     if not is_chat(tools):
         return tools

@@ -10,7 +10,7 @@ from fxtune.data.formats.messages import MessagesFormat
 
 
 class ShareGPTFormat(MessagesFormat):
-    """Only the names of columns, keys and roles differ from `messages`, and a row may mix them."""
+    """The format `messages` with other names of columns, keys and roles. A row may mix both kinds of names."""
 
     name = "sharegpt"
     columns = ("conversations",)

@@ -14,7 +14,7 @@ class TextFormat(RowFormat):
     name = "text"
     columns = ("text",)
     known_columns = frozenset(("text", "title", "short_book_title", *LIST_KEYS, "prompt", "completion"))
-    """With the chats beside a text that the user has chosen to train on."""
+    """Chats and prompts beside the text count as known, because the user chose to train on the text."""
     is_question = False
     nothing_learned = "no text has a token"
 

@@ -11,7 +11,7 @@ from fxtune.data.formats.values import RowError, short, type_name
 IGNORE_INDEX = -100
 """The label of tokens that are not targets, as in PyTorch."""
 MASKS = ("assistant_masks", "completion_mask", "loss_mask")
-"""Columns of 0 or 1 for each token. A token is supervised if all that a row has agree."""
+"""Columns with 0 or 1 for each token. A token is supervised if `labels` and all masks of its row say so."""
 
 
 class TokensFormat(RowFormat):

@@ -1,4 +1,4 @@
-"""Values of rows as JSON has them: names of their types, depth, nulls, repeated keys, and the reasons of bad rows."""
+"""Checks of JSON values in rows: type, depth, nulls, repeated keys. RowError is the reason of a bad row."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def short(value: Any) -> str:
 
 
 def spelled(word: str) -> str:
-    """A word, shortened for a message, with the code of its first letter beyond ASCII, which may look like another."""
+    """A word, shortened for a message, with the code of its first letter beyond ASCII: letters may look the same."""
     letter = next((letter for letter in word if not letter.isascii()), None)
     return short(word) + (f" (with U+{ord(letter):04X})" if letter else "")
 
 
 def require_text(value: Any, where: str) -> str:
-    """`value`, which must be a string that UTF-8 can encode. Raises RowError that names `where`."""
+    """Returns `value` if it is a string that UTF-8 can encode. Otherwise raises RowError, which names `where`."""
     if not isinstance(value, str):
         raise RowError(f"{where} is {type_name(value)}" + ("" if value is None else ", not a string"))
     if not value.isascii() and (lone := SURROGATE.search(value)):
@@ -63,8 +63,8 @@ class RepeatedKeyError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a JSON text: the `object_pairs_hook` of every reader of rows. Raises RepeatedKeyError: Python
-    would keep the last value alone."""
+    """The `object_pairs_hook` with which every reader of rows parses JSON. Raises RepeatedKeyError if an object has a
+    key twice. Without this hook, Python would keep only the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -74,10 +74,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
-    """`value` without the keys of objects that hold null, except `keep`. Nulls in lists stay."""
+    """A copy of `value` without the null values of objects, except under keys of `keep`. Nulls in lists stay."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item, keep) for key, item in value.items() if item is not None or key in keep}
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # not lists of token ids
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, str)):  # ids and texts stay as is
         return [without_nulls(item, keep) for item in value]
     return value
 

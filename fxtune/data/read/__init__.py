@@ -1,1 +1,1 @@
-"""Files and hub datasets to rows."""
+"""Reads files and hub datasets as rows."""

@@ -1,4 +1,4 @@
-"""Parquet files, and rows of Arrow tables as `datasets` makes them."""
+"""Reads Parquet files, and Arrow tables that `datasets` made."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fxtune.data.read.row import Row, bad_row, length_fault, longest_row, too_lo
 from fxtune.errors import DataError, first_line
 
 Decoder = Callable[[Any], Iterable[dict[str, Any]]]
-"""Makes rows of an Arrow table."""
+"""A function that turns an Arrow table into rows."""
 
 
 def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows of a Parquet file, a few at a time. Columns in the encodings of `datasets` are decoded, and its columns of
-    images are left out, unless `keeps_images`."""
+    """Yield the rows of a Parquet file, a few at a time. In a file of `datasets`, columns are decoded, audio is left
+    out, and images are left out unless `keeps_images`. Raises DataError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        # No memory map: if the file shrinks while it is read, a map ends the process (SIGBUS) and raises no error.
+        # The file is not mapped into memory: if a mapped file shrinks, the process ends (SIGBUS) without an error.
         with pq.ParquetFile(path, buffer_size=1 << 20) as file:
             decode, columns = _decoder(file.schema_arrow, name, keeps_images)
             for batch in file.iter_batches(batch_size=rows_at_once(keeps_images), columns=columns):
@@ -38,8 +38,8 @@ def parquet_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[
 
 
 def _decoder(schema: Any, name: str, keeps_images: bool) -> tuple[Decoder, list[str] | None]:
-    """A decoder for batches of a schema, and the columns to read (None: all): no audio, and no images unless
-    `keeps_images`. Raises DataError if `datasets` cannot read the schema."""
+    """Returns (a decoder for batches of a schema, the columns to read; None: all columns). Columns of audio are not
+    read, and columns of images only with `keeps_images`. Raises DataError if `datasets` cannot read the schema."""
     if b"huggingface" not in (schema.metadata or {}):
         return (lambda batch: batch.to_pylist()), None
     import pyarrow as pa
@@ -64,7 +64,7 @@ def _decoder(schema: Any, name: str, keeps_images: bool) -> tuple[Decoder, list[
 
 
 def media_columns(features: Any, keeps_images: bool) -> list[str]:
-    """The columns that hold images, audio and the like; with `keeps_images` all but images."""
+    """The columns of images, audio and other media. With `keeps_images`, columns of images are not in the list."""
     from datasets import Image
 
     return [
@@ -75,8 +75,8 @@ def media_columns(features: Any, keeps_images: bool) -> list[str]:
 
 
 def without_decoding(feature: Any) -> Any:
-    """A feature of `datasets`, or a dict of features, that decodes no images and audio at any depth: to decode one,
-    `datasets` opens the file or URL that the row names, which may be any file of this machine."""
+    """A copy of a feature of `datasets`, or of a dict of features, that decodes no image or audio at any depth. To
+    decode an image, `datasets` opens the file or URL that the row names, and this may be any file of this machine."""
     if isinstance(feature, dict):
         return {name: without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, (list, tuple)):
@@ -89,16 +89,16 @@ def without_decoding(feature: Any) -> Any:
 
 
 def rows_at_once(keeps_images: bool) -> int:
-    """Rows that are in memory at a time. A photograph in a row may have 10 MB."""
+    """The number of rows in memory at a time. A photograph in a row may have 10 MB."""
     return 16 if keeps_images else 256
 
 
 def arrow_rows(table: Any, name: str, previous: int, decode: Decoder, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows of a small Arrow table that has `previous` rows before it. Rows above longest_row() are never decoded.
-    `keeps_images`: see checked_row().
+    """Yield the rows of a small Arrow table. `previous`: the number of rows before this table. Rows longer than
+    longest_row() are not decoded. `keeps_images`: see checked_row().
 
-    Arrow gives every struct all keys, with null for a missing value. These keys are removed, except `content`, which
-    chat templates read.
+    Arrow gives every struct all keys, with null for a missing value. Keys with null are removed. Only `content` stays
+    in structs, because chat templates read it.
     """
     limit = longest_row(keeps_images)
     sizes = (

@@ -12,9 +12,9 @@ from fxtune.errors import DataError
 
 
 def csv_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a CSV or TSV file. All cells are strings. Quoting is strict: else an open quote would make the rest of
-    the file one cell."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the default of 128 KB is shorter than a long document
+    """Yield the rows of a CSV or TSV file. All cells are strings. Quotes are parsed strictly: otherwise a quote that
+    is not closed would turn the rest of the file into one cell."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # for the whole process; a long document has more than the default of 128 KB
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline(MAX_ROW_BYTES)
         if header.startswith(("{", "[")):

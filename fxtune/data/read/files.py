@@ -1,6 +1,7 @@
-"""Finds the data files that a path names: a file, a folder, a glob or `builtin:NAME`, all of one kind.
+"""Finds the data files that a path names. The path is a file, a folder, a glob or `builtin:NAME`.
 
-Missing, empty, mixed or unknown files are reported here, with the closest name that exists, before a row is read.
+This module raises the errors about missing, empty, unknown or mixed files, before a row is read. If a file is missing,
+the error suggests the closest name that exists.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl", ".ndjson.gz": "jsonl",
     ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".md": "text",
 }  # fmt: skip
-"""The kind of file that a suffix means."""
+"""The kind of a file by its suffix."""
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow")
-"""Suffixes of files that may hold rows and that fxtune does not read, unless KINDS has them."""
+"""Suffixes of files that may hold rows. fxtune reads such a file only if its whole suffix is in KINDS (.jsonl.gz)."""
 HASH_BLOCK = 16 << 20
 """Bytes hashed at a time. Another value gives other content hashes."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -38,13 +39,13 @@ _COMPANIONS = ("readme", "license", "licence", "notice", "changelog", "citation"
 class DataFile:
     path: Path
     name: str
-    """The name in messages: the path as the user wrote it, or the path of a file found below it."""
+    """The name in messages: the path of the file, or `builtin:NAME`."""
     kind: str
     """jsonl, json, parquet, csv or text; arrow for a file that `datasets` made."""
     size: int
     """Bytes to read, from the start of the file."""
     stamp: tuple[int, int]
-    """Size and modification time when the file was found."""
+    """Size in bytes and modification time in nanoseconds, when the file was found."""
 
     @property
     def compressed(self) -> bool:
@@ -56,14 +57,14 @@ class DataFile:
             raise DataError(f"{self.name} changed while it was read. Start again when nothing writes to it.")
 
     def digest(self) -> str:
-        """Hash of the used bytes, in blocks on several cores."""
+        """A hash of the first `size` bytes, computed in blocks on several cores."""
 
         def block(start: int) -> bytes:
             with _open(self.path) as file:
                 file.seek(start)
                 return blake2b(file.read(min(HASH_BLOCK, self.size - start)), digest_size=16).digest()
 
-        if self.size <= HASH_BLOCK:  # start no threads: a folder may hold a hundred thousand such files
+        if self.size <= HASH_BLOCK:  # without threads: a folder may hold a hundred thousand small files
             return blake2b(block(0), digest_size=16).hexdigest()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             blocks = pool.map(block, range(0, self.size, HASH_BLOCK))
@@ -77,11 +78,11 @@ def data_file(path: Path, kind: str, name: str | None = None) -> DataFile:
 
 
 def find_files(written: str) -> list[Path] | None:
-    """The files that `written` names, sorted; None if it may be a hub id. Raises DataError if there are none."""
+    """The files that `written` names, sorted; None if it may be a hub id. Raises DataError if no file is there."""
     path = expand_path(written)
     if written.startswith(BUILTIN):
         return [_builtin(written)]
-    if os.path.isdir(path):  # os.path, not Path: for a name that is too long or has odd characters it returns False
+    if os.path.isdir(path):  # os.path returns False for a name that is too long or has odd characters; Path may raise
         return _walk(path)
     if os.path.exists(path):
         return [path]
@@ -100,8 +101,8 @@ def find_files(written: str) -> list[Path] | None:
 
 
 def without_companions(names: Sequence[str]) -> list[str]:
-    """The paths of `names` that fxtune reads. A dataset's card, its license and so on count only if nothing else is
-    there."""
+    """The paths of `names` that fxtune reads. If they are of several kinds, the companions of a dataset (its card, its
+    license and so on) are left out, unless all files are companions."""
     kinds = {name: kind for name in names if (kind := _kind_by_name(name))}
     if len(set(kinds.values())) == 1:
         return list(kinds)
@@ -109,7 +110,8 @@ def without_companions(names: Sequence[str]) -> list[str]:
 
 
 def select_data_files(written: str, found: list[Path], limit: int | None) -> list[DataFile]:
-    """The data files among `found`, all of one kind. With `limit`, JSONL files end with the last row that it needs."""
+    """The data files among `found`, which must be of one kind. With `limit`, the `size` of a JSONL file ends at the
+    last row that is needed, and later files are left out. Raises DataError."""
     kinds: dict[str, list[Path]] = {}
     for path in found:
         if kind := _kind_by_name(path.name):
@@ -159,7 +161,7 @@ def require_file(path: Path) -> None:
 
 
 def expand_path(written: str) -> Path:
-    """The path with the home folder for `~`; `~name` stays if there is no such user, unlike in Path.expanduser."""
+    """Put home folders in place of `~` and `~name`. Path.expanduser raises for unknown users; here `~name` stays."""
     return Path(os.path.expanduser(written))
 
 
@@ -173,7 +175,7 @@ def _builtin(name: str) -> Path:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Files below a folder, sorted. Hidden files are left out, linked folders are entered once."""
+    """The files below a folder, sorted. Hidden files are left out, and each linked folder is entered once."""
     found: list[Path] = []
     entered = set[str]()
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -191,7 +193,7 @@ def _kind_by_name(name: str) -> str | None:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Whether a .json file is misnamed JSONL: its first line is an object, and more follow or the object is a row."""
+    """Whether a .json file has JSONL: its first line is an object, and lines follow or the object has a format."""
     with _open(path) as file:
         line, _, rest = file.read(1 << 20).removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     try:
@@ -202,7 +204,7 @@ def _is_jsonl(path: Path) -> bool:
 
 
 def _bytes_of_rows(path: Path, count: int) -> tuple[int, int]:
-    """(bytes that the first `count` rows of a JSONL file take, how many rows those bytes hold)."""
+    """Returns (bytes of the first `count` rows of a JSONL file, number of these rows). A short file has fewer."""
     size = rows = 0
     with _open(path) as file:
         for line, length in bounded_lines(file, b"\n"):
@@ -238,7 +240,7 @@ def _looks_local(written: str, path: Path) -> bool:
 
 
 def _closest_path(path: Path) -> str:
-    """A hint for a missing path: the name closest to its first missing part, or the names in that folder."""
+    """A hint for a missing path: the closest name to its first missing part, or the names in that part's folder."""
     path = path.absolute()
     while not os.path.isdir(path.parent):
         path = path.parent

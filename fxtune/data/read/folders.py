@@ -1,12 +1,12 @@
-"""Which files of a folder belong to a subset and a split, by the rules of `datasets.load_dataset(folder, subset)`.
+"""Finds the files of a subset and a split in a folder, by the rules of `datasets.load_dataset(folder, subset)`.
 
-README.md of a dataset may declare subsets (`configs:` in its front matter, each with `data_files` or `data_dir`).
-Without that the names of files and folders decide: `data/train-00000-of-00002.parquet`, then folders named by splits,
-then files named by splits. If no name holds such a word, every file belongs to split train.
+A dataset's README.md may declare subsets (`configs:` in its front matter, each with `data_files` or `data_dir`). If no
+files are declared, names decide. Three patterns are tried in this order: `data/train-00000-of-00002.parquet`, folders
+named by splits, files named by splits. If no name matches, every file belongs to split train.
 
-`datasets.load_dataset_builder` has these rules, too. It takes 25 s for a folder of 40,000 files, and this module 2 s.
-It also fails for a folder with `[` in its path or with a Python file named like the folder, follows URLs and paths out
-of the folder, and writes to a cache. tests/data/read/test_folders.py compares the module with the library.
+`datasets.load_dataset_builder` has the same rules. It takes 25 s for a folder of 40,000 files, and this module 2 s. It
+also fails for a folder with `[` in its path or with a Python file named like the folder, follows URLs and paths out of
+the folder, and writes to a cache. tests/data/read/test_folders.py compares this module with the library.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in the name of a file or a folder, by the split that they mean."""
+"""For each split, the words in names of files and folders that mean this split."""
 DEFAULT = "default"
-"""The subset that is read if none is named, and the only subset of a folder that declares none."""
+"""The subset that is read if the source names none. A folder that declares no subsets has this subset only."""
 CARD = "README.md"
 MAX_CARD_BYTES = 16 << 20
 _SEPARATOR = "[-._ 0-9]"
-# A part of a path that holds a keyword, in a group for each of the globs that `datasets` tries one after the other.
+# Matches a part of a path with a keyword. Each group is one of the globs that `datasets` tries, in the same order.
 _WORDS = {
     split: re.compile(
         "|".join(
@@ -45,7 +45,7 @@ _WORDS = {
 }
 _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _SPLIT = re.compile(r"\w+(\.\w+)*")
-# Keys of `configs` that name files, or say nothing about the text of rows.
+# Keys of an entry of `configs` that fxtune reads, or that do not change the text of rows.
 _KNOWN_KEYS = {
     *("config_name", "data_files", "data_dir", "default", "features"),
     *("version", "description", "license", "drop_labels", "drop_metadata"),
@@ -54,22 +54,22 @@ _KNOWN_KEYS = {
 
 @dataclass(frozen=True)
 class Subset:
-    """One subset of a folder: its files, as paths below the folder."""
+    """One subset of a folder. `splits`: the files of each split, as paths relative to the folder."""
 
     name: str
     splits: dict[str, list[str]]
     others: list[str] = field(default_factory=list)
     """Names of the folder's other subsets."""
     unread: list[str] = field(default_factory=list)
-    """Keys of its entry in README.md that fxtune does not read."""
+    """Keys of the subset's entry in README.md that fxtune does not read."""
 
 
 def find_subset(folder: Path, wanted: str | None, names: Sequence[str]) -> Subset:
-    """The subset `wanted` of a folder; None: the default one. `names`: its data files, as paths below it with slashes.
+    """Find the subset `wanted` of a folder (None: the default one). `names`: its data files, as paths with slashes.
 
-    Raises DataError if the folder has no such subset, if one must be chosen, or if README.md cannot be read.
+    Raises DataError if there is no such subset, no single default subset, or README.md cannot be read.
     """
-    names = sorted(names)  # as text, the order of rows in `datasets`; paths would sort a-b/x behind a/x
+    names = sorted(names)  # sorted as text, like `datasets`; Path objects would sort a/x before a-b/x
     configs, defaults = _declared(folder)
     if not configs:
         configs, defaults = {DEFAULT: {}}, [DEFAULT]
@@ -94,16 +94,16 @@ def find_subset(folder: Path, wanted: str | None, names: Sequence[str]) -> Subse
 
 
 def splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
-    """The splits that the names of files mean, where nothing declares them."""
+    """The files of each split, by their names alone."""
     names = [name for name in names if not _special(name)]
     shards = [(match["split"], name) for name in names if (match := _SHARD.fullmatch(name))]
     if shards and all(_SPLIT.fullmatch(split) for split, _ in shards):
         found = {split for split, _ in shards}
         ordered = [*(split for split in KEYWORDS if split in found), *sorted(found - set(KEYWORDS))]
         return {split: [name for own, name in shards if own == split] for split in ordered}
-    # `datasets` reads no Markdown. The names of documents are subjects, and testing.md is no test split.
+    # `datasets` reads no Markdown. A Markdown file is named by its subject, so testing.md is no test split.
     paths = [(name, PurePosixPath(name).parts) for name in names if not name.lower().endswith(".md")]
-    for part in (slice(None, -1), slice(-1, None)):  # the folders, then the file
+    for part in (slice(None, -1), slice(-1, None)):  # folder names are tried before file names
         splits = {split: _with_word(word, paths, part) for split, word in _WORDS.items()}
         if any(splits.values()):
             return {split: own for split, own in splits.items() if own}
@@ -111,7 +111,7 @@ def splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _with_word(word: re.Pattern[str], paths: Sequence[tuple[str, Sequence[str]]], part: slice) -> list[str]:
-    """The names with a match in this part of their path, in the order of the globs."""
+    """The names that match `word` in this part of their path, sorted by the first glob that matches."""
     found = (
         (name, [match.lastindex or 0 for match in map(word.fullmatch, path[part]) if match]) for name, path in paths
     )
@@ -121,8 +121,8 @@ def _with_word(word: re.Pattern[str], paths: Sequence[tuple[str, Sequence[str]]]
 def describe(
     subset: Subset, asked: Sequence[str], chosen: Sequence[str], names: Sequence[str], packed: Sequence[str]
 ) -> str:
-    """A line about the files that are read and left out; empty if all files are read. `packed`: compressed files,
-    which fxtune does not read."""
+    """A line about the files that are read and left out, and about files and keys that fxtune cannot read; empty if
+    there are only files that are read. `packed`: compressed files of the folder that fxtune does not read."""
     lines = [f"not unpacked and not read: {some(packed)}"] if packed else []
     if subset.unread:
         lines.append(f"{CARD} sets {', '.join(subset.unread)} for subset {subset.name}, which fxtune does not read")
@@ -136,7 +136,7 @@ def describe(
         if own and split not in asked
     ]
     left += [f"subset {other}" for other in subset.others]
-    if not subset.others:  # else they are files of other subsets
+    if not subset.others:  # otherwise the remaining files may belong to other subsets
         known = {name for own in subset.splits.values() for name in own}
         left += [some(unnamed)] if (unnamed := [name for name in names if name not in known]) else []
     where = f" of subset {subset.name}" if subset.others else ""
@@ -150,10 +150,10 @@ def some(names: Sequence[str]) -> str:
 
 
 def _declared(folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """(the entries of `configs` by name, the names of the default entries)."""
+    """Returns ({name: entry of `configs`}, the names of default entries). Raises DataError."""
     front_matter = _front_matter(folder)
     entries = front_matter.get("configs") or []
-    # Values of other types are not printed: a few lines of YAML with aliases may hold a list of gigabytes.
+    # The error does not print a value of a wrong type: with aliases, a few lines of YAML may be a list of gigabytes.
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict)
         and isinstance(entry.get("config_name"), (str, int, float))
@@ -177,7 +177,7 @@ def _front_matter(folder: Path) -> dict[str, Any]:
     from huggingface_hub import metadata_load
 
     found: dict[str, Any] = {}
-    # Both may declare subsets; the second comes first, as in `datasets`.
+    # Both files may declare subsets. .huggingface.yaml overrides README.md, as in `datasets`.
     for name, read in ((CARD, metadata_load), (".huggingface.yaml", lambda path: yaml.safe_load(path.read_bytes()))):
         path = folder / name
         require_file(path)
@@ -195,7 +195,7 @@ def _front_matter(folder: Path) -> dict[str, Any]:
 
 
 def _splits_of_config(folder: Path, subset: str, config: dict[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
-    """The files of each split of one entry of `configs`."""
+    """The files of each split of subset `subset`, which the entry `config` declares. Raises DataError."""
     below = PurePosixPath(config.get("data_dir") or ".")
     inner = {
         name: str(path.relative_to(below)) for name in names if (path := PurePosixPath(name)).is_relative_to(below)
@@ -219,7 +219,7 @@ def _splits_of_config(folder: Path, subset: str, config: dict[str, Any], names: 
 
 
 def _patterns(folder: Path, subset: str, data_files: Any) -> dict[str, list[str]]:
-    """`data_files` of an entry as globs of each split."""
+    """The globs of each split, from `data_files` of an entry. Raises DataError."""
     listed = data_files if isinstance(data_files, list) else [data_files]
     if all(isinstance(entry, str) for entry in listed):
         splits = {TRAIN: listed}
@@ -256,7 +256,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _special(path: str) -> int:
-    """How many folders of a path begin with two underscores. A glob finds them only if it has as many."""
+    """The number of folders in a path that begin with two underscores. Globs match paths with the same number."""
     return sum(part.startswith("__") for part in PurePosixPath(path).parent.parts)
 
 

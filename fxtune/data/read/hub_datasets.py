@@ -1,7 +1,8 @@
 """Datasets of the Hugging Face hub, as memory-mapped Arrow tables.
 
-`datasets` retries an unreachable hub for half a minute for each file, so the hub gets one short request first
-(system/files/hub.py). If it does not answer, a copy that an earlier run left in the cache of `datasets` is used.
+If the hub cannot be reached, `datasets` retries for half a minute for each file. So this module sends one short
+request before it calls `datasets` (system/files/hub.py). If the hub does not answer, the dataset comes from the cache
+of `datasets`, where an earlier run may have left a copy.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def load(config: SourceConfig, cache_dir: Path | None) -> Any:
-    """The `datasets.Dataset` of one split. Raises DataError: no such dataset, subset, split, revision or network."""
+    """Load one split, as a `datasets.Dataset`. Raises DataError if the dataset, subset, split or revision does not
+    exist, or if the hub cannot be reached and the cache has no copy."""
     import datasets
     from datasets import exceptions
 
     path, revision = config.path, config.revision
     offline = datasets.config.HF_HUB_OFFLINE
     commit, reason = _resolve_commit(path, revision)
-    datasets.config.HF_HUB_OFFLINE = reason is not None  # makes `datasets` use its cache without any retry
+    datasets.config.HF_HUB_OFFLINE = reason is not None  # if True, `datasets` uses its cache and does not retry
     try:
         cache = str(cache_dir) if cache_dir else None
         dataset = datasets.load_dataset(path, config.subset, split=config.split, revision=commit, cache_dir=cache)
@@ -41,7 +43,7 @@ def load(config: SourceConfig, cache_dir: Path | None) -> Any:
             f"{path}: {problem} A gated or private dataset needs `hf auth login` or HF_TOKEN."
         ) from problem
     except (ValueError, OSError, exceptions.DatasetsError) as problem:
-        # An unknown subset or split, a broken file, a full disk.
+        # The causes are an unknown subset or split, a broken file or a full disk.
         if reason is not None and "cache" in str(problem).lower():
             raise _unreachable(path, f"{reason}; {str(problem).splitlines()[0]}") from problem
         raise DataError(
@@ -57,7 +59,7 @@ def load(config: SourceConfig, cache_dir: Path | None) -> Any:
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None) -> str | None:
-    """Why a dataset is not available; None if the hub answers or the cache has a copy. Downloads nothing."""
+    """The reason why a dataset is not available; None if the hub answers or a copy is cached. Downloads nothing."""
     try:
         if _resolve_commit(config.path, config.revision)[1] is None:
             return None
@@ -68,7 +70,7 @@ def missing_reason(config: SourceConfig, cache_dir: Path | None) -> str | None:
 
 
 def load_saved(folder: Path) -> Any:
-    """The dataset that `Dataset.save_to_disk` wrote to a folder."""
+    """Load the dataset in a folder of `Dataset.save_to_disk`. Raises DataError."""
     import datasets
 
     try:
@@ -83,8 +85,8 @@ def load_saved(folder: Path) -> Any:
 
 
 def dataset_rows(dataset: Any, name: str, limit: int | None, keeps_images: bool = False) -> Iterator[Row]:
-    """Rows in order, read from the memory map a few at a time. Columns of audio are left out, and columns of images
-    unless `keeps_images`. An image is not decoded: it is an object of `bytes` and `path`."""
+    """Yield the rows in order, and read a few at a time from the memory map. Columns of audio are left out. Columns of
+    images are left out unless `keeps_images`. Images stay encoded: each is an object of `bytes` and `path`."""
     from datasets import Dataset, DatasetInfo, Features
 
     dataset = dataset.remove_columns(media_columns(dataset.features, keeps_images)).with_format("arrow")
@@ -105,7 +107,8 @@ def arrow_files(dataset: Any) -> list[Path]:
 
 
 def _resolve_commit(path: str, revision: str | None) -> tuple[str | None, str | None]:
-    """(the commit that `revision` means now, None), or (revision, why the hub cannot be reached)."""
+    """Returns (the commit that `revision` means at present, None), or (revision, the reason why the hub cannot be
+    reached). Raises DataError if the dataset or the revision does not exist."""
     from huggingface_hub import errors
 
     try:
@@ -131,6 +134,6 @@ def _unreachable(path: str, reason: str) -> DataError:
 
 
 def _has_commit(dataset: Any, commit: str) -> bool:
-    """Whether a cached dataset is from this commit: `datasets` stores it under the commit's name."""
+    """Whether a cached dataset is of this commit. `datasets` has the commit in paths and URLs of the cached data."""
     places = [*map(str, arrow_files(dataset)), *(dataset.info.download_checksums or {})]
     return bool(_COMMIT.fullmatch(commit)) and any(commit in place for place in places)

@@ -19,9 +19,9 @@ _BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:
-    """Rows of a JSON file. Raises DataError where the file is no JSON."""
+    """Yield the rows of a JSON file. Raises DataError when it reaches text that is not JSON."""
     count = 0
-    # surrogateescape: bytes that are not UTF-8 become lone surrogates, which `checked_row` reports.
+    # With surrogateescape, bytes that are not UTF-8 become lone surrogates. checked_row() reports them.
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         text = _Text(file)
         try:
@@ -43,7 +43,7 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
 
 
 def _values(text: _Text, name: str) -> Iterator[tuple[Any, str]]:
-    """(value, its JSON) of each element of the array of rows."""
+    """Yield (value, its JSON text) for each row in the file's array. Raises DataError unless there is one array."""
     start = text.peek()
     if start == "[":
         yield from (text.value() for _ in text.items("[", "]"))
@@ -75,14 +75,14 @@ def _values(text: _Text, name: str) -> Iterator[tuple[Any, str]]:
 
 
 class _Text:
-    """A JSON text that is read front to back. `repeated`: the fault of the last value if it has a key twice, or ""."""
+    """A JSON text that is read from front to back. `repeated`: the fault if the last value has a key twice, or ""."""
 
     def __init__(self, file: IO[str]) -> None:
         self.file, self.window, self.at, self.repeated = file, "", 0, ""
         self.decoder = json.JSONDecoder(object_pairs_hook=self._object)
 
     def peek(self) -> str:
-        """The next character that is not blank, without taking it; empty at the end of the file."""
+        """Return the next character that is not blank, and do not consume it. Empty at the end of the file."""
         while True:
             blanks = _BLANKS.match(self.window, self.at)
             self.at = blanks.end() if blanks else self.at
@@ -97,7 +97,7 @@ class _Text:
         self.at += 1
 
     def items(self, opening: str, closing: str) -> Iterator[None]:
-        """Stop at each item of an array or an object; the caller takes it."""
+        """Yield before each item of an array or an object. The caller reads the item."""
         self.take(opening)
         while self.peek() != closing:
             yield
@@ -106,23 +106,23 @@ class _Text:
         self.take(closing)
 
     def array_holds_objects(self) -> bool:
-        """Whether the first element of the array that comes next is an object."""
+        """Whether the array that begins here has an object as its first element."""
         while True:
             inside = self.window[self.at + 1 :].lstrip()
             if inside or not self._read_more():
                 return inside.startswith("{")
 
     def value(self) -> tuple[Any, str]:
-        """The next value and its JSON."""
+        """Read the next value. Returns (value, its JSON text)."""
         self.peek()
         while True:
             self.repeated = ""
             try:
                 value, end = self.decoder.raw_decode(self.window, self.at)
             except json.JSONDecodeError as problem:
-                # Near the window's end the value may go on beyond it.
+                # If the error is near the end of the window, the rest of the value may not have been read yet.
                 cut = problem.msg.startswith("Unterminated string") or problem.pos > len(self.window) - 16
-                if cut and len(self.window) - self.at > 2 * MAX_ROW_BYTES:  # most often a quote that is never closed
+                if cut and len(self.window) - self.at > 2 * MAX_ROW_BYTES:  # usually a quote that is not closed
                     raise self.error(
                         f"a value of more than {2 * MAX_ROW_BYTES >> 20} MiB, or without an end"
                     ) from None
@@ -140,7 +140,7 @@ class _Text:
         return json.JSONDecodeError(message, self.window, self.at)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # An exception would lose the end of the value, and with it all rows after this one.
+        # After an exception the parser would not know where the value ends, and later rows could not be read.
         try:
             return unique_keys(pairs)
         except RepeatedKeyError as problem:
@@ -148,7 +148,7 @@ class _Text:
             return dict(pairs)
 
     def _read_more(self) -> bool:
-        """Drop the decoded text and read on. False at the file's end."""
+        """Drop the decoded text from the window and read more of the file. False at the end of the file."""
         left = self.window[self.at :]
         chunk = self.file.read(max(1 << 16, len(left)))
         if chunk:

@@ -1,4 +1,4 @@
-"""JSONL files: one object a line. Plain files are cut into byte ranges that workers read in parallel."""
+"""JSONL files: one object per line. Files that are not compressed are cut into byte ranges for parallel workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxtune.errors import DataError
 
 @dataclass(frozen=True)
 class LineShard:
-    """The lines of a JSONL file whose first byte is in [start, end). Both are starts of lines."""
+    """The lines of a JSONL file from byte `start` up to byte `end`. Both are starts of lines, or the file's end."""
 
     path: str
     name: str
@@ -38,7 +38,8 @@ class LineShard:
 
 
 def line_shards(path: Path, name: str, end: int, shard_bytes: int, as_read: Reading) -> Iterator[LineShard]:
-    """Cut the first `end` bytes of a file at the first line end in each `shard_bytes`. One pass counts the lines."""
+    """Cut the first `end` bytes of a file into shards: after the first newline in each block of `shard_bytes`. The
+    same pass over the file counts the lines."""
     start, first_line, newlines, position = 0, 1, 0, 0
     with reading(name), open(path, "rb") as file:
         while position < end:
@@ -56,7 +57,7 @@ def line_shards(path: Path, name: str, end: int, shard_bytes: int, as_read: Read
 
 
 def jsonl_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Row]:
-    """All rows of a JSONL file, or of a .gz of it. `keeps_images`: see checked_row()."""
+    """Yield all rows of a JSONL file, which may be compressed as .gz. `keeps_images`: see checked_row()."""
     is_gzip = path.suffix.lower() == ".gz"
     with reading(name), gzip.GzipFile(path) if is_gzip else open(path, "rb") as file:
         yield from _line_rows(file, name, keeps_images=keeps_images)
@@ -65,7 +66,7 @@ def jsonl_rows(path: Path, name: str, keeps_images: bool = False) -> Iterator[Ro
 def _line_rows(
     file: Any, name: str, first_line: int = 1, size: int | None = None, keeps_images: bool = False
 ) -> Iterator[Row]:
-    """Rows of the next `size` bytes (None: all). Blank lines are no rows, but they count as lines."""
+    """Yield the rows in the next `size` bytes (None: all). Blank lines are no rows, but line numbers count them."""
     left, number = size if size is not None else float("inf"), first_line
     lines = bounded_lines(file, b"\n", keeps_images)
     while left > 0:
@@ -93,7 +94,7 @@ def _line_rows(
 
 def _parse(line: bytes, where: str, keeps_images: bool) -> Row:
     try:
-        # Without the newline, because an error at the end would otherwise be reported at column 1 of the next line.
+        # The newline is removed. Otherwise an error at the line's end would be reported at column 1 of the next line.
         text = line.decode().rstrip("\r\n")
         value = json.loads(text, object_pairs_hook=unique_keys)
     except UnicodeDecodeError as problem:
@@ -103,7 +104,7 @@ def _parse(line: bytes, where: str, keeps_images: bool) -> Row:
         return bad_row(where, f"not JSON ({problem.msg}, column {problem.colno})", text)
     except RepeatedKeyError as problem:
         return bad_row(where, str(problem), text)
-    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or thousands of open brackets
+    except (ValueError, RecursionError) as problem:  # a number with thousands of digits, or thousands of open brackets
         return bad_row(where, f"cannot be read as JSON ({problem})", text)
     if is_too_deep(text, value):
         return bad_row(where, TOO_DEEP, text)

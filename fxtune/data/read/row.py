@@ -1,8 +1,8 @@
-"""One row of a source, its limits, and what all readers share.
+"""One row of a source, the limits of rows, and functions that all readers share.
 
-A row has a value, or the reason why it is bad. Rows have limits, because a tokenizer needs 300 bytes for each byte of
-text (16 MiB: 5 GB and 25 s), and a value nested as deep as Python allows cannot be written to the quarantine file. A
-longer row is skipped as it is read; it is never held in memory.
+A row has a value, or the reason why it is a bad row. Its length is limited, because a tokenizer needs 300 bytes of
+memory for each byte of text: 5 GB and 25 s for 16 MiB. Its depth is limited, because a value nested as deep as Python
+allows cannot be written to the quarantine file. Readers skip a row that is too long and never hold it in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _Text = TypeVar("_Text", str, bytes, covariant=True)
 MAX_RAW_CHARACTERS = 100_000
 """Characters of a bad row that are kept for the quarantine file."""
 MAX_ROW_BYTES = 16 << 20
-"""A row with more text is a bad row."""
+"""A row with more bytes of text than this is a bad row."""
 MAX_ROW_BYTES_WITH_IMAGES = 256 << 20
-"""Where rows may have images, a row with more bytes of text and images is a bad row."""
+"""If rows may have images, a row with more bytes of text and images than this is a bad row."""
 
 IMAGE_KEYS = {"image", "images", "image_url", "url", "path"}
 """Keys of rows and of parts of messages that name an image."""
@@ -43,20 +43,20 @@ class Row:
     value: dict[str, Any] | None
     error: str | None = None
     raw: Any = None
-    """What could be read of a bad row."""
+    """The part of a bad row that could be read."""
     size: int = 0
     """Approximate bytes of the row in its file."""
 
 
 def file_and_place(where: str) -> tuple[str, str]:
-    """The file of Row.where and the place in it; ("", where) without a place."""
+    """Split Row.where into (file, place in the file). Without a place, returns ("", where)."""
     found = _PLACE.fullmatch(where)
     return (found[1], found[2]) if found else ("", where)
 
 
 @dataclass(frozen=True)
 class RowShard:
-    """Rows of a source that can only be read front to back, pickled for a worker."""
+    """Rows that are pickled for a worker, because their source can only be read from front to back."""
 
     held: list[Row]
     size: int
@@ -80,15 +80,15 @@ def row_shards(rows: Iterable[Row], shard_bytes: int, shard_rows: int = 1024) ->
 
 
 def checked_row(where: str, value: Any, size: int, suspicious: bool, keeps_images: bool = False) -> Row:
-    """A row of `value`, or a bad row if it is no object, too long or (checked if `suspicious`) not Unicode. With
-    `keeps_images` the limit is MAX_ROW_BYTES_WITH_IMAGES."""
+    """A row with `value`. It is a bad row if `value` is no object, is too long, or (checked only if `suspicious`) is
+    not Unicode. With `keeps_images` the limit is MAX_ROW_BYTES_WITH_IMAGES."""
     if reason := length_fault(value, size, keeps_images):
         return bad_row(where, reason, None)
     if not isinstance(value, dict):
         return bad_row(where, f"the row is {type_name(value)}, not an object with named columns", value)
     if suspicious:
         try:
-            json.dumps(value, ensure_ascii=False, default=type_name).encode()  # an image is bytes
+            json.dumps(value, ensure_ascii=False, default=type_name).encode()  # images are bytes
         except UnicodeEncodeError:
             return bad_row(where, "holds half a surrogate pair (a broken emoji, or bytes that are not UTF-8)", value)
     return Row(where, value, size=size)
@@ -99,12 +99,12 @@ def bad_row(where: str, error: str, raw: Any) -> Row:
 
 
 def longest_row(keeps_images: bool) -> int:
-    """How many bytes of a row are read."""
+    """The number of bytes that a reader accepts in a row."""
     return MAX_ROW_BYTES_WITH_IMAGES if keeps_images else MAX_ROW_BYTES
 
 
 def length_fault(value: Any, size: int, keeps_images: bool) -> str:
-    """Why a row of `size` bytes is too long; empty if it is not."""
+    """The reason why a row of `size` bytes is too long; empty if it is short enough."""
     if size <= MAX_ROW_BYTES:
         return ""
     if size > longest_row(keeps_images):
@@ -116,7 +116,7 @@ def length_fault(value: Any, size: int, keeps_images: bool) -> str:
 
 
 def _text_bytes(value: Any, key: str = "") -> int:
-    """About how many bytes of a row are text. Bytes of images do not count, nor data: URIs under IMAGE_KEYS."""
+    """Approximate bytes of text in a row. Images do not count: neither bytes nor data: URIs under IMAGE_KEYS."""
     if isinstance(value, str):
         return 0 if key in IMAGE_KEYS and value.startswith("data:") else len(value)
     if isinstance(value, Mapping):
@@ -133,8 +133,9 @@ def too_long(size: int, keeps_images: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the rows of a file are changed. `columns`: {name in the data: new name}; a column with the new name is
-    replaced. `plugin`: a plugin's row format; empty: fxtune's formats and other shapes; None: rows as they are."""
+    """The changes that are made to the rows of a file. `columns`: {name in the data: new name}; an existing column of
+    the new name is dropped. `plugin`: the row format of a plugin that converts the rows. If it is empty, rows in
+    common shapes are converted for fxtune's formats (shapes.py). If it is None, rows are not converted."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     plugin: str | None = ""
@@ -157,7 +158,7 @@ class Reading:
                 found = convert(dict(value)) if convert else value
                 if self.plugin == "":
                     found = with_format_names(value, self.unused, self.keeps_images)
-            except (RowError, ConfigError) as reason:  # of a plugin, it names the file and the line
+            except (RowError, ConfigError) as reason:  # a plugin's error names the plugin's file and line
                 yield bad_row(row.where, str(reason).rstrip("."), value)
                 continue
             found = found.as_row() if isinstance(found, Group) else found
@@ -165,7 +166,8 @@ class Reading:
 
 
 def lifted(row: dict[str, Any], name: str) -> dict[str, Any]:
-    """`row` with a column `name`, a key of the object before the dot."""
+    """Move a key of an object to a column: for `name` a.b, the key b of the object in column a becomes the column a.b.
+    Returns `row` itself if there is no such key."""
     column, _, key = name.partition(".")
     inner = row.get(column)
     if name in row or not isinstance(inner, Mapping) or key not in inner:
@@ -175,7 +177,7 @@ def lifted(row: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn OSErrors of the block into a DataError that names the file."""
+    """A context manager that turns an OSError into a DataError with the file's name."""
     try:
         yield
     except OSError as problem:
@@ -189,7 +191,7 @@ class _Readable(Protocol[_Text]):
 
 
 def bounded_lines(file: _Readable[_Text], newline: _Text, keeps_images: bool = False) -> Iterator[tuple[_Text, int]]:
-    """(line with its newline, its length). A line longer than longest_row() is cut to MAX_RAW_CHARACTERS."""
+    """Yield (line with its newline, its length). A line longer than longest_row() is cut to MAX_RAW_CHARACTERS."""
     limit = longest_row(keeps_images)
     while line := file.readline(limit + 1):
         length = len(line)

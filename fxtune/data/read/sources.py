@@ -37,9 +37,9 @@ from fxtune.data.read.text import text_rows
 from fxtune.errors import DataError, nearest
 
 SHARD_BYTES, SHARD_BYTES_WITH_IMAGES = 1 << 20, 16 << 10
-"""Bytes that a worker takes at a time: about a second of work, or a hundred rows that name an image."""
+"""The bytes of a shard: about a second of work for a worker. With images: about a hundred rows that name an image."""
 HEAD_ROWS, HEAD_BYTES = 100, 64 << 20
-"""Rows and bytes that are read to detect the format."""
+"""At most this many rows and bytes are read to detect the format."""
 
 Shard = LineShard | RowShard
 
@@ -55,15 +55,15 @@ class Source:
     dataset: Any = None
     """The `datasets.Dataset` of kind hub."""
     parts: list[tuple[list[DataFile], int, int]] = field(default_factory=list)
-    """(files, first row, last row + 1) of each part of a split that is not whole, such as `train[:10%]`."""
+    """(files, first row, last row + 1) for each part of a split like `train[:10%]` or `train+test`; else empty."""
     remark: str = ""
-    """Which files of a folder are read and which are left out; empty if all are read."""
+    """Which files and keys of a folder are read and which are left out; empty if all are read."""
     splits: tuple[str, ...] = ()
     """The splits of a folder that have files."""
     keeps_images: bool = False
-    """Columns of images that `datasets` wrote are read."""
+    """Whether columns of images that `datasets` wrote are read."""
     as_they_are: bool = False
-    """Rows keep the names of their columns, and no plugin converts them."""
+    """Whether rows stay as they are: neither a plugin nor fxtune converts them."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Source:
 
     @property
     def file_names(self) -> list[str]:
-        """The file names with which `Row.where` begins."""
+        """The names with which `Row.where` may begin: names of files, or of the dataset."""
         return [self.name] if self.kind == "hub" else [file.name for file in self.files]
 
     @property
@@ -91,7 +91,7 @@ class Source:
         return Reading(self.config.columns, plugin, tuple(self.config.unused), self.keeps_images)
 
     def shards(self) -> Iterator[Shard]:
-        """The source in pieces for workers, in order. Each has at most a few megabytes, or one row."""
+        """Yield the source in shards for workers, in order. A shard has a few megabytes at most, or a single row."""
         limit = self.config.limit
         shard_bytes = SHARD_BYTES_WITH_IMAGES if self.keeps_images else SHARD_BYTES
         at_once = self.kind == "jsonl" and not self.parts
@@ -110,14 +110,14 @@ class Source:
             yield from shard.rows()
 
     def head(self, count: int = HEAD_ROWS) -> list[dict[str, Any]]:
-        """The usable rows among the first `count`, and at least one if the source has any. Raises DataError if there
-        is no row, or if none has a column that `columns` renames."""
+        """The usable rows among the first `count` rows. If all of these are bad, rows are read up to the first usable
+        row. Raises DataError if there is no row, or if no row has a column that `columns` renames."""
         usable, rows_read, size = [], 0, 0
         for row in replace(self, config=replace(self.config, columns={}), as_they_are=True).rows():
             rows_read, size = rows_read + 1, size + row.size
             if row.value is not None:
                 usable.append(row)
-            if usable and (rows_read >= count or size > HEAD_BYTES):  # bad rows have no format
+            if usable and (rows_read >= count or size > HEAD_BYTES):  # a bad row has no format
                 break
         if not rows_read:
             raise DataError(f"{self.name} has no rows: nothing but blank lines, a header or an empty list.")
@@ -133,12 +133,13 @@ class Source:
         return [row.value for row in rows if row.value is not None]
 
     def format(self) -> RowFormat:
-        """The configured format, or the format of the first rows. Raises DataError if they have none."""
+        """The configured format, or else the format of the first rows. Raises DataError if the rows have no known
+        format, or if rows of preferences would be read by a format for other rows."""
         unused, given = set(self.config.unused), FORMATS.get(self.config.format)
         head = [{key: value for key, value in row.items() if key not in unused} for row in self.head()]
         formats = [row_format(row) for row in head]
         most = given or (detect_format(head, self.name) if any(formats) else None)
-        # Among rows of preferences, a row of another kind is a bad row.
+        # If most rows are preferences, rows of other kinds are bad rows, and the encoder reports them.
         for row in [] if most and most.answers else head:
             own = given or row_format(row)
             if own and own.answers:
@@ -151,7 +152,7 @@ class Source:
         return detect_format(head, self.name) if head else FORMATS["text"]
 
     def content_key(self) -> str:
-        """A hash of the used bytes and not of the file names."""
+        """A hash of the bytes that are read. The names of files do not change it."""
         key = blake2b(self.kind.encode(), digest_size=16)
         if self.kind == "hub":
             key.update(repr((self.config.split, len(self.dataset))).encode())
@@ -167,7 +168,7 @@ class Source:
         return f"{self.name} ({self.kind}, {count}, {self.size / 1e6:,.1f} MB)"
 
     def count(self, data_files: list[DataFile]) -> int:
-        """The number of rows in `data_files`, bad ones included."""
+        """The number of rows in `data_files`, with bad rows."""
         return sum(1 for _ in self._read(data_files))
 
     def _read_parts(self) -> Iterator[Row]:
@@ -208,7 +209,7 @@ def open_source(config: SourceConfig, cache_dir: Path | None = None) -> Source:
 
 
 def _open_saved(config: SourceConfig, path: Path) -> Any:
-    """The dataset in a folder of `save_to_disk`; None if `path` is no such folder."""
+    """The dataset in a folder of `save_to_disk`; None if `path` is no such folder. Raises DataError."""
     if os.path.isfile(path / "dataset_dict.json"):  # DatasetDict: a folder for each split
         there = sorted(folder.parent.name for folder in path.glob("*/state.json"))
         if missing := [name for name in splits.split_names(config) if name not in there]:
@@ -236,7 +237,7 @@ def _open_saved(config: SourceConfig, path: Path) -> Any:
 
 
 def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
-    """The files and rows that `config.subset` and `config.split` name."""
+    """A source with the files and rows that `config.subset` and `config.split` select."""
     is_folder = os.path.isdir(path)
     splits.require_no_hub_keys(config, has_subsets=is_folder)
     names = {(file.relative_to(path).as_posix() if is_folder else str(file)): file for file in found}
@@ -268,7 +269,7 @@ def _open_files(config: SourceConfig, path: Path, found: list[Path]) -> Source:
 
 
 def missing_reason(config: SourceConfig, cache_dir: Path | None = None) -> str | None:
-    """Why the data of `config.path` is not available; None if it is. Downloads nothing."""
+    """The reason why the data of `config.path` is not available; None if it is available. Downloads nothing."""
     try:
         if files.find_files(config.path) is not None:
             return None

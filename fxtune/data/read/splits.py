@@ -1,7 +1,7 @@
-"""Reads `split` of a source with data on this disk: which rows of which splits it selects.
+"""Finds the rows that `split` of a source selects, for data on this disk.
 
-The datasets library parses it: `train`, `train[:10%]`, `train[100:200]`, `train[-5%:]`, `train+test`. folders.py says
-which files of a folder belong to a split. A file or a glob has one split, `train`.
+The datasets library parses the value: `train`, `train[:10%]`, `train[100:200]`, `train[-5%:]`, `train+test`.
+folders.py says which files of a folder belong to a split. A file or a glob has one split, `train`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxtune.errors import DataError, first_line
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of one split, `last` excluded."""
+    """Rows of one split, from `first` to `last` - 1."""
 
     split: str
     first: int
@@ -31,7 +31,7 @@ def is_plain_split(split: str) -> bool:
 
 
 def split_names(config: SourceConfig) -> list[str]:
-    """The splits that `config.split` names. Raises DataError if it is no split."""
+    """The splits that `config.split` names. Raises DataError if `config.split` cannot be parsed."""
     if is_plain_split(config.split):
         return [config.split]
     names = [part.partition("[")[0].strip() for part in config.split.split("+")]
@@ -41,7 +41,7 @@ def split_names(config: SourceConfig) -> list[str]:
 
 
 def row_ranges(config: SourceConfig, count: Callable[[str], int]) -> list[RowRange]:
-    """The rows that `config.split` names, in order. `count`: the number of rows of a split."""
+    """The rows that `config.split` names, in order. `count` gives the number of rows of a split. Raises DataError."""
     from datasets import ReadInstruction
 
     counts = {name: count(name) for name in split_names(config)}
@@ -57,7 +57,7 @@ def row_ranges(config: SourceConfig, count: Callable[[str], int]) -> list[RowRan
 
 
 def require_no_hub_keys(config: SourceConfig, has_subsets: bool = False) -> None:
-    """Raise DataError for `revision`, and for `subset` unless `has_subsets`: data on this disk has neither."""
+    """Raise DataError if `revision` is set, or `subset` without `has_subsets`: data on this disk has no such keys."""
     for key, value in (("subset", None if has_subsets else config.subset), ("revision", config.revision)):
         if value is not None:
             inner = Path(config.path) / value

@@ -1,4 +1,4 @@
-"""Text files: a row is the document, a paragraph or a line."""
+"""Text files. A row is a whole file, a paragraph or a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxtune.data.read.row import MAX_ROW_BYTES, Row, bad_row, bounded_lines, rea
 
 
 def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:
-    """Rows of a text file. `unit`: `document` (all of it), `paragraph` (text between blank lines) or `line`."""
+    """Yield the rows of a text file. `unit`: `document` (all), `paragraph` (text between blank lines) or `line`."""
     with reading(name), open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         if unit == "document":
             size = path.stat().st_size
@@ -22,7 +22,7 @@ def text_rows(path: Path, name: str, unit: str) -> Iterator[Row]:
                 yield _too_long(f"{name}:{number}", length, line)
             elif line.strip() and unit == "paragraph":
                 first, total = (first, total + length) if paragraph else (number, length)
-                if total <= 2 * MAX_ROW_BYTES:  # hold no more of a paragraph that is too long already
+                if total <= 2 * MAX_ROW_BYTES:  # the paragraph is a bad row, and its rest is dropped
                     paragraph.append(line)
             elif line.strip():
                 yield _text_row(f"{name}:{number}", line.rstrip("\n"))

@@ -1,1 +1,1 @@
-"""Text to token tables, in several processes, cached."""
+"""Turns sources into token tables on disk, with several processes and a cache."""

@@ -1,8 +1,8 @@
 """The token cache: one folder for each table, named by a hash of all that the tokens depend on.
 
-A table is written to a staging folder under a lock and renamed when it is complete. So of two runs that start
-together, one tokenizes and the other waits, and a kill at any moment leaves either the complete table or none. An open
-table is locked against removal.
+A process locks a table, writes it to a staging folder, and renames this folder when the table is complete. If two runs
+start together, one tokenizes and the other waits. After a kill at any moment, the table is complete or does not exist.
+An open table is locked against removal.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def _staging_folder(folder: Path) -> Path:
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """The staging folder of a table, whose lock the caller holds. It replaces `folder` if the body raises no error.
-    Older files in both were left by a process that died."""
+    """A context manager with the path of a table's staging folder. The staging folder replaces `folder` if the body
+    raises no error. The caller holds the table's lock, so only a dead process can have left an older staging folder.
+    """
     staging = _staging_folder(folder)
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -51,7 +52,7 @@ def _lock_file(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path, source: str) -> Iterator[None]:
-    """Hold the lock of a table. Required to build a table, and to check whether a table is complete."""
+    """A context manager that holds the lock of a table, for building the table or checking whether it is complete."""
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -72,8 +73,8 @@ def locked(folder: Path, source: str) -> Iterator[None]:
 
 
 def keep_from_removal(folder: Path) -> IO[bytes] | None:
-    """Record that a table is in use, and return an open file that keeps remove_unused() of other processes away. None
-    on a file system that is read-only or has no locks."""
+    """Record that a table is in use. While the returned file is open, remove_unused() of other processes keeps the
+    table. Returns None on a file system that is read-only or has no locks."""
     try:
         locked_file = open(folder / META, "rb")  # noqa: SIM115 - stays open as long as the table
         fcntl.flock(locked_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -84,7 +85,7 @@ def keep_from_removal(folder: Path) -> IO[bytes] | None:
 
 
 def remove_unused(root: Path, days: float) -> tuple[int, int]:
-    """Remove tables and staging folders that no run used for `days`. Returns (folders removed, bytes freed)."""
+    """Remove tables and staging folders that no run used for `days` days. Returns (folders removed, bytes freed)."""
     removed = freed = 0
     for folder in sorted(root.glob("*/")):
         try:
@@ -93,7 +94,7 @@ def remove_unused(root: Path, days: float) -> tuple[int, int]:
             files = list(folder.iterdir())
             if time.time() - max(path.stat().st_mtime for path in (folder, *files)) < days * 86400:
                 continue
-            with open(folder / META, "ab") as locked_file:  # "a": a staging folder may have no such file yet
+            with open(folder / META, "ab") as locked_file:  # "a" creates the file: a staging folder may lack it
                 fcntl.flock(locked_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 size = sum(path.stat().st_size for path in folder.iterdir())
                 shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +105,7 @@ def remove_unused(root: Path, days: float) -> tuple[int, int]:
 
 
 def require_usable_paths(folder: Path, files: list[str]) -> None:
-    """Raise StorageError if something else lies at a path of a table, such as a folder at the path of a file."""
+    """Raise StorageError if a path of a table has something of another kind, such as a folder in place of a file."""
     wanted = {folder: FOLDER, _staging_folder(folder): FOLDER, _lock_file(folder): FILE}
     for path, kind in (wanted | {folder / name: FILE for name in files}).items():
         if (found := kind_of(path)) not in (None, kind):

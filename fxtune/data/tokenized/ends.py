@@ -1,9 +1,9 @@
-"""Finds end-of-answer tokens in tokenized data, and a short question to try them on.
+"""Finds the tokens that end answers in tokenized data, and a short question to try them on.
 
-An end-of-answer token is a special token that ends a run of supervised tokens. A chat template may end a turn with
-`<|im_end|>` where the tokenizer's end-of-text token is `<|endoftext|>`: the trained model writes `<|im_end|>` and goes
-on, unless generation stops there, too. The tokens come from the data, not from the template, so rows of every format
-count.
+An end-of-answer token is a special token that ends a run of supervised tokens. It may differ from the tokenizer's
+end-of-text token: a chat template may end a turn with `<|im_end|>`, while the tokenizer has `<|endoftext|>`. The
+trained model then writes `<|im_end|>` and goes on, unless generation stops at this token, too. The tokens come from
+the data, not from the template, so rows of every format count.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fxtune.data.tokenized.table import TokenTable
 BLOCK = 1 << 24
 """Tokens that are in memory at a time."""
 TRIED = 256
-"""Documents of each source among which a question is chosen."""
+"""A question is chosen among this many first documents of each source."""
 LONGEST = 256
-"""Tokens of an answer at most."""
+"""The largest number of tokens of an answer."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ShortQuestion:
     """A question of the data that has a short answer."""
 
     prompt: list[int]
-    """Token ids up to the answer."""
+    """Token ids before the answer."""
     answer_tokens: int
-    """Tokens of the answer, with the token that ends it."""
+    """The number of tokens of the answer, with the token that ends it."""
     images: tuple[ImageReference, ...] = ()
     """The images among the tokens of the prompt, in order."""
 
@@ -64,7 +64,7 @@ def used_special_tokens(tables: Sequence[TokenTable], tokenizer: Any) -> list[in
 
 
 def short_question(tables: Sequence[TokenTable], ends: Collection[int]) -> Optional[ShortQuestion]:
-    """The shortest question, in tokens, whose answer ends with a token of `ends`; None if there is none."""
+    """The shortest question and answer, in tokens. The answer ends with a token of `ends`. None if no answer does."""
     best: Optional[ShortQuestion] = None
     for table in tables:
         for begin, end in zip(table.offsets[:TRIED], table.offsets[1 : TRIED + 1], strict=False):

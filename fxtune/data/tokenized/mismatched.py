@@ -1,11 +1,11 @@
-"""A table in which each answer has a mismatched twin: its prompt with the answer of another row.
+"""Gives each answer of a table a mismatched twin: its prompt with the answer of another row.
 
-KTO (arXiv:2402.01306) measures how far the model has moved from its reference on such pairs. The twin is the second
-document of the answer's group, without a label, so that packing, hold-outs and resuming move both together. The other
-row is the next one with another answer to another prompt, so the table is the same in every run, whatever its batches.
+KTO (arXiv:2402.01306) measures with the twins how far the model has moved from its reference. The twin is the second
+document of the answer's group and has no label. So packing, hold-outs and resuming keep answer and twin together. The
+other row is the next row with another prompt and another answer, so each run has the same table, whatever its batches.
 
-With data.on_long=truncate the prompt of both documents loses the same tokens at its beginning until the two fit. A row
-whose answers do not fit is left out.
+With data.on_long=truncate, both documents lose the same tokens at the beginning of the prompt until they fit. A row is
+left out if its two answers do not fit.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ VERSION = 3
 
 
 def with_mismatched(table: TokenTable, longest: int | None = None, packing: bool = True) -> TokenTable:
-    """`table`, whose groups are single documents, with the twin of each; from the cache if it is there.
+    """Give each document of `table` its twin, or take the result from the cache. In `table` a group is one document.
 
-    `longest`: tokens of a row; with `packing` it holds both documents of a group, otherwise each has a row. Longer
-    groups lose the beginning of their prompt. None: prompts stay as they are.
+    `longest`: tokens of a row of a batch. With `packing` the row holds both documents of a group; otherwise each
+    document has a row. Groups that do not fit lose the beginning of their prompt. None: prompts stay as they are.
 
     Raises DataError if all answers are the same or no group fits, StorageError if the table cannot be written.
     """
     assert len(table.groups) == len(table) + 1
-    # From the whole prompts, so that each row's lost tokens are counted once.
+    # The twins are made from whole prompts, so that the lost tokens of a row are counted once.
     whole = table.whole or table
     name = f"{whole.folder.name}-mismatched-{VERSION}"
     if longest is not None:
@@ -60,7 +60,7 @@ def _build(folder: Path, table: TokenTable, longest: int | None, packing: bool) 
     prompts = _prompt_lengths(table)
     rows = np.arange(len(table))
     if longest is not None:
-        # An answer that fits no row is no other row's mismatched answer either.
+        # An answer that does not fit into a row of a batch is not used in a twin either.
         needed = np.diff(table.offsets) - prompts + max(len(table.beginning), 1)
         rows = rows[needed <= longest]
     twins = rows[_mismatched_rows(table, rows, prompts)] if len(rows) else rows
@@ -81,7 +81,7 @@ def _build(folder: Path, table: TokenTable, longest: int | None, packing: bool) 
 def _shard(
     table: TokenTable, rows: np.ndarray, twins: np.ndarray, prompts: np.ndarray, longest: int | None, packing: bool
 ) -> EncodedShard:
-    """The groups of `rows`. `twins`: for each, the row of its mismatched answer; `prompts`: as _prompt_lengths()."""
+    """The groups of `rows`. `twins`: for each row, the row with the other answer. `prompts`: see _prompt_lengths()."""
     built, split = ShardBuilder(), SplitCounts()
     assert table.prompts is not None
     for row, twin in zip(rows.tolist(), twins.tolist(), strict=True):
@@ -113,15 +113,15 @@ def _shard(
 
 
 def _prompt_lengths(table: TokenTable) -> np.ndarray:
-    """Tokens of each document before its first supervised token, int64 [documents]."""
+    """The number of tokens before the first supervised token of each document, int64 [documents]."""
     targets = np.flatnonzero(table.supervised)
     return np.asarray(targets[np.searchsorted(targets, table.offsets[:-1])] - table.offsets[:-1])
 
 
 def _mismatched_rows(table: TokenTable, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """For each of `rows`, the place in `rows` of the next row with another answer to another prompt, int64 [rows];
-    after the last row comes the first. If there is no such row, the next row with another answer. `lengths`: as
-    _prompt_lengths()."""
+    """For each of `rows`, the index in `rows` of the next row with another prompt and another answer, int64 [rows]. If
+    there is no such row, the next row with another answer is taken. After the last row, the search goes on at the
+    first. `lengths`: see _prompt_lengths(). Raises DataError if all answers are the same."""
     spans = zip(table.offsets[rows] + lengths[rows], table.offsets[rows + 1], strict=True)
     digests = (blake2b(table.ids[begin:end].tobytes(), digest_size=8).digest() for begin, end in spans)
     answers = np.frombuffer(b"".join(digests), "<u8")
@@ -143,15 +143,15 @@ def _mismatched_rows(table: TokenTable, rows: np.ndarray, lengths: np.ndarray) -
         is_found = ~same_prompt & (answers[place] != answers[waiting])
         found[waiting[is_found]] = place[is_found]
         passed = passed + (later - place) % len(rows)
-        # A row that has seen all others keeps the next row with another answer.
+        # A row that was compared with all others keeps the next row with another answer.
         goes_on = ~is_found & (passed < len(rows))
         waiting, place, passed = waiting[goes_on], later[goes_on], passed[goes_on]
     return found
 
 
 def _next_change(values: np.ndarray) -> np.ndarray | None:
-    """For each of `values`, the place of the next value that differs, int64; after the last comes the first. None if
-    all are equal."""
+    """For each of `values`, the index of the next value that differs, int64 [values]. After the last value, the search
+    goes on at the first. None if all values are equal."""
     changes = np.flatnonzero(values != np.roll(values, -1))
     if not len(changes):
         return None

@@ -1,8 +1,8 @@
 """Worker processes that take tasks in order and return the results in the same order.
 
-Each worker has its own pipe to the main process, which ends with the worker. The workers of a ProcessPoolExecutor
-share a queue: if a worker is killed while it writes a large result or holds the queue's lock, the main process or the
-other workers wait forever.
+Each worker has its own pipe to the main process, and the pipe ends with the worker. The workers of a
+ProcessPoolExecutor share a queue. If a worker is killed while it writes a large result or holds the queue's lock, the
+main process or the other workers wait forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 MAX_WAITING = 2
-"""Results that may wait for an earlier one, besides one task for each process. This limits the memory."""
+"""At most this many results wait in memory for an earlier result, besides one task for each process."""
 
 
 class WorkerDied(Exception):
@@ -34,8 +34,8 @@ class WorkerDied(Exception):
 def map_in_order(
     setup: Callable[[Any], Callable[[Task], Result]], argument: Any, tasks: Iterable[Task], processes: int
 ) -> Generator[Result]:
-    """Yield `setup(argument)(task)` for each task, computed by new processes (spawn) that end with the iterator. Each
-    process calls `setup` once. Raises the exceptions of `setup` and of tasks, and WorkerDied if a process dies."""
+    """Yield `setup(argument)(task)` for each task, in order. New processes (spawn) compute the results and end with
+    the iterator. Each process calls `setup` once. Raises errors of `setup` and tasks; WorkerDied if a process dies."""
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, BaseProcess] = {}
     busy: dict[Any, int] = {}
@@ -48,7 +48,7 @@ def map_in_order(
                 target=_worker_main, args=(theirs, setup, argument, LIBRARY_LOG.file), daemon=True
             )
             workers[ours].start()
-            theirs.close()  # so that the pipe ends with the process
+            theirs.close()  # the worker alone holds this end, so the pipe ends with it
         while True:
             idle = [pipe for pipe in workers if pipe not in busy]
             room = min(len(idle), next_index + processes + MAX_WAITING - sent)
@@ -76,7 +76,7 @@ def map_in_order(
     finally:
         for pipe, process in workers.items():
             if process.pid is not None:
-                process.kill()  # it holds nothing that would be lost
+                process.kill()  # no work of the process would be lost
                 process.join()
             pipe.close()
 

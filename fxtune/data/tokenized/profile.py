@@ -1,7 +1,7 @@
-"""Statistics of documents: lengths, supervised share, the scripts of their letters, and the shares of tokens.
+"""Statistics of documents: lengths, share of supervised tokens, scripts of letters, and share of each token id.
 
-Scripts stand for languages. The Unicode name of a letter says its script, without a model: it distinguishes Greek from
-Korean, but not French from German.
+Scripts stand for languages. The Unicode name of a letter names its script, so no model is needed. Scripts distinguish
+Greek from Korean, but not French from German.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from fxtune.data.tokenized.table import TokenTable
 
 PERCENTILES = (5, 50, 95)
 _DECODED = 512
-"""Tokens of a document whose letters are counted."""
+"""Letters are counted in this many first tokens of each document."""
 
 
 @dataclass(frozen=True)
 class Profile:
     documents: int
     lengths: tuple[int, ...]
-    """Tokens of a document at each of PERCENTILES."""
+    """Number of tokens of a document at each of PERCENTILES."""
     supervised: float
-    """Share of the tokens."""
+    """Share of the tokens that are supervised."""
     scripts: dict[str, float]
-    """Share of the letters, the most frequent script first."""
+    """Share of each script among the letters, most frequent script first."""
     tokens: np.ndarray
-    """float64 [vocabulary]: share of the tokens."""
+    """float64 [largest id + 1]: share of each token id among the tokens."""
 
     def distance(self, other: Profile) -> float:
-        """Total variation distance of the shares of tokens: from 0, the same, to 1, no token in common."""
+        """Total variation distance between the shares of token ids: 0 if they are equal, 1 if no id occurs in both."""
         size = max(len(self.tokens), len(other.tokens))
         own, others = (np.pad(side.tokens, (0, size - len(side.tokens))) for side in (self, other))
         return float(np.abs(own - others).sum() / 2)
 
 
 def profile(tables: Sequence[TokenTable], digests: np.ndarray, tokenizer: Any) -> Profile:
-    """The profile of the documents with these digests, each counted once. There is at least one."""
+    """The profile of the documents with these digests. A digest counts once. There must be at least one document."""
     left = {int(digest) for digest in digests}
     lengths, supervised, letters = list[int](), 0, Counter[str]()
     ids = [np.zeros(0, np.int32)]
@@ -67,5 +67,5 @@ def profile(tables: Sequence[TokenTable], digests: np.ndarray, tokenizer: Any) -
 
 @lru_cache(maxsize=100_000)
 def script(letter: str) -> str:
-    """The script of a letter by its Unicode name: Latin, Cyrillic, Greek, Arabic, Cjk, Hangul, ..."""
+    """The script of a letter, by its Unicode name: Latin, Cyrillic, Greek, Arabic, Cjk, Hangul, ..."""
     return unicodedata.name(letter, "other").split()[0].capitalize()

@@ -1,4 +1,4 @@
-"""The row that each group of documents was made from: messages name its file and line, `fxtune refresh` copies it."""
+"""Finds the row that a group of documents was made from: messages name its place, and `fxtune refresh` copies it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fxtune.data.tokenized.table import TokenTable
 
 
 def usable_rows(source: SourceConfig, table: TokenTable | None, data: DataConfig) -> Iterator[Row]:
-    """The row of each document of `table.by_row`, in order. `table`: the tokens of `source`, which name its bad rows;
-    None if it has no bad row."""
+    """Yield the row of each document of `table.by_row`, in order. `table`: the tokens of `source`, which list its bad
+    rows; None if the source has no bad row."""
     opened = open_source(source, cache_root(data) / "datasets" if data.cache_dir else None)
     bad = {entry["where"] for entry in table.read_bad_rows(opened.file_names)} if table and table.bad_rows else set()
     return (row for row in opened.rows() if row.value is not None and row.where not in bad)
@@ -32,6 +32,6 @@ def place_of_image(source: SourceConfig, table: TokenTable, image: int, data: Da
     document = int(np.searchsorted(table.offsets, table.image_starts[image], "right")) - 1
     if table.whole is None:
         row = int(np.searchsorted(table.groups, document, "right")) - 1
-    else:  # the pieces of a chat have its digest
+    else:  # each piece has the digest of its chat
         row = int(np.argmax(table.by_row.digests == table.digests[document]))
     return place_of_row(source, table, row, data)

@@ -1,7 +1,7 @@
 """A tokenized source on disk: its arrays, the bad rows, and a JSON file with counts and file sizes.
 
-The arrays are .npy files, opened as memory maps: a table of a hundred gigabytes opens immediately, all processes share
-it through the page cache, and it pickles as the name of its folder.
+The arrays are .npy files that are opened as memory maps. A table of a hundred gigabytes opens immediately, all
+processes share its pages, and a pickle of the table is only the name of its folder.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from fxtune.data.tokenized.cache import META, keep_from_removal
 
 ARRAYS = {"ids": np.int32, "supervised": np.bool_, "offsets": np.int64, "digests": np.uint64}
 GROUP_ARRAYS = {"groups": np.int64, "labels": np.float32}
-"""Stored only where a group has several documents or a document has a label."""
+"""These arrays are stored only if a group has several documents or a document has a label."""
 PROMPTS = "prompts"
-"""Stored only for rows of preferences."""
+"""This array is stored only for rows of preferences."""
 IMAGES, BLOB = "images", "images.bin"
-"""Stored only where a document has an image. The blob holds the path or the bytes of each image."""
+"""The array and the file are stored only if a document has an image. The file has the path or the bytes of each image.
+"""
 IMAGE = np.dtype(
     {
         "names": ["start", "tokens", "digest", "height", "width", "at", "bytes", "file_size", "modified", "is_file"],
         "formats": ["<i8", "<i8", "<u8", "<i4", "<i4", "<i8", "<i8", "<i8", "<i8", "?"],
     }
 )
-"""An image: its first token in `ids`, its number of tokens, the hash of its file, its size in pixels, and the place of
-its path or its bytes in the blob. A file also has its size in bytes and its modification time in nanoseconds."""
+"""An image: the index of its first token in `ids`, its number of tokens, the hash of its file, its size in pixels, and
+the place of its path or its bytes in images.bin. If the image is a file: also the file's size in bytes and its
+modification time in nanoseconds."""
 BAD_ROWS = "bad_rows.jsonl"
 _KINDS: dict[str, Any] = ARRAYS | GROUP_ARRAYS | {PROMPTS: np.uint64, IMAGES: IMAGE}
 DATA_FILES = [BAD_ROWS, BLOB, *(f"{key}.npy" for key in _KINDS)]
@@ -51,31 +53,31 @@ DATA_FILES = [BAD_ROWS, BLOB, *(f"{key}.npy" for key in _KINDS)]
 
 class TokenTable:
     """Documents of one source as token ids, in the order of the source. The documents of one row, such as several
-    answers to a question, are a group. Plans move whole groups.
+    answers to a question, are a group. Batches keep a group together.
 
     Attributes:
         ids: int32 [tokens].
         supervised: bool [tokens], whether the token is a target.
         offsets: int64 [documents + 1]; document i is ids[offsets[i]:offsets[i + 1]].
         digests: uint64 [documents], a hash of the ids and the images of a document's group, the same on every machine.
-        labels: float32 [documents], NaN for a document without a label. None if no document has a label, and each
-            document is a group.
-        prompts: uint64 [documents], a hash of the prompt that a group shares; None unless the rows are preferences.
+        labels: float32 [documents], NaN for a document without a label. None if no document has a label and each
+            document is a group by itself.
+        prompts: uint64 [documents], a hash of the prompt of a document's group; None unless rows are preferences.
         images: structured array [images] of IMAGE, in the order of their tokens; None without images.
         image_processor: makes tensors of the images; None without images.
         reference: float32 [tokens], the log-probability of each supervised token under the reference model of a
             run; None unless read_reference() was called.
-        fingerprint: hash of ids, `supervised`, the ends of documents and groups, labels and images.
+        fingerprint: a hash of `ids`, `supervised`, the ends of documents and groups, labels and images.
         name: the source, as the user wrote it.
         format: the rows' format.
         bad_rows: how many rows could not be used.
         escaped: how many documents quote special tokens, which were tokenized as text.
         remarks: {remark: documents}. A remark names something that the chat template leaves out by design.
-        rewritten: how many chats have a learned turn that is not written as in sampling.
-        split: counts of the pieces, if long or rewritten chats are stored as pieces. A piece has its chat's digest.
+        rewritten: how many chats have a learned turn that the chat template writes differently in sampling.
+        split: counts of pieces, if long or rewritten chats are stored as pieces. A piece has the digest of its chat.
         beginning: the ids that the tokenizer puts before each text, such as `<s>`; empty unless the rows are
             preferences.
-        whole: the same source with its chats unsplit, if this table has pieces.
+        whole: the table of the same source before chats were split, prompts shortened or twins added; otherwise None.
     """
 
     ids: np.ndarray
@@ -90,7 +92,7 @@ class TokenTable:
     def __init__(
         self, folder: Path, name: str, reference: str = "", image_processor: ImageProcessor | None = None
     ) -> None:
-        """`reference`: the file in `folder` that read_reference() reads; empty: none."""
+        """`reference`: a file in `folder` for read_reference(); if empty, no file is read."""
         self.folder, self.name, self.reference_file = folder, name, ""
         self._open_file = keep_from_removal(folder)
         meta = read_meta(folder)
@@ -116,7 +118,7 @@ class TokenTable:
             self.read_reference(reference)
 
     def read_reference(self, file: str) -> None:
-        """Open `file` in the table's folder as `reference`. Raises OSError, ValueError, EOFError if it is damaged."""
+        """Set `reference` from a file in the table's folder. Raises OSError, ValueError, EOFError if it is damaged."""
         stored = np.load(self.folder / file, mmap_mode="r")
         if stored.dtype != np.float32 or stored.shape != self.ids.shape:
             raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
@@ -137,17 +139,17 @@ class TokenTable:
 
     @cached_property
     def image_starts(self) -> np.ndarray:
-        """int64 [images]: the first token of each image, as an index of `ids`. A copy: a search in a field of `images`
-        copies the field each time, in 3 ms for a million images."""
+        """int64 [images]: the index in `ids` of each image's first token. This is a copy of the field in `images`: a
+        search in the field itself would copy it in each call, in 3 ms for a million images."""
         assert self.images is not None
         return np.ascontiguousarray(self.images["start"])
 
     def image_sizes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(vision features, height in pixels, width in pixels) of the images with these indices, int64 arrays."""
+        """Returns (vision features, height, width) of images, int64 [indices] each. Height and width are in pixels."""
         assert self.images is not None
         found = self.images[indices]
         heights, widths = (found[name].astype(np.int64) for name in ("height", "width"))
-        # The tokens of an image depend on its size alone.
+        # Images of one size have the same number of features, so features are counted once for each size.
         known, first, which = np.unique(heights << 32 | widths, return_index=True, return_inverse=True)
         features = np.zeros(len(known), np.int64)
         for at, (size, image) in enumerate(zip(known.tolist(), first.tolist(), strict=True)):
@@ -160,7 +162,7 @@ class TokenTable:
 
     @property
     def embedded_bytes(self) -> int:
-        """Bytes of the images in the rows themselves, which are stored beside the table."""
+        """Bytes of images that rows had as bytes and not as files. The table's folder stores these images."""
         if self.images is None:
             return 0
         embedded = self.images[~self.images["is_file"]]
@@ -184,7 +186,7 @@ class TokenTable:
         )
 
     def placed_images(self, start: int, length: int) -> list[PlacedImage]:
-        """The images among ids[start:start + length], with their places there."""
+        """The images among ids[start:start + length]. Their places are relative to `start`."""
         if (found := self.images) is None:
             return []
         return [
@@ -197,7 +199,7 @@ class TokenTable:
         return np.memmap(self.folder / BLOB, np.uint8, "r")
 
     def has_changed_images(self) -> bool:
-        """Whether the file of an image is not the file that was tokenized."""
+        """Whether the file of an image was changed or removed after it was tokenized."""
         if self.images is None:
             return False
         for index in np.flatnonzero(self.images["is_file"]).tolist():
@@ -220,7 +222,7 @@ class TokenTable:
 
     @cached_property
     def by_group(self) -> TokenTable:
-        """This table with each group as one document: offsets and digests have one entry a group."""
+        """This table with each group as one document: `offsets` and `digests` have an entry for each group."""
         if not self.is_grouped:
             return self
         table: TokenTable = object.__new__(TokenTable)
@@ -232,22 +234,22 @@ class TokenTable:
 
     @property
     def held_out_by(self) -> np.ndarray:
-        """uint64 [documents]: the hash that decides on which side of a hold-out a document is. All answers to a prompt
-        are on one side: else the model would be judged by prompts to which it has learned answers."""
+        """uint64 [documents]: the hash that decides whether a document is held out. For preferences this is the
+        prompt's hash. Otherwise the model would be judged on prompts to which it has learned answers."""
         return self.digests if self.prompts is None else self.prompts
 
     @property
     def by_row(self) -> TokenTable:
-        """The same source with one document for each usable row: chats unsplit, and each group as one document."""
+        """The same source with one document for each usable row: whole chats, and each group as one document."""
         return (self.whole or self).by_group
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """The number of tokens of the longest document."""
         return int(np.diff(self.offsets).max(initial=0))
 
     def read_bad_rows(self, files: list[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The rows that could not be used: {where, error, row}. `files`: the present names of the source's files."""
+        """Yield each bad row as {where, error, row}. `files`: the present names of the source's files, for `where`."""
         names = dict(zip(self._files, files or self._files, strict=True))
         with open(self.folder / BAD_ROWS, encoding="utf-8") as lines:
             for line in lines:
@@ -267,7 +269,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @dataclass
 class EncodedShard:
-    """The documents of one shard. The arrays are as in TokenTable, with lengths in place of offsets."""
+    """The documents of one shard, in arrays as in TokenTable. `lengths`, in tokens, is in place of `offsets`."""
 
     ids: np.ndarray
     supervised: np.ndarray
@@ -279,13 +281,13 @@ class EncodedShard:
     rewritten: int = 0
     split: SplitCounts = field(default_factory=SplitCounts)
     group_sizes: np.ndarray | None = None
-    """int64 [groups]: documents in each; None: one."""
+    """int64 [groups]: the number of documents in each group. None if each group has one document."""
     labels: np.ndarray | None = None
-    """float32 [documents]; None: no labels."""
+    """float32 [documents]; None if no document has a label."""
     prompts: np.ndarray | None = None
-    """uint64 [documents]; None: no preferences."""
+    """uint64 [documents]; None if rows are not preferences."""
     images: list[PlacedImage] = field(default_factory=list)
-    """Ascending; their `start` is an index of `ids`."""
+    """Sorted by `start`, which is an index of `ids` in this shard."""
 
 
 class ShardBuilder:
@@ -300,9 +302,9 @@ class ShardBuilder:
     def add(
         self, documents: Sequence[Any], digest: int, labels: Sequence[float] | None = None, prompt: int | None = None
     ) -> None:
-        """Add the documents of a row (`ids`, `supervised` and `images`), a group or the pieces of a chat. They share
-        `digest`, and so their side of a hold-out. `labels`: of the documents of a group. `prompt`: the hash of their
-        prompt, for preferences."""
+        """Add the documents of a row: one document, a group, or the pieces of a chat. Each has `ids`, `supervised` and
+        `images`. They share `digest`, so they are on the same side of a hold-out. `labels`: one for each document of a
+        group. `prompt`: the hash of the prompt of preferences."""
         for document in documents:
             self._images += [image._replace(start=self._tokens + image.start) for image in document.images]
             self._tokens += len(document.ids)
@@ -316,7 +318,7 @@ class ShardBuilder:
             self._prompts += [prompt] * len(documents)
 
     def shard(self, **counts: Any) -> EncodedShard:
-        """`counts`: the other fields of the shard."""
+        """Build the shard. `counts`: the other fields of EncodedShard."""
         return EncodedShard(
             ids=np.concatenate([np.zeros(0, np.int32), *self._ids]),
             supervised=np.concatenate([np.zeros(0, np.bool_), *self._supervised]),
@@ -331,14 +333,14 @@ class ShardBuilder:
 
 
 class TableWriter(ExitStack):
-    """Writes a table front to back and holds nothing of it in memory."""
+    """Writes a table from front to back and keeps nothing of it in memory."""
 
     def __init__(self, folder: Path, files: list[str]) -> None:
         super().__init__()
         self.folder, self.files = folder, dict.fromkeys(files)
         self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = self.rewritten = 0
         self.labelled = 0
-        """Documents with a label."""
+        """The number of documents with a label."""
         self.first_bad: Row | None = None
         self.remarks: Counter[str] = Counter()
         self._is_grouped = self._has_prompts = False
@@ -369,13 +371,13 @@ class TableWriter(ExitStack):
             prompts=np.zeros(0) if part.prompts is None else part.prompts,
             images=self._stored(part.images),
         )
-        # Images may move, so their paths are not hashed.
+        # Image files may be moved, so the fingerprint does not depend on their paths.
         places = [(self.tokens + start, tokens, image.digest) for start, tokens, image in part.images]
         hashed = arrays | {IMAGES: np.array(places, np.uint64)}
         for key, values in arrays.items():
             self._arrays[key].append(values)
             if key in self._hashes:
-                # In one byte order, so that the fingerprint is the same on every machine.
+                # Values are hashed in one byte order, so that the fingerprint is the same on every machine.
                 kind = np.dtype(np.uint64 if key == IMAGES else _KINDS[key])
                 self._hashes[key].update(np.ascontiguousarray(hashed[key], kind.newbyteorder("<")).data)
         self.labelled += count - int(np.isnan(labels).sum())
@@ -398,7 +400,7 @@ class TableWriter(ExitStack):
             self._bad.write(json.dumps(entry, default=_as_text) + "\n")
 
     def _stored(self, images: Sequence[PlacedImage]) -> np.ndarray:
-        """Write paths and bytes of images into the blob, each once; and the array of `images`."""
+        """Write the path or bytes of each image into the blob, equal content only once. Returns an array of IMAGE."""
         places: dict[bytes, int] = {}
         rows = []
         for start, tokens, image in images:
@@ -418,7 +420,7 @@ class TableWriter(ExitStack):
         _sync(self._bad)
         _sync(self._blob)
         files = list(DATA_FILES)
-        # Without groups the arrays would say that each document is a group.
+        # If each document is a group without a label, the arrays of groups say nothing.
         absent = [*(() if self._is_grouped else GROUP_ARRAYS), *[PROMPTS] * (not self._has_prompts)]
         if not self._blob_bytes:
             absent.append(IMAGES)
@@ -469,7 +471,7 @@ class _NpyFile:
 
 
 def _as_text(value: Any) -> str:
-    """A value of a bad row that JSON does not have."""
+    """A text for a value of a bad row that JSON cannot express."""
     return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 

@@ -1,8 +1,8 @@
 """Tokenizes a source into a `TokenTable`: in parallel, in bounded memory, once for the same content and settings.
 
-Shards go to worker processes and come back as arrays, which are written to disk in order. Only a few are in memory at
-a time. The table's folder is named by a hash of the rows' bytes and of every setting that the tokens depend on.
-Documents are split later, so `data.sequence_length` is no such setting.
+Worker processes turn shards of rows into arrays, which are written to disk in order. Only a few shards are in memory
+at a time. The table's folder is named by a hash of the rows' bytes and of all settings that the tokens depend on. The
+table does not depend on `data.sequence_length`. If chats must be split or prompts shortened, a second table is made.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from fxtune.upstream.transformers import import_code_of_models
 ENCODING_VERSION = 12
 """Part of the cache's key. Raise it when the code makes other tokens of the same row, or refuses other rows."""
 SPLIT_VERSION = 2
-"""Part of the cache's key of a table of split chats. Raise it when the code splits them otherwise."""
+"""Part of the cache's key for tables of split chats. Raise it when the code splits chats differently."""
 SHORTEN_VERSION = 1
-"""Part of the cache's key of a table with shorter prompts. Raise it when the code shortens them otherwise."""
+"""Part of the cache's key for tables with shorter prompts. Raise it when the code shortens prompts differently."""
 IMAGES_VERSION = 2
-"""Part of the cache's key of a table for a model that reads images, as ENCODING_VERSION."""
+"""Part of the cache's key for models that read images. Raise it for the same reasons as ENCODING_VERSION."""
 IN_PROCESS_BYTES = 4 << 20
 """Sources smaller than this are tokenized in this process, because starting workers would take longer."""
 IN_PROCESS_SECONDS = 20.0
-"""Workers take the rest of a small source with images if it would take longer in this process."""
+"""If the rest of a small source with images would take longer than this in this process, workers take the rest."""
 BATCH_ROWS = 256
 BATCH_BYTES = 512 << 10
 
@@ -71,8 +71,9 @@ def tokenize(
     `progress`: print a line about the result.
 
     Raises:
-        DataError: the source cannot be read, a row is bad (on_bad_row=error), none is usable, or none supervised.
-        StorageError: the cache cannot be written, or has pipes, sockets or devices under the names of its files.
+        DataError: the source cannot be read, a row is bad (on_bad_row=error), or no row is usable or supervised.
+        StorageError: the cache cannot be written, or has a pipe, socket or device under the name of one of its files.
+        HardwareError: there is not enough memory.
     """
     started = time.perf_counter()
     root = cache.cache_root(data)
@@ -86,7 +87,7 @@ def tokenize(
         whole, cached = _open_or_build(folder, settings, opened, encoder, data)
         table = whole
         if change := _change_documents(whole, encoder, data):
-            # A second table: the first one does not depend on the row's length, so other lengths can reuse it.
+            # A second table is made. The first one does not depend on data.sequence_length, so other lengths reuse it.
             table, found = _open_or_build(folder, [*settings, change], opened, encoder, data)
             table.whole, cached = whole, cached and found
         if not cached and data.cache_days is not None:
@@ -110,8 +111,8 @@ def tokenize(
 
 
 def _change_documents(whole: TokenTable, encoder: Encoder, data: DataConfig) -> list[Any]:
-    """Set the encoder to split chats or to shorten prompts, where rows of `whole` need it. Returns the cache's key of
-    the change; empty: none."""
+    """Set the encoder to split chats or to shorten prompts if rows of `whole` need this. Returns what the change adds
+    to the cache's key; empty if there is no change."""
     format, length = encoder.format, data.sequence_length
     encoder.by_question = bool(whole.rewritten) and data.on_rewritten is OnRewritten.split
     is_cut = format.is_chat and data.on_long is OnLong.split
@@ -129,7 +130,8 @@ def _change_documents(whole: TokenTable, encoder: Encoder, data: DataConfig) -> 
 def _open_or_build(
     tables: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig
 ) -> tuple[TokenTable, bool]:
-    """The table of these settings in the folder of all tables, and whether it was there."""
+    """Open the table of these settings. Build it if it does not exist or its images have changed. `tables`: the folder
+    of all tables. Returns (the table, whether it was in the cache)."""
     folder = tables / _hash([ENCODING_VERSION, *settings, sorted(source.config.unused)])
     cache.require_usable_paths(folder, [cache.META, *DATA_FILES])
     with cache.locked(folder, source.name):
@@ -143,9 +145,10 @@ def _open_or_build(
 
 
 def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
-    """All that the tokens depend on, besides the version. A new setting is added only where it is not the default."""
+    """All settings that the tokens depend on, without the version. Newer settings are added only if they are not the
+    default, so that the keys of older tables stay valid."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in ("padding", "truncation"):  # set by earlier calls; the encoder sets its own
+    for state in ("padding", "truncation"):  # earlier calls set them; the encoder sets its own
         backend.pop(state, None)
     settings = [
         source.content_key(),
@@ -166,7 +169,7 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
     if encoder.learn != LearnConfig():
         learn = asdict(encoder.learn)
         if not learn["since_last_question"]:
-            del learn["since_last_question"]  # versions without this key have the same tokens
+            del learn["since_last_question"]  # older versions have no such key and the same tokens
         settings.append({"learn": learn})
     if encoder.variables:
         settings.append({"chat template kwargs": encoder.variables})
@@ -185,9 +188,9 @@ def _hash(settings: list[Any]) -> str:
 
 
 def _build(folder: Path, settings: list[Any], source: Source, encoder: Encoder, data: DataConfig) -> None:
-    """Make the table in `folder`, whose lock the caller holds."""
+    """Build the table in `folder`. The caller holds the table's lock."""
     reading = phase(f"Tokenizing {source.describe()}", round(source.size / 1e6, 1), "MB")
-    # Closed here: the traceback of an error would keep the worker processes alive.
+    # closing() ends the worker processes, which an error's traceback would keep alive.
     shards = closing(_encoded_shards(source, encoder, data))
     with (
         cache.staged(folder) as staging,
@@ -237,7 +240,8 @@ def _require_targets(writer: TableWriter, source: Source, encoder: Encoder, data
 
 
 def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Generator[tuple[EncodedShard, int]]:
-    """(tokens of a shard, its size in bytes) for each shard in order, made in this process or in workers."""
+    """Yield (tokens of a shard, its size in bytes) for each shard in order. The tokens are made in this process or in
+    workers. Raises HardwareError if there is not enough memory."""
     workers, left = data.workers or cores(), source.shards()
     if workers == 1 or source.size < IN_PROCESS_BYTES:
         began, done = time.perf_counter(), 0
@@ -245,7 +249,7 @@ def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Gener
             for shard in left:
                 yield encode_shard(shard, encoder), shard.size
                 done += shard.size
-                # A row with images takes as long as they do, and is short.
+                # Rows that name images are short, and the images take most of the time.
                 rest = (time.perf_counter() - began) * (source.size - done) / max(done, 1)
                 if encoder.images is not None and workers > 1 and rest > IN_PROCESS_SECONDS:
                     break
@@ -275,19 +279,19 @@ def _encoded_shards(source: Source, encoder: Encoder, data: DataConfig) -> Gener
 
 
 def _worker_setup(encoder: bytes) -> Callable[[Shard], EncodedShard]:
-    """Set up a worker. It never imports torch, so it starts fast and stays small."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    if b"transformers_modules" in encoder:  # the tokenizer's code came with the model: make it importable here
+    """Set up a worker. A worker never imports torch, so it starts fast and stays small."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker uses one core
+    if b"transformers_modules" in encoder:  # the tokenizer's code came with the model and must be importable
         import_code_of_models()
     return partial(encode_shard, encoder=pickle.loads(encoder))
 
 
 def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
-    """Tokenize the rows of a shard. Rows that cannot be read or encoded are in `bad`, in order."""
+    """Tokenize the rows of a shard. Rows that cannot be read or encoded are in `bad` of the result, in order."""
     built, bad = ShardBuilder(), list[Row]()
     escaped, rewritten, split = 0, 0, SplitCounts()
     remarks: Counter[str] = Counter()
-    # In batches, so that their Python lists of ids need little memory.
+    # Rows are encoded in batches, because Python lists of ids need much memory.
     for batch in (part.held for part in row_shards(shard.rows(), BATCH_BYTES, BATCH_ROWS)):
         usable = [row for row in batch if row.value is not None]
         folders = [encoder.folders.get(file_and_place(row.where)[0]) for row in usable]
@@ -330,14 +334,14 @@ def _group_digest(documents: list[Document]) -> int:
 
 
 def _digest(ids: Sequence[int], images: Sequence[PlacedImage]) -> int:
-    """A hash of tokens and of what the images among them show."""
+    """A hash of token ids and of the content of the images among them."""
     digest = blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=8)
     digest.update(np.array([image.image.digest for image in images], "<u8").tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 
 def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quarantine: Path | None) -> None:
-    """Add the bad rows to the quarantine file, or raise DataError for the first (on_bad_row=error)."""
+    """Add the bad rows to the quarantine file. With on_bad_row=error, raise DataError for the first bad row."""
     entries = table.read_bad_rows(source.file_names)
     if data.on_bad_row is OnBadRow.error:
         first = next(entries)
@@ -346,7 +350,8 @@ def _report_bad_rows(table: TokenTable, source: Source, data: DataConfig, quaran
         return
     try:
         quarantine.parent.mkdir(parents=True, exist_ok=True)
-        # A resumed run finds the same rows again: write each only once. A kill may have cut the last line short.
+        # A resumed run finds the same rows again, and each is written only once. If an earlier process was killed, the
+        # last line may be incomplete and is dropped.
         text = quarantine.read_text() if quarantine.exists() else ""
         complete = text[: text.rfind("\n") + 1]
         present = set(complete.splitlines())

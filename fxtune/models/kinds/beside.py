@@ -1,7 +1,7 @@
-"""What the parts of a model beside its decoder and head cost, as the forecasts ask for it.
+"""The cost of the parts of a model beside its decoder and head, for forecasts.
 
-A kind of model answers with a `Beside` (Decoder.beside). The class itself answers for parts that no step computes,
-such as an encoder of sound: they take memory for their weights, and nothing else.
+Each kind of model returns a `Beside` (Decoder.beside). The class itself describes parts that no step computes, such as
+an encoder of sound. They take memory for their weights and nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class BesideMemory:
     """Bytes on one rank."""
 
     held: int = 0
-    """For a whole step: inputs, features, and the activations of parts with gradients."""
+    """Bytes for a whole step: inputs, features, and the activations of parts with gradients."""
     peak: int = 0
-    """In addition, while the parts run forward or backward."""
+    """Additional bytes while the parts run forward or backward."""
 
 
 @dataclass(frozen=True)
 class BesideWork:
-    """What is computed, read and written for some images."""
+    """The numbers that are computed, read and written for some images."""
 
     products: float
     """FLOPs of products."""
@@ -34,7 +34,7 @@ class BesideWork:
     numbers: float
     """Numbers that a pass reads and writes, without the activations of MLPs."""
     inner: float
-    """Numbers in the MLPs."""
+    """Numbers in the activations of MLPs."""
     layers: int
     backward: bool
     """Whether gradients pass through the layers."""
@@ -46,15 +46,15 @@ class Beside:
 
     parameters: int = 0
     trainable: int = 0
-    """Of these, the parameters that Facts.trains_images trains."""
+    """How many of these parameters are trained if Facts.trains_images."""
 
     @property
     def shape(self) -> EncoderShape | None:
-        """The vision encoder's; None for a model that reads no images."""
+        """The shape of the vision encoder; None for a model that reads no images."""
         return None
 
     def trained(self, facts: Facts) -> int:
-        """The parameters that a run without adapters trains."""
+        """How many of these parameters a run without adapters trains."""
         return self.trainable if facts.trains_images else 0
 
     def has_gradients(self, facts: Facts) -> bool:
@@ -66,10 +66,10 @@ class Beside:
         return False
 
     def memory(self, facts: Facts, plan: RecomputePlan, number: int, hidden: int) -> BesideMemory:
-        """`number`: bytes of a number; `hidden`: width of the decoder."""
+        """Memory of these parts on one rank. `number`: bytes of a number; `hidden`: width of the decoder."""
         return BesideMemory()
 
     def work(self, facts: Facts, images: ImageWork, trains: bool = True) -> BesideWork | None:
-        """The work for `images`, without the products of adapters. `trains`: count the backward pass, too. None: these
-        parts are not computed."""
+        """The work for `images`, without the products of adapters. `trains`: also count the backward pass. Returns
+        None if no step computes these parts."""
         return None

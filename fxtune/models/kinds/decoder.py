@@ -1,9 +1,9 @@
-"""What the rest of fxtune asks a kind of model: how it is read, where its parts are, and what a small input of it is.
+"""The kinds of models: how models of a kind are read, where their parts are, and what a small input looks like.
 
 All families of one auto class of transformers are one kind. Decoders that predict the next token of a text
-(AutoModelForCausalLM) are one kind, whether Llama or Qwen; their class is the base of the others. Decoders that also
-read images are another kind, with parts beside the decoder (image_decoder/). A head that gives a number for a document
-makes a third kind (scorer.py): it has its own auto class, and `architectures` in its config names its class.
+(AutoModelForCausalLM) are one kind, whether Llama or Qwen. Their class here, Decoder, is the base class of the other
+kinds. Decoders that also read images are another kind, with parts beside the decoder (image_decoder/). Models whose
+head gives a number for a document are a third kind (scorer.py), with an auto class of their own.
 
 Some checkpoints of AutoModelForCausalLM also hold an encoder of images or sound (Gemma 3n). Their text model is
 trained, and the files that prepare images go into an export as they are.
@@ -33,27 +33,27 @@ class Decoder:
     """The name of the head that objectives need (Needs.head): `lm` gives log-probabilities of tokens, `score` a number
     for a document."""
     adapter_task: str = "CAUSAL_LM"
-    """peft's name (TaskType) of what adapters of such models are for."""
+    """peft's name (TaskType) for the task of adapters on such models."""
     gives: str = "log-probabilities of tokens"
-    """What the head gives, for messages."""
+    """The output of the head, for messages."""
     use: str = ""
     """Markdown for the model card: how to use a loaded model."""
     writes: bool = True
     """Whether models of this kind write text."""
     trains_head: bool = False
-    """Whether the head is new, so that a run with adapters trains it, too, whole."""
+    """Whether the head is new. A run with adapters then also trains the whole head."""
     pads_by_token: bool = False
-    """Whether a plain forward pass tells padding by its token, so that the config must name it."""
+    """Whether a plain forward pass recognizes padding by its token. The config must then name the padding token."""
     auto_class: str = "AutoModelForCausalLM"
-    """The name of transformers' auto class, which makes models of this kind from a config or a folder."""
+    """The name of transformers' auto class that makes models of this kind from a config or a folder."""
     mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING"
-    """The name of transformers' table of their classes."""
+    """The name of transformers' table of the classes of such models."""
     images: Images | None = None
-    """What such models know about images; None: they read tokens alone."""
+    """How such models read images; None: they read tokens alone."""
     tokenizer_class: str = "AutoTokenizer"
     """The name of the class that reads the tokenizer."""
     pipeline_tag: str = "text-generation"
-    """The hub's name of what models of this kind do."""
+    """The hub's name for the task of models of this kind."""
 
     @property
     def classes(self) -> dict[str, str]:
@@ -77,17 +77,17 @@ class Decoder:
         return "which is no causal language model"
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
-        """Whether a model of this config is of this kind. `own_code`: whether code that the model's author
-        ships counts."""
+        """Whether a model of this config is of this kind. `own_code`: whether a model that runs only with code of its
+        author counts."""
         in_own_code = self.auto_class in (getattr(config, "auto_map", None) or {})
         return config.model_type in self.families or (own_code and in_own_code)
 
     def check(self, config: Any, name: str) -> None:
-        """Raise ConfigError, which begins with `name`, for a model of this kind that fxtune cannot train."""
+        """Raise ConfigError for a model of this kind that fxtune cannot train. The message begins with `name`."""
 
     def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
-        """A config of this kind for the body of a model of another `kind`. Raises ConfigError, which begins with
-        `name`, if there is none."""
+        """A config of this kind for the body of a model of another `kind`. Raises ConfigError if such a body has no
+        config of this kind. The message begins with `name`."""
         raise ConfigError(
             f"{name} gives {kind.gives} ({config.architectures[0]}) and no log-probabilities of tokens. Use the model "
             f"that it was made from, or an objective for its head: {kind.head}."
@@ -101,13 +101,14 @@ class Decoder:
         return getattr(transformers, self.auto_class)
 
     def model_class(self, config_class: type) -> Any:
-        """The class of models with configs of this class. Raises KeyError if there is none."""
+        """The class of models with configs of `config_class`. Raises KeyError if no model of this kind has such
+        configs."""
         import transformers
 
         return getattr(transformers, self.mapping)[config_class]
 
     def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
-        """The tokenizer in `folder`. Raises what transformers raises."""
+        """The tokenizer in `folder`. Raises whatever error transformers raises."""
         import transformers
 
         return getattr(transformers, self.tokenizer_class).from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -115,13 +116,14 @@ class Decoder:
     def backbone(self, model: Any) -> nn.Module:
         """The part of a model without adapters that makes hidden states of tokens: its decoder, without a head."""
         decoder = _decoder(model)
-        if decoder is model:  # Llama 4 names the whole model as its decoder
+        if decoder is model:  # get_decoder() of Llama 4 returns the whole model
             layers = _layer_lists(model, model.config)[0]
             decoder = next(module for module in model.modules() if layers in module.children())
         return decoder
 
     def body(self, model: Any) -> nn.Module:
-        """The part of a model without adapters that makes hidden states of tokens and images: all but the head."""
+        """The part of a model without adapters that makes hidden states of tokens and images: everything except the
+        head."""
         return self.backbone(model)
 
     def layers(self, model: Any) -> list[nn.Module]:
@@ -134,44 +136,47 @@ class Decoder:
         return head
 
     def beside_text(self, model: Any) -> list[nn.Parameter]:
-        """The parameters of a model without adapters that no text reaches: outside of its decoder and head."""
+        """The parameters of a model without adapters that no text reaches. They are outside of its decoder and
+        head."""
         parts = [part for part in (self.backbone(model), self.head_of(model)) if part is not None]
         reached = {id(parameter) for part in parts for parameter in part.parameters()}
         return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 
     def beside(self, model: Any) -> Beside:
-        """What the parts of a model without adapters beside its decoder and head cost."""
+        """The cost of the parts of `model` beside its decoder and head. `model`: without adapters."""
         return Beside(sum(weight.numel() for weight in self.beside_text(model)))
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """What the head makes of each token, [rows, tokens, numbers]. `model`: with adapters or without."""
+        """The head's numbers for each token, [rows, tokens, numbers]. `model`: with adapters or without."""
         logits: torch.Tensor = model(**inputs).logits
         return logits
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
-        """The weights, of those `missing` in a base's files, that training draws at random."""
+        """The weights that training draws at random, among the weights `missing` in a base's files."""
         return []
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
-        """The weights that this kind leaves out, of the `unexpected` weights that only a base's files have."""
+        """The weights that this kind leaves out, among the `unexpected` weights: those in a base's files that the
+        model lacks."""
         return []
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
-        """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and what else a
-        forward pass needs beside positions and masks. `spread`: ids from all over the vocabulary; False: the first."""
+        """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and other inputs
+        that a forward pass needs, except positions and masks. `spread`: ids from the whole vocabulary; False: the
+        first ids."""
         ids = torch.arange(tokens, device=next(model.parameters()).device)
         ids = (ids * 7919 + 3 if spread else ids) % model.config.get_text_config().vocab_size
         return {"input_ids": ids.unsqueeze(0)}
 
     def untrained_parts(self, config: Any) -> str:
-        """A line on the parts that full fine-tuning leaves as they are; empty if there are none."""
+        """A line on the parts that full fine-tuning does not change; empty if it changes all parts."""
         if config.get_text_config() is config:
             return ""
         return "its decoder and head are trained; parts for images or sound stay as they are"
 
     def write_beside(self, config: Any, folder: Path, source: Path | None = None) -> None:
-        """Write into the folder of an exported whole model what it needs beside weights, config and tokenizer, from
-        the folder `source`, or from the model's own folder if `source` lacks the files. Raises OSError."""
+        """Copy the files that an exported whole model needs beside weights, config and tokenizer. They come from the
+        folder `source`, or from the model's own folder if `source` lacks them. Raises OSError."""
         own = Path(str(getattr(config, "name_or_path", "") or ""))
         folders = [*([source] if source else []), *([own] if (own / "config.json").is_file() else [])]
         files = next((found for each in folders if (found := list(each.glob(PROCESSORS)))), [])
@@ -180,8 +185,9 @@ class Decoder:
 
 
 def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
-    """The lists of layers in a decoder: the list with `num_hidden_layers` entries. Where `num_hidden_layers` counts
-    something else (passes through a layer in HRM, attentions in LongCat), the largest lists of one class."""
+    """The lists of layers in a decoder: the list with `num_hidden_layers` entries. If no list has that length, the
+    largest list and the lists with layers of the same class. HRM counts passes through a layer there, LongCat counts
+    attentions."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module)]
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     if matching := [layers for layers in lists if len(layers) == depth]:
@@ -194,7 +200,7 @@ def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
 
 
 def _decoder(model: Any) -> nn.Module:
-    """The module of `get_decoder()`; the base model where `get_decoder()` returns the head (ModernBERT)."""
+    """The module of `get_decoder()`, or the base model if `get_decoder()` returns the head (ModernBERT)."""
     decoder: nn.Module = model.get_decoder()
     has_layers = any(isinstance(module, nn.ModuleList) for module in decoder.modules())
     return decoder if has_layers else model.base_model

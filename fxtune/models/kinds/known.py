@@ -1,4 +1,4 @@
-"""Which kind of model a Hugging Face config has. A new kind is a file or a package beside this one and an entry of
+"""Finds the kind of model of a Hugging Face config. A new kind needs a file or a package here and an entry in
 KINDS."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fxtune.models.kinds.image_decoder.kind import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
 KINDS: tuple[Decoder, ...] = (Scorer(), ImageDecoder(), Decoder())
-"""The first kind that takes a config has it."""
+"""All kinds. A config belongs to the first kind that takes it."""
 
 
 def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Decoder:
-    """The kind of the model of this config. `own_code`: whether the author's code counts. Raises ConfigError, which
-    begins with `name`, if fxtune trains no such model."""
+    """The kind of the model of this config. `own_code`: whether a model that runs only with code of its author counts.
+    Raises ConfigError if fxtune trains no such model. The message begins with `name`."""
     for kind in KINDS:
         if kind.takes(config, own_code):
             return kind
@@ -25,15 +25,15 @@ def kind_of(config: Any, name: str = "model.path", own_code: bool = True) -> Dec
 
 
 def images_of(config: Any) -> Images:
-    """What is known about the images of a model of this config, which reads images."""
+    """How a model of this config reads images. The model must be of a kind that reads images."""
     images = kind_of(config).images
     assert images is not None, f"{config.model_type} reads no images"
     return images
 
 
 def with_head(config: Any, head: str, name: str = "model.path") -> Any:
-    """`config`, or a copy of it for a model with this `head` (Decoder.head) over the same body. Raises ConfigError,
-    which begins with `name`, if fxtune cannot make that head."""
+    """`config`, or a copy of it for a model with this `head` (Decoder.head) over the same body. Raises ConfigError if
+    fxtune cannot make that head. The message begins with `name`."""
     kind = kind_of(config, name)
     kind.check(config, name)
     if kind.head == head:

@@ -1,10 +1,12 @@
-"""Decoders whose head gives one number for a document: AutoModelForSequenceClassification of transformers, one label.
+"""Decoders whose head gives one number for a document: transformers' AutoModelForSequenceClassification with one
+label.
 
 Reward models are of this kind. Their head `score` is a linear without bias over the hidden state of the document's
 last token. A base has no such head, so training draws it.
 
-transformers reads the score at the rightmost token of a row that is not `pad_token_id`. If padding and end of text are
-one token, that is the token before the end. So the tokenizer of a scorer pads with a token that ends no document.
+transformers reads the score at the rightmost token of a row that is not `pad_token_id`. If padding and end of text
+were one token, the score would be read before the end. So the tokenizer of a scorer pads with a token that ends no
+document.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ score = model(input_ids=ids).logits[0, 0]  # several rows: pad with tokenizer.pa
 class Scorer(Decoder):
     head = "score"
     gives = "a score for a document"
-    adapter_task = "SEQ_CLS"  # with which peft trains `score` whole and saves it with the adapter
+    adapter_task = "SEQ_CLS"  # for this task peft trains the whole `score` and saves it with the adapter
     use = USE
     writes = False
     trains_head = True
@@ -64,7 +66,7 @@ class Scorer(Decoder):
         config = copy.deepcopy(config)
         config.architectures = [self.classes[family]]
         config.id2label, config.label2id = {0: "score"}, {"score": 0}
-        config.problem_type = "regression"  # or pipelines of transformers would return sigmoid(score)
+        config.problem_type = "regression"  # otherwise transformers' pipelines would return sigmoid(score)
         with torch.device("meta"):
             scores_by_linear = isinstance(self.head_of(self.auto.from_config(config)), nn.Linear)
         if not scores_by_linear:
@@ -86,7 +88,8 @@ class Scorer(Decoder):
         return head
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """The scores of all beginnings of the rows. transformers returns the score of a row's last token alone."""
+        """A score for each token of a row: of the text up to that token. transformers returns only the score of a
+        row's last token."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         scores: torch.Tensor = base.score(self.backbone(base)(**inputs)[0])
         return scores
@@ -99,8 +102,8 @@ class Scorer(Decoder):
 
 
 def _padding(tokenizer: Any) -> str:
-    """A token for padding that ends no document: the unknown token, a special token that is named for padding, the
-    last special token, or the last token of the vocabulary."""
+    """A token for padding that ends no document: a special token with "pad" in its name, else the unknown token, else
+    the last special token, else the last token of the vocabulary."""
     ends = {tokenizer.eos_token, tokenizer.bos_token}
     special = sorted((number, str(token)) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     others = [token for _, token in special if token not in ends]

@@ -1,11 +1,11 @@
 """Files that are either complete or detected as incomplete: written with their sha256, synced, and renamed into place.
 
-The bytes are hashed while they are written. `write_tensors` writes the safetensors format (github.com/huggingface/
-safetensors: eight bytes with the header's length, the header as JSON, the bytes of each tensor), one tensor at a time
-from any device. The library's `save_file` needs all tensors in host memory at once and does not expose the bytes.
+The bytes are hashed while they are written. `write_tensors` writes one tensor at a time, from any device, in the
+safetensors format: eight bytes with the header's length, the header as JSON, then the bytes of each tensor
+(github.com/huggingface/safetensors). The library's `save_file` needs all tensors in host memory at once and does not
+expose the bytes.
 
-Only regular files of the recorded size are read back: a link, a named pipe or a huge file in their place is not
-opened."""
+Only regular files of the recorded size are read back. Links, named pipes and huge files are not opened."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Damage:
 
     reason: str
     lost: bool = False
-    """Whether the saved bytes are gone. Otherwise another version, or a repaired disk, may read them."""
+    """Whether the saved bytes are gone. If not, another version of fxtune or a repaired disk may read them."""
 
 
 class HashingWriter:
-    """Writes a new file, as a context manager that syncs it and sets `digest` if the body raises no error."""
+    """A context manager that writes a new file. It sets `digest` at the end, after a sync if there was no error."""
 
     digest: FileDigest
 
@@ -90,7 +90,8 @@ class HashingWriter:
 def replacing(path: Path, shared: bool = False) -> Iterator[HashingWriter]:
     """A writer whose file replaces `path` when the body ends without an error. Raises OSError.
 
-    The old file stays until the new one is on the disk. `shared`: other processes may replace it at the same time.
+    The old file stays until the new one is on the disk. `shared`: whether other processes may replace the file at the
+    same time.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}" if shared else f".{path.name}")
     staging.unlink(missing_ok=True)
@@ -114,7 +115,7 @@ def replace_text(path: Path, text: str, shared: bool = False) -> None:
 def replace_folder(staging: Path, final: Path, backup: Path) -> None:
     """Rename the complete folder `staging` to `final`. An old `final` is renamed to `backup` first and deleted last.
 
-    Raises OSError. After a kill between the two renames only `backup` exists: the caller restores it.
+    Raises OSError. After a kill between the two renames only `backup` exists, and the caller must restore it.
     """
     replaced = final.is_dir() and not final.is_symlink()
     if replaced:
@@ -160,14 +161,14 @@ def write_tensors(
 
 
 def digest(path: Path) -> FileDigest:
-    """The digest of a regular file as it is. Raises OSError, ValueError for anything else."""
+    """The digest of a regular file. Raises OSError, and ValueError if `path` is no regular file."""
     size = _size(path)
     with path.open("rb") as stream:
         return FileDigest(hashlib.file_digest(stream, "sha256").hexdigest(), size)
 
 
 def find_damage(path: Path, written: FileDigest) -> Damage | None:
-    """The damage of a file since it was `written`; None if there is no damage."""
+    """The damage to a file since it was written with the digest `written`; None for an intact file."""
     try:
         size = _size(path)
         if size != written.bytes:
@@ -184,7 +185,7 @@ def find_damage(path: Path, written: FileDigest) -> Damage | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a regular file. Raises ValueError with the reason if there is none."""
+    """The JSON object in a regular file. Raises ValueError with the reason if it cannot be read."""
     try:
         if (size := _size(path)) > JSON_LIMIT:
             raise ValueError(f"{path.name} has {size:,} bytes, far too many")
@@ -201,7 +202,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _size(path: Path) -> int:
-    """The bytes of a regular file. Raises ValueError for anything else, and OSError."""
+    """The bytes of a regular file. Raises OSError, and ValueError if `path` is no regular file."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no plain file'}")
@@ -218,7 +219,7 @@ def sync(path: Path) -> None:
 
 
 def read_cached(path: Path) -> dict[str, Any]:
-    """All results of a cache in one JSON file; none if the file does not exist or is damaged."""
+    """All results in a cache, which is one JSON file; empty if the file does not exist or is damaged."""
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -227,7 +228,7 @@ def read_cached(path: Path) -> dict[str, Any]:
 
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:
-    """Add results to the file of read_cached(), under a lock. An error of the disk is ignored: the file is a cache."""
+    """Add results to the file of read_cached(), under a lock. Errors of the disk are ignored: the file is a cache."""
     from filelock import FileLock
 
     with contextlib.suppress(OSError):

@@ -9,9 +9,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2]
 
 
-@lru_cache  # once a process: imported code stays the same even if the files change
+@lru_cache  # computed once per process: imported code stays the same even if the files change
 def digest(*parts: str) -> str:
-    """Twelve hexadecimal digits that change with the source in `parts`, folders of the package; by default all."""
+    """Twelve hexadecimal digits that change with the source code. `parts`: folders of the package; by default all."""
     found = hashlib.sha256()
     for file in sorted({file for part in parts or (".",) for file in (PACKAGE / part).rglob("*.py")}):
         source = file.read_bytes()

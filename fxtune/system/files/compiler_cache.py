@@ -1,10 +1,10 @@
 """The folder in which torch.compile keeps compiled code: one for each version of fxtune's own operators.
 
 torch's cache key for a compiled graph has only the names of its torch.library operators. So torch would load a graph
-compiled with an older version of an operator, which fails or gives wrong numbers. Therefore the folder's name has a
-digest of all source that defines operators or checkpointing policies (SOURCES). torch's tag for this,
-`torch.compiler.config.cache_key_tag`, applies only to the thread that sets it, and backward passes are compiled in
-another thread.
+that was compiled with an older version of an operator. Such a graph fails or gives wrong numbers. Therefore the
+folder's name has a digest of all source that defines operators or checkpointing policies (SOURCES). torch's tag for
+this, `torch.compiler.config.cache_key_tag`, applies only to the thread that sets it, and backward passes are compiled
+in another thread.
 
 A kill while a C++ compiler links leaves a truncated library under its final name, which no later run can load. Such
 files are deleted at the start of a run.
@@ -32,20 +32,20 @@ from fxtune.upstream.torch import default_compiler_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SOURCES = ("kernels", "techniques/checkpointing", "techniques/compile", "upstream")
-"""Folders whose code changes what a compiled graph computes without being part of its cache key."""
+"""Folders whose code decides what a compiled graph computes. torch's cache key does not cover this code."""
 FOLDER_NAME = re.compile(r"fxtune-[0-9a-f]{12}")
 KEPT = 2
-"""How many unused folders of other versions are kept."""
+"""How many folders that no process has locked are kept."""
 
 _LOCKS: dict[Path, int] = {}
-"""File descriptors of this process's locks, by folder. They are released when the process ends."""
+"""File descriptors of this process's locks, by folder. The locks are released when the process ends."""
 
 
 def use_cache_folder() -> Path | None:
-    """Point torch.compile at this version's folder, in the folder of TORCHINDUCTOR_CACHE_DIR or in fxtune's cache, and
-    return it; None if no folder can be written."""
+    """Let torch.compile use this version's folder, and return the folder; None if no folder can be written. The folder
+    is in the folder that TORCHINDUCTOR_CACHE_DIR names, otherwise in fxtune's cache or else in torch's default."""
     own = cache_home() / "inductor"
-    # torch writes its default, below /tmp, into the variable when it first needs the folder.
+    # When torch first needs the folder, it writes its default, a folder below /tmp, into the variable.
     default = default_compiler_cache()
     given = Path(os.environ.get(VARIABLE) or default)
     root = given.parent if FOLDER_NAME.fullmatch(given.name) else given
@@ -66,7 +66,7 @@ def use_cache_folder() -> Path | None:
 
 
 def lock_shared(folder: Path) -> None:
-    """Keep other processes from removing `folder`, which need not exist yet, and record that it is used now."""
+    """Keep other processes from removing `folder`, and record that it is used now. The folder need not exist yet."""
     file = folder.with_suffix(".lock")
     if folder not in _LOCKS:
         while True:
@@ -83,7 +83,7 @@ def lock_shared(folder: Path) -> None:
 
 
 def remove_truncated_libraries(folder: Path) -> None:
-    """Remove truncated libraries, except a library that another process is linking now, under torch's lock."""
+    """Remove truncated libraries. A library stays if another process is linking it now, and so holds torch's lock."""
     for library in folder.rglob("*.so"):
         if is_truncated(library):
             lock = FileLock(folder / "locks" / f"{library.name.partition('.')[0]}.lock", timeout=0)
@@ -109,7 +109,7 @@ def remove_unused(root: Path) -> None:
     """Remove the folders below `root` that no process has locked, except the KEPT ones that were used last."""
     unlocked = [file for file in root.glob("fxtune-*.lock") if file.with_suffix("") not in _LOCKS]
     for file in sorted(unlocked, key=_last_used, reverse=True)[KEPT:]:
-        # Another process may remove it first, or hold its lock.
+        # Another process may remove the folder first, or hold its lock.
         with contextlib.suppress(OSError), file.open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_file(lock.fileno(), file):

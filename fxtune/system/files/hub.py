@@ -1,12 +1,12 @@
 """Finds the local folder of a model that a recipe names by a folder, a hub id, or `builtin:NAME`.
 
 All other code reads only local folders, so the network fails in one place and with one message. The small files
-(config, tokenizer) come first, then the weights by name. All are stored in the Hugging Face cache.
+(config, tokenizer) are fetched first, then the weights by name. All files are stored in the Hugging Face cache.
 
-huggingface_hub waits ten seconds for an answer and repeats some requests six times, for each file. Here a repository
-costs one request of at most REQUEST_SECONDS. After an unanswered request fxtune sends no request for PAUSE_SECONDS and
-uses the files of an earlier run, with a message. So without a network a run starts at most REQUEST_SECONDS later. A
-commit whose files are all on this disk needs no request.
+For each file, huggingface_hub waits ten seconds for an answer and repeats some requests six times. fxtune sends one
+request for a whole repository, and waits at most REQUEST_SECONDS. After an unanswered request fxtune sends no request
+for PAUSE_SECONDS and uses the files of an earlier run, with a message. So without a network a run starts at most
+REQUEST_SECONDS later. A commit whose files are all on this disk needs no request.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BUILTIN = "builtin:"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Patterns of a repository's config and tokenizer files."""
 REQUEST_SECONDS = 4.0
-"""Timeout of a request: the name lookup, the connection and the complete answer together."""
+"""Timeout of a request. It covers the name lookup, the connection and the complete answer together."""
 PAUSE_SECONDS = 60.0
-"""Time without requests after an unanswered request."""
+"""Seconds without requests after an unanswered request."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -44,15 +44,15 @@ class Origin:
     """Where a model, tokenizer or adapter comes from."""
 
     folder: Path
-    """Its files on this disk."""
+    """The folder with the files on this disk."""
     name: str
-    """The hub id, or the folder's absolute path; the name of the base in a saved adapter."""
+    """The hub id, or the folder's absolute path. A saved adapter has it as the name of its base."""
     revision: str | None = None
     """The commit of a model from the hub; None for a folder."""
 
 
 class GatedError(ConfigError):
-    """The hub gives the model only to users who have accepted its terms."""
+    """The hub gives the model only to users who have accepted the model's terms."""
 
 
 class ModelSource(NamedTuple):
@@ -176,7 +176,7 @@ def resolve_commit(name: str, revision: str | None, kind: str = "model") -> tupl
         except Exception as error:  # noqa: BLE001  handled by the thread that waits
             answers.append(error)
 
-    # In a thread, because no timeout of an HTTP library limits a name lookup or an answer that trickles in.
+    # A thread sends the request: no timeout of an HTTP library limits a name lookup or an answer that trickles in.
     thread = threading.Thread(target=request, name="hub", daemon=True)
     thread.start()
     thread.join(REQUEST_SECONDS)
@@ -216,7 +216,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], key: str) ->
             return cached  # a commit does not change
         try:
             commit, reason = resolve_commit(name, revision)
-        except errors.RepositoryNotFoundError as error:  # also the answer to an expired token
+        except errors.RepositoryNotFoundError as error:  # the hub also answers an expired token this way
             if cached is None:
                 raise
             commit, reason = None, f"the hub has no such model, or not for this user: {_reason(error)}"
@@ -269,7 +269,7 @@ def _byte_counter(work: Phase) -> Any:
             super().__init__(*args, **{**options, "disable": False, "leave": False, "file": io.StringIO()})
 
         def display(self, *args: Any, **options: Any) -> bool:
-            if self.counts_bytes:  # two bars: bytes received, and bytes written
+            if self.counts_bytes:  # huggingface_hub has two such bars: bytes received, bytes written
                 work.total = max(work.total, (self.total or 0) / 1e9)
                 work.done = max(work.done, self.n / 1e9)
             return True

@@ -8,12 +8,12 @@ through:
     get_cached_module_file(folder, file)    imports the packages that the file imports, and copies the file
     get_class_in_module(name, copy)         runs the copy
 
-`import fxtune` installs the guard, also in ranks, in workers that tokenise and in trials. Calls from fxtune's code
-pass only for a folder that trust() got: the snapshot of a commit that a user has pinned and trusted. Other calls pass:
-a notebook that uses fxtune may use transformers as well.
+`import fxtune` installs the guard, also in ranks, in workers that tokenise and in trials. A call that comes from
+fxtune's code passes only for a folder that trust() got: the snapshot of a commit that a user has pinned and trusted.
+All other calls pass, because a notebook that uses fxtune may use transformers as well.
 
-This module is imported before `python -m fxtune` has removed the working directory from sys.path. So its top imports
-only modules of Python that are loaded already.
+This module is imported before `python -m fxtune` has removed the working directory from sys.path. So at its top it
+imports only modules of Python that are already loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOADER = "transformers.dynamic_module_utils"
 _trusted: set[str] = set()
 """Real paths of folders."""
 _copies: set[str] = set()
-"""Copies of trusted files, as paths below the folder in which transformers keeps such copies."""
+"""Paths of the copies of trusted files, relative to the folder in which transformers keeps copies."""
 
 
 def trust(folder: str | os.PathLike[str]) -> None:
@@ -48,7 +48,7 @@ def refusal(folder: str | os.PathLike[str], file: str) -> Exception:
 
 
 def install_guard() -> None:
-    """Guard transformers' loader: now, or when transformers is imported."""
+    """Guard transformers' loader now or, if it is not imported yet, when it is imported."""
     if LOADER in sys.modules:
         _guard(sys.modules[LOADER])
     else:
@@ -75,10 +75,10 @@ class _GuardedImport:
 
 def _guard(loader: Any) -> None:
     """Replace the loader's functions by guarded ones, also in modules of transformers that have imported them. Raises
-    AttributeError for a loader without them, whose code then cannot run either."""
+    AttributeError if the loader lacks these functions. Remote code cannot run without them."""
     copy_file, run_copy = loader.get_cached_module_file, loader.get_class_in_module
 
-    # The arguments have the names that transformers gives them: callers may use those.
+    # The arguments have transformers' names, because callers may pass them by name.
     def get_cached_module_file(
         pretrained_model_name_or_path: Any, module_file: str, *given: Any, **options: Any
     ) -> Any:

@@ -26,7 +26,7 @@ INTERVAL = 1.0
 
 
 class Card:
-    """NVML's view of a CUDA device. `missing`: why nothing can be read; empty if something can. Raises nothing."""
+    """A CUDA device, read through NVML. `missing`: why nothing can be read; empty if reading works. Raises nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.missing = ""
@@ -40,7 +40,7 @@ class Card:
         except ImportError:
             self.missing = "the package nvidia-ml-py is not installed"
             return
-        # By its UUID, because CUDA counts the visible devices and NVML all of them, in another order.
+        # The UUID finds the device, because CUDA numbers the visible devices and NVML numbers all, in another order.
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         try:
             pynvml.nvmlInit()
@@ -86,7 +86,7 @@ class Processors:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._zones: list[tuple[Path, int, int]] = []
-        """(file, where the counter wraps, last count), in microjoules."""
+        """(file, count at which the counter wraps, last count) of each counter. Counts are in microjoules."""
         self._joules = 0.0
         for zone in sorted((folder or RAPL).glob("intel-rapl:*")):
             try:
@@ -116,7 +116,7 @@ class Processors:
 
 @dataclass(frozen=True)
 class Reading:
-    """What an EnergyMeter has measured since it was started. None: it cannot be read."""
+    """What an EnergyMeter has measured since it was made. A figure of None cannot be read."""
 
     seconds: float = 0.0
     gpu_joules: float | None = None
@@ -126,8 +126,8 @@ class Reading:
 
 
 class EnergyMeter:
-    """Measures from its creation on. start() begins a thread that samples each second, if there is anything to sample.
-    `hosts`: whether this process measures the CPUs of its host."""
+    """Measures from its creation on. start() begins a thread that takes a sample each INTERVAL, if anything can be
+    sampled. `hosts`: whether this process measures the CPUs of its host."""
 
     def __init__(self, device: torch.device, hosts: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
@@ -144,7 +144,7 @@ class EnergyMeter:
         self._sampled = self._sample()
 
     def start(self) -> None:
-        """Begin to sample. The GPU's power and utilisation need it, and the CPU counters, because they wrap."""
+        """Begin to sample. The GPU's power and utilisation need samples. So do the CPU counters, because they wrap."""
         if self._sampled and self._thread is None:
             self._thread = threading.Thread(target=self._repeat, name="fxtune-energy", daemon=True)
             self._thread.start()
@@ -165,7 +165,7 @@ class EnergyMeter:
 
     @property
     def source(self) -> str:
-        """Where the card's joules come from; begins with "not measured" if there are none, and says why."""
+        """Where the card's joules come from, or "not measured" and the reason."""
         if self._card.missing:
             return f"not measured: {self._card.missing}"
         if self._counter is None and not self._power:
@@ -187,7 +187,7 @@ class EnergyMeter:
                 self._sample()
 
     def _sample(self) -> bool:
-        """Read the figures that are sampled. Returns whether there are any."""
+        """Read the figures that are sampled. Returns whether any figure could be read."""
         found = False
         if (used := self._card.utilization()) is not None:
             self._used, self._samples = self._used + used, self._samples + 1
@@ -203,6 +203,6 @@ class EnergyMeter:
 
 
 def integrate(samples: Sequence[tuple[float, float]]) -> float | None:
-    """Joules of (seconds, watts), by trapezoids; None for fewer than two samples, or no power at all."""
+    """Joules from samples (seconds, watts), by trapezoids; None for fewer than two samples, or without any power."""
     joules = sum((after - before) * (low + high) / 2 for (before, low), (after, high) in pairwise(samples))
     return joules or None

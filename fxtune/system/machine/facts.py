@@ -28,8 +28,8 @@ PACKAGES = (
 
 
 BROKEN: dict[str, str] = {}
-"""Packages that are installed and that a check in this process found not to work, and why
-(techniques/package_checks.py). They count as missing."""
+"""The reason for each installed package that a check in this process found not to work (techniques/package_checks.py).
+These packages count as missing."""
 APEX = "nvidia-apex"
 """Apex with its CUDA extensions. PyPI's `apex` is another project, so a version of `apex` alone says nothing."""
 
@@ -44,19 +44,19 @@ class MachineFacts:
     capability: tuple[int, int] | None = None
     """The compute capability as (major, minor); None without a GPU."""
     memory: int = 0
-    """Memory of the device, the GPU's or the host's."""
+    """Memory of the device: the GPU's memory, or the host's memory if the device is the CPU."""
     free_memory: int = 0
     """The part of `memory` that no process uses, on the fullest device of the run."""
     host_memory: int = 0
     """This rank's share of the host's memory: the ranks of a host share it equally."""
     cores: int = 1
     cpu_speed: float = 1.0
-    """How fast the cores are, as a multiple of estimate/cards.py, where a forecast has measured it."""
+    """Speed of a core, as a multiple of the core in estimate/cards.py. It is 1 unless a forecast has measured it."""
     platform: str = "Linux"
     packages: dict[str, str] = field(default_factory=dict)
     """The installed version of each package in PACKAGES. A missing or broken package has no key."""
     broken: dict[str, str] = field(default_factory=dict)
-    """Why an installed package does not work here. Only packages that this run would use are tried."""
+    """The reason for each installed package that does not work here. Only packages that the run may use are tried."""
 
     def lacks(self, package: str) -> str:
         """Why a package without a key in `packages` cannot be used, as the end of a sentence about it."""

@@ -6,8 +6,8 @@ import os
 
 
 def gpu_processes(uuid: str) -> list[str]:
-    """`process 7 (3.2 GiB)` for each other process on the GPU with `uuid`. Empty without NVML, or if a container hides
-    the processes of others."""
+    """`process 7 (3.2 GiB)` for each other process on the GPU with `uuid`. The list is empty without NVML, or if a
+    container hides other processes."""
     try:
         import pynvml
     except ImportError:

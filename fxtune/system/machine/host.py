@@ -1,4 +1,5 @@
-"""The memory, CPU cores and cache folder that this process may use, within its container's limits. No torch."""
+"""The memory, CPU cores and cache folder that this process may use, within its container's limits. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def memory() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used) for each limit on this process: its address space and its control groups."""
+    """Yield (bytes allowed, bytes used) for each limit on this process: its address space and its control groups."""
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -42,7 +43,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """(bytes allowed, bytes used without page cache) for each control group of this process that has a limit."""
+    """Yield (bytes allowed, bytes used without page cache) for each limited control group of this process."""
     for two, folder in _group_folders("memory"):
         limit_file, used_file = (
             ("memory.max", "memory.current") if two else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -58,9 +59,9 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _group_folders(controller: str) -> Iterator[tuple[bool, Path]]:
-    """(whether it is of version 2, folder) for each control group that contains this process. Version 2 has one tree
-    of groups, version 1 a tree for each controller. Any group above a job of Slurm or systemd may have a limit,
-    too."""
+    """Yield (whether the group is of version 2, its folder) for each control group that contains this process. Version
+    2 has one tree of groups, version 1 has a tree for each controller. Groups above the group of a Slurm or systemd
+    job may have limits, too."""
     groups = [(two, Path("/")) for two in (True, False)]
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
@@ -84,8 +85,9 @@ def cores() -> int:
 
 
 def reuse_freed_memory() -> None:
-    """Let this process keep the memory that it frees (glibc). glibc returns a freed block of more than 32 MiB to the
-    system, which clears its pages before the next use: half of the time to decode photographs of 12 megapixels."""
+    """Let this process keep the memory that it frees (glibc). By default glibc returns a freed block of more than 32
+    MiB to the system, and the system clears its pages before the next use. The clearing takes half of the time to
+    decode photographs of 12 megapixels."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_MAX, 0)

@@ -12,15 +12,15 @@ FLASH, QUANT = "pip install 'fxtune[flash]'", "pip install 'fxtune[quant]'"
 HOPPER = "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
 APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
 FLASH4_VERSION, QUACK_VERSION = "4.0.0b36", "0.6.5"
-"""fxtune calls inner functions of these packages, so it can call one version alone."""
+"""The only versions that fxtune can call, because it calls inner functions of these packages."""
 
 THESE_HEADS = "only with the heads of this model"
-"""In the message of a smoke test that passes with other heads."""
+"""Words in the message of a smoke test that fails with a model's heads and passes with other heads."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of a layer's attention, for which FlashAttention-4 compiles its kernels."""
+    """The heads in an attention layer. FlashAttention-4 compiles its kernels for these heads."""
 
     queries: int = 4
     keys: int = 2
@@ -31,34 +31,34 @@ SOME_HEADS = Heads()
 
 
 class NotTriedError(Exception):
-    """The package, or its version, is not for this machine, but it is not broken. The message says why."""
+    """The package, or its version, is not for this machine, and so was not tested. The message says why."""
 
 
 @dataclass(frozen=True)
 class Package:
     name: str
-    """As pip knows it."""
+    """The package's name for pip."""
     module: str
-    """What is imported."""
+    """The module to import."""
     smoke_test: str
-    """module:function. It runs the package on a torch.device and returns what it ran, or raises whatever is wrong."""
+    """`module:function`. It runs the package on a torch.device. It returns what it ran, or raises an error."""
     install: str = ""
-    """The command that installs it."""
+    """The command that installs the package."""
     purpose: str = ""
     version: str = ""
-    """The only version that fxtune can call; empty: any."""
+    """The only version that fxtune can call; empty if it can call any version."""
     gpu: bool = True
-    """Whether its kernels exist for GPUs only."""
+    """Whether the package has kernels for GPUs only."""
     takes_heads: bool = False
     """Whether the smoke test takes the Heads of a model, too."""
     technique: str = ""
-    """For a package that takes seconds to import: the technique that may use it."""
+    """The technique that may use the package. It is set only for packages that take seconds to import."""
     before_import: str = ""
-    """module:function, called before its first import on a machine with a GPU."""
+    """`module:function`. The function is called on a machine with a GPU before the package is first imported."""
     distributions: tuple[str, ...] = ()
-    """Names under which its version may be found, if not under `name`."""
+    """The names under which the package's version may be found; empty if it is `name` alone."""
     with_torch: bool = False
-    """Whether torch brings it, so that torch's version says enough."""
+    """Whether torch installs the package, so that torch's version says enough."""
 
 
 TESTS, BACKENDS = "fxtune.techniques.smoke_tests", "fxtune.techniques.attention.backends"
@@ -83,7 +83,7 @@ PACKAGES = {
             FLASH4_VERSION,
             takes_heads=True,
             technique="attention",
-            before_import="fxtune.kernels.flash4:package",  # sets its cache folder, which it reads when it is imported
+            before_import="fxtune.kernels.flash4:package",  # sets the cache folder, which the package reads at import
         ),
         Package(
             "quack-kernels",
@@ -138,7 +138,7 @@ PACKAGES = {
         Package("apex", "apex.normalization", f"{TESTS}:apex", APEX, "NVIDIA's fused optimizers, built from source"),
     )
 }
-"""By name, in the order in which `fxtune doctor` lists them."""
+"""The packages by name, in the order in which `fxtune doctor` lists them."""
 CHECKS = {
     "torch": Package("torch", "torch", f"{TESTS}:torch_matmul", gpu=False),
     "torch.compile": Package("torch.compile", "torch", f"{TESTS}:torch_compile", gpu=False),

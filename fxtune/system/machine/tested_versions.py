@@ -1,7 +1,7 @@
 """Compares the installed packages with the tested range, which pyproject.toml declares.
 
-The range is in the metadata of the installed fxtune. A package of WITHIN outside its range is refused, because fxtune
-uses private parts of these packages (upstream/). Other packages get a line, and a run goes on.
+The range is in the metadata of the installed fxtune. fxtune uses private parts of the packages in WITHIN (upstream/),
+so it refuses them outside their range. For other packages outside their range it prints a line, and the run goes on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ WITHIN = ("torch", "transformers", "peft")
 
 @cache
 def _requirements() -> list[Requirement]:
-    """The requirements of fxtune and its extras, without developers' tools. Empty in a checkout that was never
-    installed."""
+    """The requirements of fxtune and its extras, without developers' tools. The list is empty in a checkout that was
+    never installed."""
     try:
         requirements = [Requirement(text) for text in metadata.requires("fxtune") or ()]
     except metadata.PackageNotFoundError:
@@ -28,7 +28,7 @@ def _requirements() -> list[Requirement]:
 
 
 def refusals(packages: Mapping[str, str]) -> list[str]:
-    """Why packages ({name: version}) are refused: one line for each of WITHIN outside its tested range."""
+    """A line for each package in WITHIN that is outside its tested range. `packages`: {name: version}."""
     lines = []
     for requirement in _requirements():
         name, version = requirement.name, packages.get(requirement.name)
@@ -45,8 +45,7 @@ def refusals(packages: Mapping[str, str]) -> list[str]:
 
 @cache
 def outside_tested_range() -> str:
-    """One line that names the other packages outside the tested range, also installed extras; empty if there is
-    none."""
+    """One line that names the packages outside their tested range, except WITHIN; empty if all are inside."""
     found = {}
     for requirement in _requirements():
         try:
@@ -59,5 +58,5 @@ def outside_tested_range() -> str:
 
 
 def _range(requirement: Requirement) -> str:
-    """The range with its lower end first: `>=2.11,<2.15`."""
+    """The requirement's range, lower end first: `>=2.11,<2.15`."""
     return ",".join(sorted(str(requirement.specifier).split(","), reverse=True))

@@ -1,4 +1,4 @@
-"""Kernels of torch that give the same bits each time, and operators without such a kernel."""
+"""Switches to torch's kernels that give the same bits each time, and names operators without such a kernel."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ _WITHOUT = re.compile(r"\b(\S+) does not have a deterministic implementation")
 
 
 def prepare_deterministic_kernels() -> None:
-    """Give cuBLAS a workspace with which its products are the same each time. It reads this at the first product."""
+    """Give cuBLAS a workspace with which its products are the same each time. cuBLAS reads it at its first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def use_deterministic_kernels(on: bool) -> None:
-    """Switch deterministic kernels on or off for this process. An operator without one raises RuntimeError."""
-    if torch.are_deterministic_algorithms_enabled() != on:  # the call imports the compiler
+    """Switch deterministic kernels on or off for this process. When on, operators without one raise RuntimeError."""
+    if torch.are_deterministic_algorithms_enabled() != on:  # if possible without the call, which imports the compiler
         torch.use_deterministic_algorithms(on)
-    # In deterministic mode torch fills each torch.empty with NaN by default: a pass over every result.
+    # In deterministic mode torch fills each torch.empty with NaN by default, which costs a pass over every result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def nondeterministic_operator(error: BaseException) -> str | None:
-    """The operator without a deterministic kernel that raised `error`, or an error that caused it; None for other
-    errors."""
+    """The operator whose missing deterministic kernel raised `error` or one of its causes; None for other errors."""
     cause: BaseException | None = error
     while cause is not None:
-        if found := _WITHOUT.search(str(cause)):  # a plugin's error is a UserError with torch's message
+        if found := _WITHOUT.search(str(cause)):  # by its text: a plugin's error is a UserError with torch's message
             return found[1]
         cause = cause.__cause__ or cause.__context__
     return None

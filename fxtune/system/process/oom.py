@@ -12,8 +12,8 @@ An error in the middle of a pass leaves these behind:
     side streams    They may still read memory that is about to be reused: free_cached_memory waits for the device.
     CUDA graphs     Each owns a memory pool, which is given back (Recorder.drop, Compile.drop).
 
-On a GPU torch raises OutOfMemoryError. CUDA's libraries and the CPU's allocator raise RuntimeError. Without a limit of
-the address space or strict accounting the kernel kills a CPU run without an error.
+On a GPU torch raises OutOfMemoryError. CUDA's libraries and the CPU's allocator raise RuntimeError. On a CPU the
+kernel kills the run without an error, unless the address space is limited or accounting is strict.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MemoryExhausted:
 
 
 def out_of_memory_reason(error: BaseException) -> str | None:
-    """The first line about memory if `error`, or an error that caused it, is out of memory; None for other errors.
+    """The first line of the message if `error`, or one of its causes, says that memory ran out; None otherwise.
 
     A UserError that is no MemoryShortError already tells the user what to change, so its causes are not searched.
     """
@@ -62,7 +62,7 @@ def out_of_memory_reason(error: BaseException) -> str | None:
 
 
 def process_out_of_memory(error: BaseException) -> HardwareError | None:
-    """The error to show if `error`, which nothing else has handled, is out of memory; None for other errors."""
+    """The error to show if `error` says that memory ran out and no other code has handled it; None otherwise."""
     if (found := out_of_memory_reason(error)) is None:
         return None
     return HardwareError(
@@ -72,14 +72,14 @@ def process_out_of_memory(error: BaseException) -> HardwareError | None:
 
 
 def catch_out_of_memory(work: Callable[[], Result]) -> Result | MemoryExhausted:
-    """work(), or MemoryExhausted; by then nothing holds what the work had allocated. Other errors are raised."""
+    """The result of work(), or MemoryExhausted once nothing holds what the work allocated. Raises other errors."""
     try:
         return work()
     except (RuntimeError, MemoryError, HardwareError) as error:
         reason = out_of_memory_reason(error)
         if reason is None:
             raise
-    return MemoryExhausted(reason)  # outside of the block, in which the error still holds its frames
+    return MemoryExhausted(reason)  # not in the `except` block, where the error still holds its frames
 
 
 def free_cached_memory(device: torch.device) -> None:
@@ -92,8 +92,9 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 def halved(rows: int, total: int | None = None, multiple: int = 1) -> int | None:
-    """Half of `rows`, rounded up; with `total` the largest divisor of `total` up to that, so that all micro-batches
-    have one shape. `multiple`: rows that stay together, which divide the result. None for so few rows or a single row.
+    """Half of `rows`, rounded up. With `total`, the largest divisor of `total` that is not above this half, so that
+    all micro-batches have one shape. `multiple`: rows that stay together; the result is a multiple of them. None if
+    `rows` cannot be halved.
     """
     if rows <= multiple:
         return None
@@ -133,12 +134,12 @@ class RowsPerPass:
         self.reduced = {} if reduced is None else reduced
 
     def rows(self, part: str, configured: int) -> int:
-        """`configured`: the recipe's value."""
+        """The rows per forward pass in `part`. `configured`: the recipe's value."""
         return min(self.reduced.get(part, configured), configured)
 
     def run(self, part: str, configured: int, work: Callable[[int], Result], multiple: int = 1) -> Result:
-        """Call work(rows), halving the rows until it fits. Raises `error` if a single row, or `multiple` rows that
-        stay together, do not fit."""
+        """Call work(rows). If memory runs out, halve the rows and call it again. Raises `error` if a single row does
+        not fit, or `multiple` rows that stay together."""
         while True:
             rows = self.rows(part, configured)
             result = catch_out_of_memory(partial(work, rows))
@@ -161,7 +162,8 @@ class RowsPerPass:
         hint: str = "",
         multiple: int = 1,
     ) -> int:
-        """Reduce `part` to about half of `rows`, note it with `hint`, and return the new rows; or raise `error`.
+        """Reduce `part` to about half of `rows`, note this with `hint`, and return the new rows. Raises `error` if
+        `rows` cannot be halved.
 
         `total`, `multiple`: see halved().
         """

@@ -17,7 +17,7 @@ from typing import IO, Any
 GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
 TAIL = 4000
-"""Bytes of output that are kept."""
+"""Bytes at the end of the output that are kept."""
 PACKAGES = str(Path(__file__).parents[3])
 _PRELUDE = """import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -28,37 +28,38 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def run_process(command: Sequence[str], limit: float | None = None) -> tuple[int | None, str, float]:
-    """Run a process that can import this fxtune, for at most `limit` seconds, and kill its process group in any case.
-    Returns (exit code, or None at the limit; the end of its output; its run time in seconds)."""
+    """Run a process that can import this fxtune, for at most `limit` seconds. Its process group is always killed at
+    the end. Returns (exit code, or None at the limit; the end of its output; its run time in seconds)."""
     return Captured(command, subprocess.DEVNULL).result(limit)
 
 
 class Captured:
-    """A process that can import this fxtune, and its output. One of result() and end() must be called."""
+    """A process that can import this fxtune, and its output. The caller must call result() or end()."""
 
     def __init__(self, command: Sequence[str], stdin: int = subprocess.PIPE) -> None:
         self._start, self._output = time.monotonic(), tempfile.TemporaryFile()  # noqa: SIM115  closed by end()
         self._process = start_process(command, stdin=stdin, stdout=self._output, stderr=subprocess.STDOUT)
 
     def tell(self, text: str) -> None:
-        """Write `text` to its standard input and close that. Nothing happens if the process has ended."""
+        """Write `text` to the process's standard input and close the input. Does nothing if the process has ended."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(text.encode())
 
     def result(self, limit: float | None) -> tuple[int | None, str, float]:
-        """Wait at most `limit` seconds for its end. Returns what run_process() returns; the time is from its start."""
+        """Wait at most `limit` seconds for the process to end. Returns what run_process() returns. The run time counts
+        from the start of the process."""
         try:
             code = self._process.wait(limit)
         except subprocess.TimeoutExpired:
-            return None, _tail(self._output), time.monotonic() - self._start  # before it reports its own interrupt
+            return None, _tail(self._output), time.monotonic() - self._start  # read before end() interrupts it
         else:
             return code, _tail(self._output), time.monotonic() - self._start
         finally:
             self.end()
 
     def end(self) -> None:
-        """Kill its process group, if it still runs, and drop its output."""
+        """Kill the process group, if it still runs, and drop the output."""
         end_process(self._process)
         self._output.close()
 
@@ -66,8 +67,9 @@ class Captured:
 def start_process(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **pipes: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process that can import this fxtune, as the leader of a process group. The caller ends it; if the thread
-    that called this dies, Linux kills it. `environment`: more variables than this process has."""
+    """Start a process that can import this fxtune, as the leader of a process group. The caller must end the process;
+    if the calling thread dies first, Linux kills the process. `environment`: variables to add to this process's
+    variables."""
     # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
@@ -100,8 +102,9 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_parent() -> list[str]:
-    """The words before a command that let Linux kill it when this process dies; none on other systems. A small program
-    sets the signal and becomes the command: `preexec_fn` may hang forever where other threads run."""
+    """Words to put before a command, so that Linux kills the command when this process dies; empty on other systems.
+    They start a small program that sets the signal and then becomes the command. `preexec_fn` could set the signal,
+    too, but it may hang forever if other threads run."""
     if not sys.platform.startswith("linux"):
         return []
     return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid())]

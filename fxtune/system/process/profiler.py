@@ -1,6 +1,6 @@
 """Records which operators ran and how long kernels took.
 
-This is the evidence that an option acted: it comes from the device, not from the config.
+These records are the evidence that an option acted. They come from the device, not from the config.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ MAX_LENGTH = 60
 class Observed:
     calls: int
     kernels: frozenset[str] = field(default_factory=frozenset)
-    """Names of the kernels that ran on the device. Empty on a CPU, and without the profiler's access (CUPTI)."""
+    """Names of the kernels that ran on the device. Empty on a CPU, or if the profiler cannot see kernels (CUPTI)."""
 
 
 def observe_operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> dict[str, Observed]:
-    """Call `run` twice; count the operators and kernels of the second call that match each pattern, by the same keys.
+    """Call `run` twice. For each of `patterns`, count the operators and kernels of the second call that match it.
 
-    A pattern matches operators (`aten::softmax`) or kernels of the device. If any kernels are visible, an operator
-    that launched none does not count. The first call is a warm-up: code is compiled and loaded on first use.
+    A pattern matches operators (`aten::softmax`) or kernels of the device. If the profiler sees any kernels, an
+    operator that launched no kernel does not count. The first call is a warm-up: code is compiled and loaded on first
+    use.
     """
     run()
     events = _profile(run)
@@ -49,9 +50,10 @@ def observe_operators(run: Callable[[], Any], patterns: Mapping[str, str]) -> di
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts the operators that run in its context by `key(name, arguments)`. A key of None is not counted."""
+    """Counts the operators that run in its context, by the key that `key(name, arguments)` returns. Operators with the
+    key None are not counted."""
 
-    supports_higher_order_operators = True  # flex_attention is one
+    supports_higher_order_operators = True  # flex_attention is such an operator
 
     def __init__(self, key: Callable[[str, tuple[Any, ...]], Any]) -> None:
         super().__init__()
@@ -65,10 +67,10 @@ class OperatorCounter(TorchDispatchMode):
 
 @dataclass
 class KernelTimes:
-    """Kernels of a GPU; without one, operators."""
+    """Times of the kernels of a GPU, or of operators where there is no GPU."""
 
     by_name: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """(seconds, calls) of each."""
+    """(seconds, calls) of each kernel or operator."""
     exchanging: float | None = None
     """Seconds in which the GPU does nothing but exchange with other ranks (NCCL); None without a GPU."""
 
@@ -93,13 +95,13 @@ def kernel_times(run: Callable[[], Any]) -> KernelTimes:
 
 
 def uncovered(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of `spans` (begin, end) lasts and none of `others` does."""
+    """Length of the time inside at least one of `spans` and outside of all `others`. A span is (begin, end)."""
     spans, others = list(spans), list(others)
     return _length([*spans, *others]) - _length(others)
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of the spans lasts."""
+    """Length of the time inside at least one of the spans."""
     total, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
         total += max(end - max(begin, reached), 0.0)
@@ -134,5 +136,5 @@ def _on_device(event: Any) -> bool:
 
 
 def _kernels(event: Any) -> frozenset[str]:
-    """Names of the kernels that an operator, and the operators that it called, launched."""
+    """Names of the kernels that an operator and the operators that it called have launched."""
     return frozenset(kernel.name for kernel in event.kernels).union(*(_kernels(child) for child in event.cpu_children))

@@ -1,13 +1,13 @@
 """Limits the CPU time and memory of untrusted work, such as rendering a chat template.
 
 A sandbox keeps untrusted code from files and functions, but not from `'x' * 10**10` or ten nested loops. A timer of
-this process's CPU time raises an exception where the work is, also inside a long `repr`, power or regular expression.
-Each alarm looks at the clock and at the memory. One allocation can take gigabytes between two alarms, so the operating
-system limits the address space as well. That limit is twice the memory: in a full address space Python cannot even
-raise an error. All together take less than 20 microseconds.
+this process's CPU time sends alarms. An alarm checks the clock and the memory. It can raise an exception in the middle
+of the work, also inside a long `repr`, power or regular expression. One allocation can take gigabytes between two
+alarms, so the operating system limits the address space as well. The limit is twice the allowed memory, because Python
+cannot even raise an error in a full address space. Setting all limits takes less than 20 microseconds.
 
-Linux has both limits, macOS only the limit of time. In threads other than the main thread, where signals do not
-arrive, work has no limits.
+macOS has only the limit of time, not the limit of memory. Work in other threads than the main thread has no limits,
+because signals do not arrive there.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import time
 from types import FrameType, TracebackType
 
 SECONDS = 10.0
-"""Limit on CPU time. Rendering a chat template takes a ten-thousandth of that per conversation."""
+"""Limit on CPU time. A chat template renders a conversation in a ten-thousandth of this time."""
 BYTES = 2 << 30
-"""Limit on additional address space. A row of 100 MB takes a fifth of that."""
+"""Limit on additional address space. A row of 100 MB takes a fifth of this."""
 INTERVAL = 0.1
-"""Seconds of CPU time between two alarms. They repeat, because Python swallows an exception that is raised in a
+"""Seconds of CPU time between two alarms. Alarms repeat, because Python swallows an exception that is raised in a
 __del__ or in a callback of the garbage collector."""
 
 
@@ -33,10 +33,11 @@ class LimitExceeded(BaseException):
 
 class limit_resources:
     """Run the body with at most `seconds` of CPU time and `more` bytes of additional address space. Raises
-    LimitExceeded. Afterwards the previous limits and handlers are restored. A nested one does nothing."""
+    LimitExceeded. Afterwards the previous limits and handlers are restored. Inside another limit_resources it does
+    nothing."""
 
     _active: limit_resources | None = None
-    """The main thread is the only one that can be limited."""
+    """The instance whose body runs. One is enough, because only the main thread can be limited."""
 
     def __init__(self, seconds: float = SECONDS, more: int = BYTES) -> None:
         self.seconds, self.more = seconds, more
@@ -66,8 +67,8 @@ class limit_resources:
         return f"more than {self.more / 2**20:,.0f} MiB of memory"
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:
-        # An exception that frees gigabytes on its way out meets the next alarm where __exit__() begins. Raised there,
-        # it would leave the limits in place.
+        # While an exception frees gigabytes, the next alarm may arrive where __exit__() begins. Another exception
+        # there would leave the limits in place.
         while frame is not None:
             if (frame.f_code.co_filename, frame.f_code.co_name) == (__file__, "__exit__"):
                 return
@@ -79,7 +80,7 @@ class limit_resources:
 
 
 def _address_space() -> int:
-    """The size of this process's address space in bytes; 0: this system does not tell."""
+    """The size of this process's address space in bytes; 0 if this system does not report it."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as statm:
             return int(statm.read(32).split()[0]) * resource.getpagesize()
@@ -88,7 +89,7 @@ def _address_space() -> int:
 
 
 def _limit_address_space(size: int) -> tuple[int, int] | None:
-    """Limit the address space to `size` bytes. Returns the previous limits; None: not possible."""
+    """Limit the address space to `size` bytes. Returns the previous limits, or None if no limit can be set."""
     try:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]

@@ -1,18 +1,19 @@
 """Handles the signals that end a run: SIGTERM and SIGUSR1 from a scheduler, SIGINT from Ctrl-C, SIGHUP from a terminal
 that closes.
 
-The first signal is recorded. In phases that a resumed run repeats to the same bits (start-up, an evaluation, the
-forward and backward passes of a step) it raises Stopped immediately, as Ctrl-C does; everywhere else the loop calls
-check() after a step. So a weight update is never interrupted, and a signal never waits for a compiler.
+The first signal is recorded. Some phases can be interrupted, because a resumed run repeats them to the same bits:
+start-up, an evaluation, the forward and backward passes of a step. There the signal raises Stopped immediately, as
+Ctrl-C does. Elsewhere it takes effect when the loop calls check() after a step. So a weight update is never
+interrupted, and a signal does not wait until a compiler has finished.
 
 A second SIGTERM or Ctrl-C ends the process immediately, even if Python is stuck in a call that does not return (a
-disk, a device): a thread reads each signal from a pipe that the interpreter's C handler writes to. A signal within
-DOUBLE seconds of the first counts as the same one, because schedulers signal all processes of a job, and job scripts
-forward the signals that they get. Two signals never end a process immediately: SIGUSR1, an early warning, and SIGHUP,
-which both the shell and the kernel send.
+disk, a device). For this a thread reads each signal from a pipe to which the interpreter's C handler writes. A signal
+within DOUBLE seconds of the first counts as the same signal: schedulers signal all processes of a job, and job scripts
+forward the signals that they get. SIGUSR1 and SIGHUP never end a process immediately: SIGUSR1 is an early warning, and
+both the shell and the kernel send SIGHUP.
 
-LLVM, which compiles Triton's kernels in this process, replaces the interpreter's handlers by its own, which drop
-SIGUSR1 (lib/Support/Unix/Signals.inc). So every method below restores the interpreter's handlers.
+LLVM compiles Triton's kernels in this process. It replaces the interpreter's handlers by handlers that drop SIGUSR1
+(lib/Support/Unix/Signals.inc). So every method below restores the interpreter's handlers.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from fxtune.errors import Stopped
 
 HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 DOUBLE = 0.25
-"""Seconds in which a second signal counts as the first. A person's second Ctrl-C comes later."""
+"""A second signal within this many seconds counts as the first signal. A person's second Ctrl-C comes later."""
 
 
 class Signals:
-    """The signals of this process, as a reentrant context manager. Outside it, and in other threads than the main
-    thread, the methods do nothing."""
+    """The signals of this process, as a reentrant context manager. Outside the context, and in other threads than the
+    main thread, the methods do nothing."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -59,7 +60,7 @@ class Signals:
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._before = {
                 number: handler for number in HANDLED if (handler := signal.getsignal(number)) is not signal.SIG_IGN
-            }  # a signal that nohup or a shell's background ignores stays ignored
+            }  # signals that nohup or a background shell ignores stay ignored
             self._restore_handlers()
         return self
 
@@ -91,7 +92,7 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """In the body a signal raises Stopped immediately; so does an error that follows a signal."""
+        """In the body a signal raises Stopped immediately. An error that follows a signal becomes Stopped."""
         before, self._at_once = self._at_once, True
         try:
             self.check()
@@ -114,15 +115,15 @@ class Signals:
             self._at_once = before
 
     def ignore(self) -> None:
-        """From here to its end this process ignores signals. As soon as the first rank has ended, the agent signals
-        the others once more, and they must still end with their own exit codes."""
+        """Let this process ignore signals until it ends. When the first rank has ended, torch's agent signals the
+        other ranks once more, and they must still end with their own exit codes."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 signal.signal(number, signal.SIG_IGN)
             self._before.clear()
 
     def _restore_handlers(self) -> None:
-        """Restore the interpreter's handlers, in case a library replaced them: a system call each, a microsecond."""
+        """Restore the interpreter's handlers, in case a library replaced them. A handler takes a microsecond."""
         if self._before and threading.current_thread() is threading.main_thread():
             for number in self._before:
                 signal.signal(number, self._handle)
@@ -135,12 +136,13 @@ class Signals:
 
 
 SIGNALS = Signals()
-"""The only instance: signals belong to the process."""
+"""The only instance, because signals belong to the process."""
 
 
 def leave_signals_to_main_process() -> None:
-    """Call in a child process before it starts threads. It then ends when the main process ends, even by a kill, or by
-    a SIGTERM of the main process, which multiprocessing sends at the exit. Other signals to the group do nothing."""
+    """Call this in a child process before it starts threads. The child then ends when the main process ends, even if
+    that is killed. It also ends on a SIGTERM from the main process, which multiprocessing sends at exit. The child
+    ignores other signals to the process group."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
     main = multiprocessing.parent_process()
@@ -172,7 +174,7 @@ def _exit_on_second_signal(pipe: int) -> None:
                 stop = Stopped(
                     signal.Signals(number), "came again, so this ended at once. Earlier checkpoints are intact."
                 )
-                threading.Timer(DOUBLE, os._exit, (stop.exit_code,)).start()  # a stopped terminal blocks the write
+                threading.Timer(DOUBLE, os._exit, (stop.exit_code,)).start()  # a stopped terminal may block the write
                 os.write(2, f"\nfxtune: {stop}\n".encode())
                 os._exit(stop.exit_code)
             first = first or now

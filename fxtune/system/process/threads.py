@@ -1,8 +1,8 @@
-"""How many CPU threads a run computes with: decided here, at the start of every run, before its first operator.
+"""Decides how many CPU threads a run computes with, at the start of the run and before its first operator.
 
 A sum on a CPU depends on the number of threads. It also depends on whether torch.set_num_threads() was called, even
-with the same number: after the call MKL may not use fewer threads (MKL_DYNAMIC), which changes the order of its sums.
-So every run makes the call, new or resumed.
+with the same number. After the call MKL may not use fewer threads (MKL_DYNAMIC), and this changes the order of its
+sums. So every new or resumed run calls the function.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fxtune.system.machine.host import cores
 VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 """Environment variables by which a user sets the number of CPU threads."""
 PROCESSES = "FXTUNE_PROCESSES"
-"""The environment variable by which fxtune tells the ranks of a host how many of them share its cores."""
+"""The environment variable in which fxtune tells each rank how many ranks share the cores of its host."""
 
 
 @dataclass
 class _Threads:
-    """The threads of this process: `found` before its first run, and `set` by the last run; 0 before."""
+    """The numbers of threads of this process. `set`: by the last run; 0 before a run. `found`: not set by a run."""
 
     found: int = 0
     set: int = 0
@@ -34,11 +34,12 @@ _threads = _Threads()
 def set_threads(recorded: int | None = None) -> int:
     """Set the number of CPU threads of this process for one run, and return it.
 
-    It is the number of OMP_NUM_THREADS or MKL_NUM_THREADS; else `recorded`, the number of a resumed run, if this
-    process may use as many cores; else torch's number, at most this process's share of the cores.
+    A user's OMP_NUM_THREADS or MKL_NUM_THREADS decides. Otherwise the run takes `recorded`, the number of the run that
+    it resumes, if this process may use this number of cores. Otherwise it takes torch's number, at most this process's
+    share of the cores.
     """
     current = torch.get_num_threads()
-    if current != _threads.set:  # otherwise it is the number of an earlier run in this process
+    if current != _threads.set:  # an equal number was set by an earlier run in this process
         _threads.found = current
     chosen, processes = _threads.found, int(os.environ.get(PROCESSES, 1))
     if not os.environ.keys() & VARIABLES:
@@ -50,5 +51,5 @@ def set_threads(recorded: int | None = None) -> int:
 
 
 def share(threads: int, processes: int) -> int:
-    """How many of torch's `threads` each of `processes` on this host gets: torch does not see a container's quota."""
+    """How many of torch's `threads` each of `processes` on this host gets. torch does not see a container's quota."""
     return min(threads, max(1, cores() // processes))

@@ -1,4 +1,4 @@
-"""The console on standard output, and text and tables for it.
+"""The console on standard output, and functions that make text and tables for it.
 
 Messages go to standard output, whether it is a terminal, a pipe to `tee` or a file of Slurm; errors go to standard
 error. NO_COLOR and COLUMNS are respected. A run goes on if the reader of its output dies.
@@ -105,7 +105,7 @@ def last_said() -> float:
 
 
 def say(what: RenderableType) -> None:
-    """Print text without folding it, or anything that rich renders. Never raises if the output is gone."""
+    """Print text without folding it, or anything that rich renders. Does not raise if the output is gone."""
     _last_said[0] = time.monotonic()
     try:
         if isinstance(what, (str, Text)):
@@ -113,10 +113,11 @@ def say(what: RenderableType) -> None:
         else:
             console().print(what)
     except OSError:
-        console().quiet = True  # a full disk, a closed terminal; training goes on
+        console().quiet = True  # the disk is full or the terminal is closed; training goes on
 
 
 def show_error(error: Exception) -> None:
-    """Print an error to stderr. It may quote a stranger's file: no markup is read, control characters are shown."""
+    """Print an error to stderr. The error may quote a stranger's file, so markup is not read, and control characters
+    are shown."""
     text = Text.assemble(("fxtune: ", "bold red"), plain(redact_text(str(error))))
     Console(stderr=True, highlight=False, soft_wrap=True).print(text)

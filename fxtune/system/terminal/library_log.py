@@ -1,11 +1,11 @@
 """Keeps warnings of libraries off the terminal: they go to libraries.log of the run's folder.
 
-Python's warnings and the log records of libraries mean nothing to a user of fxtune. Errors that a library logs still
-show. A developer sees Python's warnings with PYTHONWARNINGS or `python -W`, and a library's log with TORCH_LOGS or
-TRANSFORMERS_VERBOSITY.
+Python's warnings and the log records of libraries mean nothing to a user of fxtune. Errors that a library logs are
+still printed. A developer sees Python's warnings with PYTHONWARNINGS or `python -W`, and a library's log with
+TORCH_LOGS or TRANSFORMERS_VERBOSITY.
 
-Messages before the run has a folder are kept, and lost if the command has no run. Worker processes write to the same
-file.
+Messages from before the run has a folder are kept in memory. They are lost if the command starts no run. Worker
+processes write to the same file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE = "libraries.log"
 KEPT = 1000
 """Messages that are kept until the run has a folder."""
 LIBRARIES = {"torch": "TORCH_LOGS", "transformers": "TRANSFORMERS_VERBOSITY", "huggingface_hub": "HF_HUB_VERBOSITY"}
-"""Libraries that print their log themselves, and the variable by which a developer asks for it."""
+"""Libraries that print their log themselves. A developer asks for a library's log by its environment variable."""
 
 
 class LibraryLog(logging.Handler):
@@ -62,7 +62,7 @@ class LibraryLog(logging.Handler):
 
     @property
     def file(self) -> Path | None:
-        """Where worker processes write; None if this process takes no messages."""
+        """The file to which worker processes write; None if this process takes no messages."""
         return (self._file or Path(os.devnull)) if self.active else None
 
     def collect_in_worker(self, file: Path | None) -> None:
@@ -73,7 +73,8 @@ class LibraryLog(logging.Handler):
 
     @contextmanager
     def written_to(self, folder: Path) -> Iterator[None]:
-        """Write earlier messages, and the messages inside the block, to the folder's file. No message, no file."""
+        """Write earlier messages, and messages inside the block, to the folder's file. The first message makes the
+        file."""
         self._file = folder / FILE
         while self._kept:
             self._write(self._kept.popleft())
@@ -85,7 +86,7 @@ class LibraryLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR and logging.lastResort is not None:
             logging.lastResort.handle(record)
-        with suppress(Exception):  # a library's record that cannot be formatted
+        with suppress(Exception):  # a library's record may have a format that fails
             self._write(self.format(record) + "\n")
 
     def _take_warning(self, message, category, filename, lineno, file=None, line=None) -> None:

@@ -1,8 +1,9 @@
 """Says what this process does and how far it is, so that a run is never silent for long.
 
-`with phase("tokenizing", total, "rows") as work` names a piece of work before it starts, and `work.advance(n)` moves
-it. Phases nest; the innermost phase is shown. On a terminal it is the last line, with its seconds. Elsewhere each
-phase prints a line when it starts, and a thread prints its progress after QUIET seconds of silence.
+`with phase("tokenizing", total, "rows") as work` names a piece of work before it starts, and `work.advance(n)` counts
+what is done. Phases nest, and the innermost phase is shown. On a terminal it is shown in the last line, with its
+seconds. Elsewhere each phase prints a line when it starts, and a thread prints its progress after QUIET seconds of
+silence.
 
 Nothing is shown before show(): code that is imported by another program prints nothing.
 """
@@ -28,11 +29,11 @@ Item = TypeVar("Item")
 QUIET = 4.0
 """Seconds of silence after which a log gets a line on the current phase."""
 STEPS, MICRO_BATCHES = "steps", "micro-batches"
-"""The units of the phases of training and of one of its steps."""
+"""The unit of the training phase, and the unit of the phase of one step."""
 
 
 class Phase:
-    """A piece of work that was announced. `total`: in `unit`s; 0 if it is not known."""
+    """A piece of work. `total`: its size in `unit`s; 0 if the size is not known."""
 
     def __init__(self, name: str, total: float = 0, unit: str = "") -> None:
         self.name, self.total, self.unit = name, total, unit
@@ -44,7 +45,7 @@ class Phase:
         self.done += by
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, each counted when the next one is asked for."""
+        """Yield `items`. An item counts as done when the caller asks for the next item."""
         for item in items:
             yield item
             self.advance()
@@ -71,21 +72,21 @@ class _Progress:
         self.live: Live | None = None
         """The line of a terminal that shows the current phase."""
         self.region: Live | None = None
-        """`live`, or the display of a run, which then shows the phases instead."""
+        """What is drawn at the bottom of the terminal: `live`, or a run's display, which also shows the phases."""
         self.log: threading.Event | None = None
-        """Ends the thread of a log; None: the phases are not printed."""
+        """The event that ends the thread of a log; None if phases are not printed."""
 
 
 _progress = _Progress()
 
 
 def current() -> Phase | None:
-    """The innermost phase."""
+    """The innermost phase; None outside of all phases."""
     return _progress.phases[-1] if _progress.phases else None
 
 
 def worth_saying() -> Phase | None:
-    """The innermost phase that has lasted a second; else the outermost."""
+    """The innermost phase that has lasted a second; if no phase has, the outermost phase."""
     phases = _progress.phases
     return next((work for work in reversed(phases) if work.seconds >= 1), phases[0] if phases else None)
 
@@ -104,8 +105,8 @@ def line() -> Text:
 def phase(
     name: str, total: float = 0, unit: str = "", announce: bool = True, part: str | None = None
 ) -> Iterator[Phase]:
-    """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: the
-    part of a run's start that the seconds count for (startup.py); None: the part of the phase around this one.
+    """Show `name` while the body runs. `announce`: whether a log gets a line before the work starts. `part`: the part
+    of a run's start to which the seconds belong (startup.py); None: the part of the phase around this phase.
     """
     work = Phase(name, total, unit)
     _progress.phases.append(work)
@@ -151,7 +152,7 @@ def hide() -> bool:
 
 @contextmanager
 def shown(kind: str = "auto") -> Iterator[None]:
-    """show() in the body."""
+    """A context manager that shows phases in its body; see show()."""
     show(kind)
     try:
         yield
@@ -160,8 +161,8 @@ def shown(kind: str = "auto") -> Iterator[None]:
 
 
 def live_region(render: Callable[[], RenderableType], transient: bool = False) -> Live | None:
-    """Draw render() at the bottom of the terminal, four times a second. None if the terminal is gone. The cursor and
-    the screen stay, so that even kill -9 leaves a working terminal."""
+    """Draw render() at the bottom of the terminal, four times a second. Returns None if the terminal is gone. The
+    cursor stays visible and the screen is not switched, so that even kill -9 leaves a working terminal."""
     terminal = console.console()
     live = Live(
         console=terminal, get_renderable=render, refresh_per_second=4, transient=transient, vertical_overflow="crop"

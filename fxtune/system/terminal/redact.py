@@ -4,8 +4,8 @@ A secret is recognised by the *name* of its key (`hub_token`, `api_key`), by the
 `ghp_...`, a URL with a password or a signature), or by its *value*: the content of an environment variable with a
 secret's name, also inside a longer string.
 
-The third rule applies to all output of this process (`redacted_output`), all three to tracebacks and to the files of a
-run. So rows of data that look like a key are printed unchanged.
+Only the third rule applies to all output of this process (`redacted_output`), so rows of data that look like a key are
+printed unchanged. All three rules apply to tracebacks and to the files of a run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SECRET_SHAPES = re.compile(
     )
 )
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s@]{8,})@")
-_URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # normalised as a path it has one slash
+_URL_USER = re.compile(r"(:/{1,2})(?:[^/\s@]+|[^/\s@:]+:(?!\d+/)[^\s@]+)@")  # a URL normalised as a path has one slash
 _PAIR = re.compile(
     r"(?P<before>(?<![\w.-])(?P<name>[\w.-]*\w)=['\"]?|^[\s-]*(?P<key>[\w.-]+): +['\"]?)"
     r"(?P<value>[^\s'\"`,;}\])]+)",
@@ -82,7 +82,7 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """redact() for a command line: `key=value` by the key's name too, other arguments by their shape."""
+    """redact() for the arguments of a command line. In `key=value` the key's name decides, too."""
     secrets = _environment_secrets()
     cleaned = []
     for argument in arguments:
@@ -105,7 +105,8 @@ def redact_text(text: str) -> str:
 class RedactedStream:
     """A text stream that removes the values of `secrets` from all text written to it.
 
-    Characters that its encoding lacks become question marks. Writing to a closed pipe or terminal is no error.
+    Characters that the stream's encoding lacks become question marks. Writing to a closed pipe or terminal is no
+    error.
     """
 
     def __init__(self, stream: IO[str], secrets: list[str]):
@@ -141,8 +142,8 @@ class RedactedStream:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Remove the environment's secrets from all output of the body, and from a traceback that ends the process. The
-    output cannot fail, see RedactedStream."""
+    """Remove the environment's secrets from all output of the body, and from a traceback that ends the process.
+    Writing does not fail if the reader has gone; see RedactedStream."""
     sys.excepthook = _excepthook
     secrets = _environment_secrets()
     out, err = sys.stdout, sys.stderr
@@ -197,8 +198,8 @@ def _redact_hex(found: re.Match[str]) -> str:
 
 def _environment_secrets() -> list[str]:
     """Values of environment variables with a secret's name, and passwords of URLs in any variable, such as a proxy's.
-    Each also in its URL, JSON and Python spelling, longest first. Short values may be ordinary words and are left
-    out."""
+    Each value is also listed in its URL, JSON and Python spelling. Longer values come first. Short values are left
+    out, because they may be ordinary words."""
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= 8}
     values = {value for value in values if not value.startswith(("/", "~"))}
     values |= {found for value in os.environ.values() for found in _URL_PASSWORD.findall(value)}

@@ -1,10 +1,11 @@
-"""Where the seconds go from the command to the first steps, by part of the work.
+"""Counts the seconds from the command to the first steps, for each part of the work.
 
-A phase (progress.py) names the part that its seconds belong to. A phase inside it may name another part. The parts add
-up to the time since the process was started, with the start of Python and the imports.
+A phase (progress.py) names the part that its seconds belong to. A phase inside that phase may name another part.
+Together the parts take the time since the process was started; the start of Python and the imports are parts, too.
 
-Python's garbage collector walks the libraries' objects again and again while they are imported and while torch.compile
-traces the model, which takes a fifth of the imports' time. So before the first step it waits for more garbage.
+While libraries are imported and while torch.compile traces the model, Python's garbage collector walks the libraries'
+objects again and again. This takes a fifth of the imports' time. So before the first step the collector runs less
+often.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 OTHER = "other"
-"""The part of what no phase names."""
+"""The part for seconds outside of all phases that name a part."""
 FIRST_STEPS = "first steps"
-"""The last part, in which the run then stays."""
+"""The last part. The training loop belongs to it."""
 SHOWN = 0.5
-"""Seconds below which a part is not printed."""
+"""A part that took fewer seconds is not printed."""
 YOUNG_OBJECTS = 100_000
-"""Objects that are allocated and not freed between two garbage collections before the first step; Python's default is
-700, in some versions 2,000."""
+"""Before the first step, a garbage collection begins after this many new objects that were not freed. Python's default
+is 700, in some versions 2,000."""
 
 
 class StartupTimer:
@@ -34,19 +35,19 @@ class StartupTimer:
         self._restart({})
 
     def begin(self, before: Mapping[str, float]) -> None:
-        """A command begins, `before` seconds after its process was started. Its first run counts on from there."""
+        """Begin to count a command. `before`: the seconds of each part before this call."""
         self._restart(before)
         self._run_counts_on = True
 
     def begin_run(self) -> None:
-        """A run begins. The first run of a command counts from the command, any other run from here."""
+        """Begin to count a run. The first run of a command counts on from the command; any other run starts at 0."""
         if not self._run_counts_on:
             self._restart({})
         self._run_counts_on = False
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The seconds of the body belong to `name`. Only the thread that began counts."""
+        """Count the seconds of the body for `name`. Only the thread that began the command or run counts."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -62,7 +63,7 @@ class StartupTimer:
             self._parts.pop()
 
     def read(self) -> dict[str, float]:
-        """Part -> seconds so far, in the order in which the parts began."""
+        """The seconds of each part so far, in the order in which the parts began."""
         self._count()
         return dict(self._seconds)
 
@@ -82,4 +83,4 @@ class StartupTimer:
 
 
 STARTUP = StartupTimer()
-"""The start of this process, counted by its phases."""
+"""The timer of this process. Its phases count with it."""

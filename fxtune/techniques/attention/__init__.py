@@ -1,1 +1,1 @@
-"""Attention kernels, and documents that cannot see each other."""
+"""Attention kernels, and attention that keeps packed documents apart."""

@@ -1,23 +1,24 @@
 """Context parallelism: attention of rows whose tokens are cut into pieces, one on each rank.
 
-Everything in a decoder but attention works on single tokens. So each rank holds one piece of each row (see `cut` of
+Everything in a decoder but attention works on single tokens. So each rank holds one piece of each row (`cut` in
 data/batches/batch.py), and only attention needs the other pieces. Before attention the ranks exchange tokens for
-heads: each rank sends the queries, keys and values of its piece, and gets the queries, keys and values of the whole
-row for its share of the heads. After attention they exchange back. This is DeepSpeed-Ulysses (arXiv 2309.14509).
-Attention itself runs as on one card, by any kernel: it sees whole rows with the `cu_seqlens` of all their documents,
-and fewer heads.
+heads: each rank sends the queries, keys and values of its piece, and gets the queries, keys and values of whole rows
+for its share of the heads. After attention the ranks exchange back. This is DeepSpeed-Ulysses (arXiv 2309.14509).
+Attention itself runs as on one card, by any kernel: the kernel gets whole rows with the `cu_seqlens` of all their
+documents, and fewer heads.
 
-The exchange wraps the functions in transformers' registry, and acts in calls that have `context_group`. Other
-calls (generation, and checks on a whole row) run as before.
+register() wraps a function in transformers' registry. The wrapped function exchanges only in calls that have
+`context_group`. Other calls (generation, and checks on a whole row) run without an exchange.
 
-If there are fewer key heads than ranks, or their numbers do not divide, each key head is sent to all ranks that have
-query heads of its group. So the number of query heads is the only limit. A ring of ranks that pass keys and values on
-would send at least as many bytes of them, none of queries and outputs, and would need the log-sum-exp of every kernel.
+If the number of ranks does not divide the number of key heads, each key head is sent to all ranks that have query
+heads of its group. So only the number of query heads limits the ranks. The alternative is a ring of ranks that pass
+keys and values on. A ring sends no queries and outputs, but at least the same bytes of keys and values, and it needs
+the log-sum-exp of every kernel.
 
-Each rank sends (ranks - 1) / ranks of 2 q + 2 k numbers a token of its piece in each layer, where q and k are the
-widths of all query heads and of all key heads, copies included: the outputs are as wide as the queries, the values as
-the keys. The backward pass sends the same amount. A recomputed layer sends them again, because received tensors are
-not kept: over NVLink that takes less time than other recomputation for the same memory.
+In each layer a rank sends (ranks - 1) / ranks of 2 q + 2 k numbers for each token of its piece. q is the width of all
+query heads, and k the width of all key heads with their copies. Outputs have the width of queries, and values have the
+width of keys. The backward pass sends the same amount. A recomputed layer repeats the exchange, because received
+tensors are not kept. Over NVLink this takes less time than other recomputation that saves the same memory.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from fxtune.techniques.rope import BY_LONGEST, rope_types
 from fxtune.upstream.transformers import eager_attention
 
 PROBE = 8
-"""Tokens of each piece of the row that observe() compares."""
+"""Tokens in each piece of the row that observe() cuts."""
 LIMIT, HALF_LIMIT = 2e-3, 5e-2
-"""The largest relative difference of its logits in float32 (with TF32), and in 16 bits. Without an exchange it is
-about 1."""
+"""The largest relative difference that observe() accepts between the logits of a cut and a whole row: in float32 (with
+TF32), and in 16 bits. Without an exchange the difference is about 1."""
 
 
 def register(backend: Backend) -> None:
-    """Let the backend's function in transformers' registry exchange tokens for heads; once or again."""
+    """Let the backend's function in transformers' registry exchange tokens for heads. May be called again."""
     from transformers import AttentionInterface
 
     plain = AttentionInterface().get(backend.implementation)
@@ -60,7 +61,7 @@ def register(backend: Backend) -> None:
 
 
 def _exchanging(backend: Backend, plain: Optional[Callable[..., Any]]) -> Callable[..., Any]:
-    """`plain`, None for eager, which each model defines for itself, with an exchange around it."""
+    """Wrap `plain` in an exchange. `plain` is None for eager attention, which each model defines for itself."""
 
     def attention(
         module: nn.Module,
@@ -73,7 +74,7 @@ def _exchanging(backend: Backend, plain: Optional[Callable[..., Any]]) -> Callab
         position_ids: Optional[Tensor] = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        # A StandIn of lora/fused_modules.py stands for its attention.
+        # In fused LoRA `module` is a StandIn (lora/fused_modules.py) for the attention.
         attend = plain or eager_attention(type(getattr(module, "stands_for", module)))
         if not context_group:
             if position_ids is not None:
@@ -104,11 +105,12 @@ def tokens_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange tokens for heads among the `ranks` ranks of the process group `group`.
 
-    `query` [rows, heads, piece, d], `key` and `value` [rows, key heads, piece, any]: for this rank's piece of each
-    row. Returns the three for whole rows, [rows, heads / ranks, ranks * piece, d] and so on, and this rank's heads.
+    `query` [rows, heads, piece, d], `key` and `value` [rows, key heads, piece, any] hold this rank's piece of each
+    row. Returns the three tensors for whole rows and this rank's heads, the query as [rows, heads / ranks, ranks *
+    piece, d].
     """
-    # Norms or RoPE may have made queries and keys float32. Attention would cast them; casting first sends half the
-    # bytes.
+    # Norms or RoPE may have made queries and keys float32. Attention would cast them. A cast before the
+    # exchange halves the bytes that are sent.
     dtype, rows, piece = compute_dtype(value), len(query), query.shape[2]
     copies = key_copies(query.shape[1], key.shape[1], ranks)
     parts, widths = [], []
@@ -126,7 +128,7 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
-    """The exchange back: [rows, ranks * piece, heads / ranks, d] of whole rows to [rows, piece, heads, d]."""
+    """Exchange back: [rows, ranks * piece, heads / ranks, d] of whole rows becomes [rows, piece, heads, d]."""
     rows, length, _, width = out.shape
     parts = out.unflatten(1, (ranks, length // ranks)).transpose(0, 1)
     received = all_to_all(parts.contiguous(), group)  # [ranks, rows, piece, heads / ranks, d]
@@ -134,7 +136,7 @@ def heads_to_tokens(out: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def refusals(facts: Facts) -> Iterator[str]:
-    """Each reason why rows cannot be cut under `facts`, with what to change."""
+    """Yield each reason why rows cannot be cut under `facts`, with the change that helps."""
     ranks, text = facts.degrees.context, facts.text
     kind, whole = text.get("model_type", "this model"), "Set parallel.context=1"
     heads = [each.heads for each in Shape.of(facts.model).attentions]
@@ -163,12 +165,13 @@ def refusals(facts: Facts) -> Iterator[str]:
 
 
 def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evidence:
-    """Whether each of the `layers` attention layers exchanges, and a small row gives the same logits cut and whole.
-    All ranks of `world` call it together, under training's autocast. `packing`: with documents to separate."""
+    """Observe whether each of the `layers` attention layers exchanges, and whether a small row gives the same logits
+    cut and whole. All ranks of `world` call this function together, under training's autocast. `packing`: whether the
+    row has several documents."""
     ranks, device = world.context_ranks, next(model.parameters()).device
     length = PROBE * ranks
     ids = kind_of(model.config).small_row(model, length)["input_ids"]
-    # The second document reaches over every border.
+    # The second document crosses every border between pieces.
     bounds = [0, 3, length - 2, length] if packing else [0, length]
     starts = torch.tensor(bounds, dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(int(size), device=device) for size in starts.diff()]).unsqueeze(0)
@@ -191,7 +194,7 @@ def observe(model: nn.Module, world: World, layers: int, packing: bool) -> Evide
 
 
 class _OwnGroups:
-    """A module whose attention has another number of query heads for each key head on this rank."""
+    """Replaces an attention module whose key heads serve another number of query heads on this rank."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self.module, self.num_key_value_groups = module, groups

@@ -1,9 +1,9 @@
-"""Whether a model keeps packed documents apart, tried before a weight is loaded.
+"""Whether a model keeps packed documents apart, tried on a small model before weights are loaded.
 
 Some models of transformers make their mask without `position_ids` (gpt-oss, Falcon, OPT, BLOOM in 5.17), so the
-documents of a packed row see each other. Nothing in a config says so. So a model of the same kind with few layers and
-random weights is tried: changing one document must not move the logits of the others. For the kinds in PROVEN the
-tests of fxtune try it, so a run does not. Each run still proves it on the real model (technique.py).
+documents of a packed row see each other. No config says so. So fxtune tries a model of the same kind with few layers
+and random weights: a change to one document must not move the logits of the others. fxtune's tests try the kinds in
+PROVEN, so a run does not. Each run still proves isolation on the real model (technique.py).
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from fxtune.techniques.attention.inputs import KeyBounds, model_inputs
 _PROVEN = """cohere2 deepseek_v3 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite llama llama4_text mistral mixtral
 olmo2 phi phi3 qwen2 qwen3 qwen3_moe smollm3"""
 _PROVEN_WITH_IMAGES = "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"
-"""They have no head by themselves; tests/models/kinds/image_decoder/test_images.py tries each."""
+"""Decoders of models that read images. They have no head by themselves.
+tests/models/kinds/image_decoder/test_images.py tries each."""
 PROVEN = frozenset(f"{_PROVEN} {_PROVEN_WITH_IMAGES}".split())
-"""Values of `model_type`; tests/techniques/attention/test_isolation.py tries each."""
+"""The `model_type` of kinds that keep documents apart. tests/techniques/attention/test_isolation.py tries each."""
 LEAK = 1e-3
-"""The most that other documents' logits may move, relative to the changed one's."""
+"""The largest movement of other documents' logits, relative to the movement of the changed document's logits."""
 PROMPT_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
-"""The largest relative difference between the logits after a shared prompt and the logits of the document alone, with
-TF32; 5e-2 in 16 bits."""
+"""The largest relative difference between the logits after a shared prompt and the logits of the same document alone,
+with TF32. In 16 bits 5e-2 is allowed."""
 LOOKS_AHEAD = 1e-4
-"""The most that a changed token may move the logits before it, relative to its own."""
+"""The most that a changed token may move the logits before it, relative to the movement of its own logits."""
 MOST_DOCUMENTS = 4
-"""Documents that are changed, one at a time."""
+"""The largest number of documents that movement() changes, one at a time."""
 _SMALL = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "intermediate_size", "ffn_dim"), 64),
     "moe_intermediate_size": 32,
@@ -46,17 +47,17 @@ _SMALL = {
 
 
 def document_numbers(inputs: dict[str, Any]) -> torch.Tensor:
-    """int64 [rows, tokens]: which document of its row a token belongs to, from the arguments of a forward pass."""
+    """int64 [rows, tokens]: the number of each token's document in its row. `inputs`: arguments of a forward pass."""
     positions: torch.Tensor = inputs["position_ids"]
-    positions = positions[0] if positions.dim() == 3 else positions  # before the axes of M-RoPE
+    positions = positions[0] if positions.dim() == 3 else positions  # with M-RoPE text positions come before the axes
     return (positions == 0).long().cumsum(-1) - 1
 
 
 def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, float]:
-    """Change the tokens of one document at a time. Returns the number of documents, the least by which a changed
-    document's own logits moved, and the most by which the logits of others did.
+    """Change the tokens of one document at a time. Returns the number of documents, the smallest movement of a changed
+    document's own logits, and the largest movement of other documents' logits.
 
-    All forward passes have the same shape, so logits that depend on nothing else stay equal bit for bit.
+    All forward passes have the same shape, so logits that do not depend on the changed tokens keep their bits.
     """
     ids, document = inputs["input_ids"], document_numbers(inputs)
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
@@ -73,8 +74,8 @@ def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, floa
 
 
 def image_movement(model: nn.Module) -> tuple[float, float]:
-    """Change the pixels of an image in the second of three documents in one row. Returns by how much the logits behind
-    the image moved in its document, and the most by which the logits of the others did."""
+    """Change the pixels of an image in the second of three documents in one row. Returns how far the last logits of
+    the second document moved, and the largest movement of the other documents' logits."""
     config: Any = model.config
     known = images_of(config)
     ids, images = known.row(model)
@@ -98,15 +99,15 @@ def is_isolated(moved: float, leaked: float) -> bool:
 
 
 class SharedPrompt(NamedTuple):
-    """The observations on two answers to a prompt that their row has once."""
+    """The observations on two answers that share a prompt in one row."""
 
     difference: float
-    """How far the second answer's logits are from its logits in a row without the first answer, relative to them."""
+    """The relative distance between the second answer's logits here and in a row without the first answer."""
     limit: float
     moved: float
-    """The most by which changed tokens of the first answer moved its own logits."""
+    """The largest movement of logits in the first document after a change to its answer."""
     leaked: float
-    """The most by which they moved the logits of the second answer."""
+    """The largest movement of the logits of the prompt and the second answer after this change."""
 
     @property
     def is_exact(self) -> bool:
@@ -114,7 +115,7 @@ class SharedPrompt(NamedTuple):
 
 
 def share_prompt(model: nn.Module) -> SharedPrompt:
-    """Run two answers to one prompt, for a backend that takes bounds of keys."""
+    """Observe two answers that share a prompt. The backend must take bounds of keys."""
     prompt, first, second = 9, 6, 7
     device = next(model.parameters()).device
     ids = kind_of(model.config).small_row(model, prompt + first + second)["input_ids"]
@@ -153,13 +154,13 @@ class Trial(NamedTuple):
     shared: str | None
     """Why answers in one row cannot share their prompt; None if they can, or if bounds were not tried."""
     looks_ahead: float
-    """How far a changed last token moved the logits before it, relative to its own; NaN if that is not known."""
+    """How far a changed last token moved earlier logits, relative to its own logits; NaN if the model was not
+    tried."""
 
 
 def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
-    """Why documents in one row may see each other in a model of this config, or None if they do not, because the mask
-    of transformers separates them. `by_bounds`: it is enough if a kernel of packed.py separates them, by their
-    bounds."""
+    """Why documents in one row may see each other in a model of this config, or None if transformers' mask separates
+    them. `by_bounds`: a kernel of packed.py may separate them instead, by the documents' bounds."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN:
         return None
@@ -168,14 +169,14 @@ def why_not_isolated(hf_config: Any, by_bounds: bool = False) -> str | None:
 
 
 def why_not_shared(text: dict[str, Any]) -> str | None:
-    """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), by a kernel that
-    takes bounds of keys; None if they can."""
+    """Why two answers in one row cannot share their prompt in a model of this config (`Facts.text`), with a kernel
+    that takes bounds of keys; None if they can."""
     return None if text.get("model_type") in PROVEN else try_small_model(text, by_bounds=True).shared
 
 
 def why_not_causal(hf_config: Any) -> str | None:
-    """Why a model of this config is no causal one (an encoder), or None if it is: the logits of a token must not
-    depend on later tokens. Its loss would fall without learning anything."""
+    """Why a model of this config is not causal (as an encoder), or None if it is causal. If logits depended on later
+    tokens, the loss would fall and the model would learn nothing."""
     text = hf_config.get_text_config()
     if text.model_type in PROVEN or not try_small_model(text).looks_ahead > LOOKS_AHEAD:
         return None
@@ -186,8 +187,8 @@ def why_not_causal(hf_config: Any) -> str | None:
 
 
 def try_small_model(text: Any, by_bounds: bool = False) -> Trial:
-    """Try a small model of this kind. `text`: a decoder's config of transformers, or `Facts.text`. `by_bounds`: with
-    flash4's reference."""
+    """Try a small model of this kind. `text`: a decoder's config of transformers, or `Facts.text`. `by_bounds`: run
+    flash4's plain reference, which takes bounds of keys."""
     from transformers import CONFIG_MAPPING
 
     values = text if isinstance(text, dict) else text.to_dict()
@@ -227,7 +228,7 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
                 shares = not by_bounds or share_prompt(model).is_exact
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
-    except Exception as error:  # noqa: BLE001  keys may depend on the changed keys: anything may happen
+    except Exception as error:  # noqa: BLE001  other keys may depend on the changed ones: any error is possible
         return _untried(name, f"could not be tried ({type(error).__name__})")
     apart = is_isolated(moved, leaked)
     return Trial(
@@ -246,8 +247,9 @@ def _movement_by_last(model: nn.Module, ids: torch.Tensor) -> float:
 
 
 def _small(config: Any) -> Any:
-    """`config` with as many layers as show each kind of layer once, and narrow parts where the rest does not depend on
-    their width. As many layers again share keys and values with earlier ones, if layers of `config` do."""
+    """A small copy of `config`. It has enough layers to show each kind of layer, and narrow parts where the rest does
+    not depend on their width. If layers of `config` share keys and values with earlier layers, some of the copy's
+    layers do, too."""
     total, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
     kinds = next(
         (found for key in ("layer_types", "layers_block_type") if (found := getattr(config, key, None))), ["every"]
@@ -255,7 +257,7 @@ def _small(config: Any) -> Any:
     layers = min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), total)
     kept = sorted({*range(layers), *range(max(total - shared, total - layers), total)})
     values, names = config.to_dict(), getattr(config, "attribute_map", {})
-    for key, value in values.items():  # what differs between layers: their kinds, sizes, numbers of heads
+    for key, value in values.items():  # lists with an entry for each layer: kinds, sizes, numbers of heads
         if isinstance(value, list) and len(value) == total:
             values[key] = [value[layer] for layer in kept]
         if key == "per_layer_config":

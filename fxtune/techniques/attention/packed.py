@@ -1,17 +1,18 @@
 """Attention over packed rows, registered under fxtune's own names in transformers.
 
 transformers separates packed documents by a mask of [rows, 1, length, length], 4 GiB for one row of 64k tokens, unless
-the attention function reads `cu_seqlens`. The backends with a `core` do (backends/flash4.py, sdpa.py and cudnn.py).
-Their functions take the arguments of transformers' own FlashAttention functions, so they work with every model that
-works with FlashAttention. Their names do not contain "flash": for such a name transformers would look for a kernel on
-the hub.
+the attention function reads `cu_seqlens`. The backends with a `core` read it (backends/flash4.py, sdpa.py and
+cudnn.py). Their functions take the arguments of transformers' own FlashAttention functions, so they work with every
+model that works with FlashAttention. The registered names do not contain "flash": for a name with "flash",
+transformers would look for a kernel on the hub.
 
-With `key_index` a document also attends to tokens of another one, the prompt of a pair of answers
-(data/batches/shared_prompts.py). Keys and values are gathered, so that all keys of a document follow one another, and
-have separate bounds; the last query of a document attends to all its keys. With few key heads the copies cost little.
+With `key_index` a document also attends to tokens of another document: two answers share a prompt that their row has
+once (data/batches/shared_prompts.py). Keys and values are gathered, so that all keys of a document follow one another,
+and the gathered keys have their own bounds. The last query of a document attends to all its keys. With few key heads
+the copies cost little.
 
-A call without `cu_seqlens` (generation with a cache, rows padded on the left) runs torch's attention with the mask
-that transformers then builds, or plain operations if scores have a soft cap or sinks.
+A call without `cu_seqlens` (generation with a cache, rows padded on the left) gets a mask from transformers and runs
+torch's attention. If scores have a soft cap or sinks, the call runs plain operations instead.
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor], Optional[Tensor]], Tensor]
-"""(q, k, v, cu_seqlens, scale, window, softcap, sinks, cu_seqlens_k) -> out; q, k, v and out as [rows, length, heads,
-d], but k and v as [1, keys, heads, d] with `cu_seqlens_k`. See kernels/flash4.py."""
+"""(q, k, v, cu_seqlens, scale, window, softcap, sinks, cu_seqlens_k) -> out. q, k, v and out are [rows, length, heads,
+d]. With `cu_seqlens_k`, k and v are [1, keys, heads, d]. See kernels/flash4.py."""
 
 
 def register(implementation: str, core: Core, sinks: bool = False) -> None:
-    """Register `core` with transformers under this name, once or again. `sinks`: whether it takes sinks."""
+    """Register `core` with transformers under this name. May be called again. `sinks`: whether `core` takes sinks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(implementation, _attention_function(core, sinks))
-    AttentionMaskInterface.register(implementation, AttentionMaskInterface()["sdpa"])  # for calls without `no_mask`
+    AttentionMaskInterface.register(implementation, AttentionMaskInterface()["sdpa"])  # if no_mask() is not passed
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
-    """The attention mask to pass with `cu_seqlens`: four dimensions and no elements. transformers passes it on as it
-    is; without one it would look for documents in `position_ids`, for which the host waits, and build a mask.
+    """The attention mask to pass with `cu_seqlens`: four dimensions and no elements. transformers passes it on
+    unchanged. Without a mask transformers would look for documents in `position_ids`, for which the host waits, and
+    build a mask.
     """
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 
 def document_mask(rows: int, length: int, cu_seqlens: Tensor, window: int, blocks: Tensor | None = None) -> Tensor:
-    """Where a token attends, bool [rows, 1, length, length]: to tokens before it in its document, within `window`.
+    """The mask bool [rows, 1, length, length]: a token attends to tokens of its document up to itself, within `window`
+    (0: no limit).
 
-    `blocks`: int64 [rows, length], a number for tokens that see each other, also later ones; 0: only earlier ones.
+    `blocks`: int64 [rows, length]. Tokens with the same positive number see each other in both directions.
     """
     at = torch.arange(rows * length, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
@@ -62,7 +65,7 @@ def document_mask(rows: int, length: int, cu_seqlens: Tensor, window: int, block
 
 
 def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
-    """Whether each row is one document: one begins with each row."""
+    """Whether each row is one document: the numbers of documents and rows are equal."""
     return len(cu_seqlens) == rows + 1
 
 
@@ -70,7 +73,7 @@ def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
 def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Tensor, None]]:
     from transformers import AttentionInterface
 
-    sdpa = AttentionInterface()["sdpa"]  # read here, because torch 2.11 does not compile an import of transformers
+    sdpa = AttentionInterface()["sdpa"]  # not in attention(): torch 2.11 cannot compile this import
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
@@ -102,7 +105,8 @@ def _attend(
     position_bias: Optional[Tensor] = None,
     **_: Any,
 ) -> Tensor:
-    """[rows, length, heads, d] from query [rows, heads, length, d], key and value [rows, kv_heads, length, d]."""
+    """Returns [rows, length, heads, d] for query [rows, heads, length, d], key and value [rows, kv_heads, length,
+    d]."""
     if position_bias is not None or (s_aux is not None and not takes_sinks):
         raise _unsupported(module, "adds sinks or a position bias to its scores, and this kernel does not")
     dtype = compute_dtype(value)
@@ -127,8 +131,8 @@ def _attend(
 
 
 class _SelectKeys(torch.autograd.Function):
-    """tokens[index]. The backward pass reads `copies` (Batch.key_copies) and adds to no memory: it gives the same bits
-    each time, and reads no gradient of keys that belong to no document."""
+    """Selects tokens[index]. The backward pass gathers by `copies` (Batch.key_copies) and adds nothing in place. So it
+    gives the same bits each time, and it reads no gradient of keys that belong to no document."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: Tensor, copies: Tensor) -> Tensor:
@@ -159,8 +163,9 @@ def _masked(
     is_causal: Optional[bool],
     sinks: Optional[Tensor],
 ) -> Tensor:
-    """A call outside training, or with images that see each other. `sdpa`: transformers' function. `mask`: boolean,
-    true where a token attends; None: is_causal decides."""
+    """Attention of a call outside training, or with images whose tokens see each other. `sdpa`: transformers'
+    function. `mask`: boolean, true where a token attends. Without it `is_causal` decides in `sdpa`; plain operations
+    are causal."""
     if not softcap and sinks is None:
         options: dict[str, Any] = {"dropout": dropout, "scaling": scale, "is_causal": is_causal}
         return sdpa(module, query, key, value, mask, **options)[0]

@@ -1,12 +1,13 @@
-"""Vision encoders: arguments that the host computes, and attention to all images in one call. No number changes.
+"""Vision encoders: the host computes some arguments, and attention takes all images in one call. No number changes.
 
-- The bounds of images and the positions of patches are computed on the host, which does not wait for the device then
+- The host computes the bounds of images and the positions of patches, so it does not wait for the device
   (models/kinds/image_decoder/host_arguments.py). The results are copied to the device.
 - Unless the attention's name contains `flash`, transformers waits for the lengths, splits queries, keys and values by
-  image, and calls attention once for each image or window: thousands of calls a pass. Here one call of FlashAttention
-  takes the bounds.
+  image, and calls attention once for each image or window. That makes thousands of calls in a pass. Here one call of
+  FlashAttention takes the bounds.
 
-Other vision encoders take images of one size as a batch, for which torch uses FlashAttention without a mask.
+Other vision encoders take images of one size as a batch. torch computes such a batch by FlashAttention, without a
+mask.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fxtune.upstream.torch import attention_operator
 from fxtune.upstream.transformers import attention_of, set_attention
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
-"""(q, k, v, bounds, an upper bound of the lengths, scale) -> out. q, k, v and out are [patches, heads, d]."""
+"""(q, k, v, bounds, upper limit of an image's patches, scale) -> out. q, k, v and out are [patches, heads, d]."""
 
 
 def flash2(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
@@ -43,7 +44,7 @@ def flash2(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale:
 
 
 def flash4(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-    """On a CPU in plain torch, image by image."""
+    """Attention by FlashAttention-4. On a CPU plain torch computes it image by image."""
     out: Tensor = kernel.flash4(q, k, v, bounds, longest, scale, 0, 0.0, causal=False)[0]
     return out
 
@@ -56,14 +57,14 @@ CORES: dict[str, tuple[Core, Backend]] = {
 
 
 def prepare(model: nn.Module) -> None:
-    """Register hooks that give the vision encoders of a model arguments computed on the host, and drop the bounds of
-    text documents, which some families pass to the vision encoder."""
+    """Register hooks on the vision encoders of a model. The hooks add the arguments that the host computes, and drop
+    the bounds of text documents, which some families pass to the vision encoder."""
 
     def arguments(encoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         named = {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
         if (grid := named.get("grid_thw")) is not None:
             places = qwen_arguments(encoder, grid)
-            # To split by image, transformers reads the bounds on the host.
+            # transformers reads the bounds on the host when it splits by image.
             on_host = () if attends_at_once(encoder) else ("cu_seqlens", "cu_window_seqlens")
             sent = {name: value for name, value in places.items() if name not in on_host}
             named = {**places, **_on(given[0].device, sent), **named}
@@ -85,8 +86,8 @@ def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend_at_once(model: nn.Module, device: torch.device) -> None:
-    """Let the vision encoders of a model that will be on `device` attend to all images in one call.
-    Call this function under the autocast context of training."""
+    """Let the vision encoders of `model` attend to all images in one call. `device`: where the model will be.
+    Call this function under training's autocast."""
     if device.type != "cuda":
         return
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -126,7 +127,7 @@ def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
         scaling: Optional[float] = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """([1, patches, heads, d], None) from query, key and value [1, heads, patches, d]."""
+        """Returns ([1, patches, heads, d], None) for query, key and value [1, heads, patches, d]."""
         dtype = compute_dtype(value)
         q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -136,8 +137,8 @@ def _attention_function(core: Core) -> Callable[..., tuple[Tensor, None]]:
 
 
 def observe(model: Any) -> tuple[str, str, bool] | None:
-    """(attention that the vision encoders should use, calls that a small image made, whether each layer made one).
-    None: no vision encoder attends_at_once(), or no image can be tried."""
+    """Run a small image. Returns the attention that the vision encoders should use, the observed calls, and whether
+    there was a call for each layer. None if no vision encoder attends_at_once(), or no image can be tried."""
     names = {attention_of(encoder.config) for encoder in vision_encoders(model) if attends_at_once(encoder)}
     if not names or not images_of(model.config).probe(model):
         return None

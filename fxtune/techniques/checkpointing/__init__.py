@@ -1,1 +1,1 @@
-"""Activation checkpointing: recompute, keep, or offload."""
+"""Activation checkpointing: layers recompute, keep or offload their activations."""

@@ -1,18 +1,18 @@
-"""Offload to pinned host memory of the tensors that layers save for the backward pass.
+"""Offloads the tensors that layers save for the backward pass to pinned host memory.
 
-A checkpointed layer saves its input, 512 MiB a layer for a row of 65,536 tokens of a Llama-3-8B. Such a copy takes 10
-to 20 ms over PCIe 5 and the layer some 100 ms, so the copy is hidden: a layer's input leaves on a side stream while
-the layer computes, and returns during the backward pass of the layer above (the design of Unsloth, of torchtune and of
-ALST, arXiv 2506.13996). With `all_saved` everything else that a compiled layer saves leaves, too, while the next layer
-computes. Tensors as wide as the MLP stay: copying them takes longer than recomputing them.
+A checkpointed layer saves its input: 512 MiB a layer for a row of 65,536 tokens of a Llama-3-8B. A copy of the input
+takes 10 to 20 ms over PCIe 5, and the layer some 100 ms. So the copy is hidden: a side stream sends a layer's input
+while the layer computes, and fetches it during the backward pass of the layer above (the design of Unsloth, of
+torchtune and of ALST, arXiv 2506.13996). With `all_saved` the other tensors that a compiled layer saves are sent, too,
+while the next layer computes. Tensors with the width of the MLP stay: copying them takes longer than recomputing them.
 
 Autograd's saved-tensor hooks send and fetch the tensors. They surround each layer's call, so torch.compile does not
-see them. A storage is sent as a whole, and only once. Autograd holds a `_SentTensor` in place of each tensor; when it
+see them. A storage is sent as a whole, and only once. Autograd holds a `_SentTensor` in place of each tensor. When it
 has dropped every `_SentTensor` of a storage, the storage's host memory returns to the pool.
 
-Events between two streams keep the order; the host never waits. Device memory is released only after the computing
-stream waits for the copy, so the allocator needs no `record_stream`, and at any time the tensors of two layers are on
-the device. The last layer's tensors stay, because they are needed first.
+Events between the two streams keep the order; the host never waits. The computing stream waits for a copy before the
+device memory is released. So the allocator needs no `record_stream`, and at any time the tensors of two layers are on
+the device. The last layer's tensors stay, because the backward pass needs them first.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 class Offload:
-    """Sends the tensors that `layers` save, except for the last layer's, to the host and fetches them.
+    """Sends tensors that `layers` save to the host, and fetches them. The last layer's tensors stay on the device.
 
-    On a CPU it copies within memory.
+    On a CPU the copies stay in memory.
 
-    `all_saved`: send not only the layers' inputs, but all that autograd saves in their calls, except storages of less
-    than `min_bytes` and tensors with one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
-    (World.context_ranks), because attention has the tokens of all these ranks.
+    `all_saved`: send all that autograd saves in the layers' calls, and not only their inputs. Storages of less than
+    `min_bytes` stay, and tensors with one of `wide_sizes` numbers a token. `pieces`: how many ranks share a row
+    (World.context_ranks). Tensors of attention hold the tokens of all these ranks.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Offload:
         self.pinned = 0
         """Bytes of all pieces, free or in use."""
         self.inputs_sent = self.inputs_fetched = 0
-        """How many layers' inputs were sent and fetched so far."""
+        """The numbers of layers' inputs that were sent and fetched so far."""
         self.sent = 0
         """Bytes sent to the host so far."""
         self.last = len(layers) - 1
         self._call: _LayerCall | None = None
-        """The layer call whose forward pass runs."""
+        """The layer call whose forward pass runs now."""
         self._on_device: list[_LayerCall] = []
         """Calls of this forward pass whose sent tensors still occupy device memory, the lowest layer first."""
         self._hooks: list[Any] = []
@@ -90,7 +90,7 @@ class Offload:
         if index == 0:
             self._on_device = []
         below = self._on_device[-1] if self._on_device else None
-        # The input of the layer below was sent while that layer computed; its other tensors leave during this layer.
+        # The layer below sent its input while it computed. Its other tensors are sent while this layer computes.
         for call in self._on_device:
             call.release(only_input=call is below)
         self._on_device = self._on_device[-1:]
@@ -105,12 +105,12 @@ class Offload:
             self._hooks.pop().__exit__()
         if self._call is not None:
             self._on_device += [self._call] if self._call.storages else []
-            self._call.hidden = None  # autograd may keep a reference to the call
+            self._call.hidden = None  # autograd may keep the call alive
         self._call = None
         if index == self.last:
             for call in self._on_device:
                 call.release()
-            self._on_device = []  # only autograd refers to them now
+            self._on_device = []  # only autograd refers to these calls now
 
     def buffers(self, size: int) -> list[torch.Tensor]:
         """Free pieces that hold `size` bytes together. Raises MemoryShortError if the host cannot pin more memory."""
@@ -120,7 +120,7 @@ class Offload:
             for _ in range(-(-size // piece)):
                 taken.append(self._buffer(piece))
         except MemoryShortError:
-            self.pool += taken  # for an attempt with a smaller batch
+            self.pool += taken  # an attempt with a smaller batch may use these pieces
             raise
         return taken
 
@@ -149,7 +149,7 @@ def _unpack(packed: Any) -> torch.Tensor:
 class _LayerCall:
     """One call of a layer: decides which of its saved tensors are sent, and holds their storages.
 
-    `below`: the call of the layer below, whose tensors the backward pass needs next.
+    `below`: the call of the layer below. The backward pass needs its tensors next.
     """
 
     def __init__(
@@ -158,19 +158,19 @@ class _LayerCall:
         self.owner, self.below, self.last = owner, below, last
         self.hidden: torch.Tensor | None = hidden
         self.storages: dict[int, _SentStorage] = {}
-        """By address."""
+        """Address -> sent storage."""
         self.tokens, self.device = hidden.numel() // hidden.shape[-1], hidden.device
         others = [leaf for leaf in leaves(others) if isinstance(leaf, torch.Tensor)]
         stays = [*layer.parameters(), *layer.buffers(), *others] if owner.all_saved and not last else []
         plain = (tensor for tensor in stays if type(tensor) in (torch.Tensor, nn.Parameter))
         self.stays = {tensor.untyped_storage().data_ptr() for tensor in plain}
         """Addresses of storages that are not sent."""
-        # Recorded before the layer computes, so that the copy of its input overlaps with the computation.
+        # The event comes before the layer's computation, so that the copy of the input overlaps with it.
         self.ready = torch.cuda.current_stream().record_event() if owner.side is not None else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The object that autograd stores in place of `tensor`."""
-        tensor = tensor.detach()  # an operator that saves its own result would otherwise be part of a reference cycle
+        tensor = tensor.detach()  # else a result that its own operator saves would keep itself alive
         if self.hidden is None:
             return tensor
         address = tensor.untyped_storage().data_ptr()
@@ -198,32 +198,33 @@ class _LayerCall:
         )
 
     def release(self, only_input: bool = False) -> None:
-        """Release the device memory, once the computing stream has waited for the copies."""
+        """Release the device memory, after the computing stream was made to wait for the copies."""
         for storage in self.storages.values():
             if storage.is_input or not only_input:
                 storage.release()
 
     def fetch(self) -> None:
-        """Start copying back the storages whose tensors autograd has not taken yet."""
+        """Start to copy back the storages with tensors that autograd has not taken yet."""
         for storage in self.storages.values():
             if storage.tensors > 0:
                 storage.fetch()
 
 
 class _SentStorage:
-    """One storage that is being copied to the host, is there, or is being copied back.
+    """One storage that was sent. It is on its way to the host, on the host, or on its way back.
 
-    `ready`: the copy starts after this event; None: after all present work of the computing stream.
+    `ready`: the event after which the copy starts. Without one, the copy starts after the computing stream's work so
+    far.
     """
 
     def __init__(self, owner: Offload, tensor: torch.Tensor, ready: Any, is_input: bool) -> None:
         storage = tensor.untyped_storage()
         self.owner, self.device, self.is_input, self.bytes = owner, tensor.device, is_input, storage.nbytes()
         self.tensors = 0
-        """How many tensors of this storage autograd still holds."""
+        """The number of this storage's tensors that autograd has not taken yet."""
         self.buffers: list[torch.Tensor] = []
         self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        """The bytes of the storage on the device, until release(), and again from fetch() on."""
+        """The bytes of the storage on the device. None between release() and fetch(), and after the last take()."""
         self.event: Any = None
         """The end of the latest copy. The computing stream waits for it before it reads or releases `on_device`."""
         self.buffers = owner.buffers(self.bytes)
@@ -234,7 +235,7 @@ class _SentStorage:
 
     def _copy(self, to_host: bool) -> None:
         assert self.on_device is not None
-        with torch.cuda.stream(self.owner.side):  # None: no other stream
+        with torch.cuda.stream(self.owner.side):  # on a CPU side is None
             for buffer, part in zip(self.buffers, self.on_device.split(pinned_piece(self.bytes)), strict=True):
                 host = buffer[: part.numel()]
                 (host if to_host else part).copy_(part if to_host else host, non_blocking=self.owner.side is not None)
@@ -250,7 +251,7 @@ class _SentStorage:
         self.on_device = self.event = None
 
     def fetch(self) -> None:
-        """Start copying back, into memory of the computing stream. The copy waits for that stream's present work."""
+        """Start to copy back, into memory of the computing stream. The copy waits for this stream's work so far."""
         if self.on_device is not None:
             return
         self.on_device = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
@@ -260,8 +261,8 @@ class _SentStorage:
         self._copy(to_host=False)
 
     def take(self) -> torch.Tensor:
-        """The bytes on the device, ready for the computing stream. After the last tensor has taken them, only that
-        tensor keeps them alive."""
+        """Return the bytes on the device, ready for the computing stream. After the last tensor has taken the bytes,
+        only this tensor keeps them alive."""
         self.fetch()
         self._wait()
         flat = self.on_device
@@ -273,12 +274,12 @@ class _SentStorage:
 
     def __del__(self) -> None:
         if self.on_device is not None:
-            self._wait()  # fetched in advance and never taken
+            self._wait()  # the bytes were fetched in advance and never taken
         self.owner.pool += self.buffers
 
 
 class _LastInput:
-    """The last layer's input, which stays. Reading it means that the backward pass has begun."""
+    """The last layer's input, which stays on the device. If autograd reads it, the backward pass has begun."""
 
     def __init__(self, hidden: torch.Tensor, below: _LayerCall | None) -> None:
         self.hidden, self.below = hidden, below
@@ -298,7 +299,7 @@ class _SentTensor:
         storage.tensors += 1
 
     def unpack(self) -> torch.Tensor:
-        """The tensor. This also starts to fetch what the layer below sent. May be called again."""
+        """Return the tensor, and start to fetch what the layer below sent. May be called again."""
         self.call.fetch()
         tensor = self.storage.take().view(self.dtype).as_strided(*self.view)
         if self.call.below is not None:

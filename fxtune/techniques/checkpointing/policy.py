@@ -1,18 +1,20 @@
 """Selective checkpointing: which operators' results a layer saves, and which operators the backward pass runs again.
 
-A layer that is checkpointed as a whole computes its matrix products and its attention twice. They take nearly all of
-its time, but their results are only a part of what it would save. The rest are results of norms, rotary embeddings,
-activations and residuals, which cost next to nothing to repeat. So the results of expensive operators are saved, and
-everything else is recomputed (the policy of torch.utils.checkpoint; "selective" recomputation in torchtitan and
-Megatron, arXiv 2205.05198).
+A layer that is checkpointed as a whole computes its matrix products and its attention twice. These take nearly all of
+the layer's time, but their results are only a part of what the layer would save. The rest are results of norms, rotary
+embeddings, activations and residuals. They cost next to nothing to repeat. So the results of expensive operators are
+saved, and everything else is recomputed (the policy of torch.utils.checkpoint; "selective" recomputation in torchtitan
+and Megatron, arXiv 2205.05198).
 
 A rule is plain data without state. It recognizes a product by its operator and by the shape of the second operand, the
-linear's weight. So the same rule serves an eager layer and one that torch.compile traces, where it marks nodes of the
-graph, and it can be part of the compiler's cache key. It cannot distinguish two linears of one shape.
+linear's weight. So the same rule serves eager layers and layers that torch.compile traces. In a traced layer the rule
+marks nodes of the graph. A rule can be part of the compiler's cache key. It cannot distinguish two linears of one
+shape.
 
-Products of adapters: x A is saved, it is as narrow as the rank. (x A) B is recomputed: it costs only rank
-multiplications an element. Fused adapters (kernels/fused_lora.py) compute the products of a group of linears in one
-operator, recognised by the joint size of the linears; another operator computes a whole MLP.
+Products of adapters: x A is saved, because it has only the width of the rank. (x A) B is recomputed, because it costs
+only rank multiplications an element. With fused adapters (kernels/fused_lora.py) one operator computes the products of
+a group of linears, and a rule recognizes this operator by the linears' joint size. Another operator computes a whole
+MLP.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ STANDS_FOR = {
     "fxtune.gated_experts": "aten._grouped_mm",
     "fxtune.fp8_experts": "aten._scaled_grouped_mm",
 }
-"""fxtune's operator -> torch's operator, whose entry in a list counts if no list names fxtune's."""
+"""fxtune's operator -> torch's operator. If no list names fxtune's operator, an entry for torch's operator counts."""
 ROUTING = {"fxtune.own_rows", "aten._assert_scalar"}
 """Operators whose results each selective rule saves: the routing of tokens to divided experts. The routing is small,
-and saved rows of experts fit no other routing. The compiler asserts the number of its rows; torch 2.11 cannot repeat
+and saved rows of experts fit no other routing. The compiler asserts the number of rows, and torch 2.11 cannot repeat
 this assertion in the backward pass."""
 GROUPS = ("attention", "matmuls")
 KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
@@ -50,15 +52,15 @@ KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
 
 
 class Rule(NamedTuple):
-    """What is saved. A name is an operator (`aten.mm`) or a group; an operator's name takes precedence over its
-    group's."""
+    """Which results are saved. A name is an operator (`aten.mm`) or a group. An operator's name takes precedence over
+    the name of its group."""
 
     saved: tuple[str, ...] = GROUPS
     recomputed: tuple[str, ...] = ()
     linears: tuple[tuple[int, int, bool], ...] = ()
-    """(in, out, saved) of the linears that are named; takes precedence over the operator's name."""
+    """(in, out, saved) of single linears. These entries take precedence over the operator's name."""
     ranks: tuple[int, ...] = ()
-    """Ranks of the adapters."""
+    """The ranks of the adapters."""
 
     def saves(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether a call of the operator `name` with `arguments` saves its result."""
@@ -71,7 +73,7 @@ class Rule(NamedTuple):
         return self.saves_by_name(name)
 
     def saves_by_name(self, name: str) -> bool:
-        """saves() for an operator whose shapes are unknown."""
+        """Whether a call of the operator `name` saves its result, if shapes are unknown."""
         for key in (name, STANDS_FOR.get(name, name)):
             if key in self.saved or key in self.recomputed:
                 return key in self.saved
@@ -79,8 +81,8 @@ class Rule(NamedTuple):
         return group in self.saved and group not in self.recomputed
 
     def contexts(self) -> Any:
-        """The `context_fn` for torch.utils.checkpoint. It can be pickled, and torch.compile's cache distinguishes
-        rules by it."""
+        """The `context_fn` for torch.utils.checkpoint. It can be pickled. torch.compile's cache distinguishes rules by
+        its `cache_hash`."""
         context_fn: Any = functools.partial(_contexts, *self)
         context_fn.cache_hash = repr(tuple(self))
         return context_fn
@@ -98,14 +100,15 @@ def _contexts(*fields: Any) -> Any:
 
 @functools.cache
 def name_of(operator: Any) -> str:
-    """`aten.mm` for each overload of that operator; `higher_order.NAME` for operators that take functions."""
+    """The operator's name without its overload, such as `aten.mm`; `higher_order.NAME` if the operator takes
+    functions."""
     namespace, _, own = operator.name().partition("::")
     return f"{namespace}.{own.partition('.')[0]}" if own else f"higher_order.{namespace}"
 
 
 @functools.cache
 def group_of(name: str) -> str | None:
-    """`attention`, `matmuls` or None. Operators of other packages are recognized by words in their names."""
+    """The operator's group: `attention`, `matmuls` or None. Words in the name decide for other packages' operators."""
     namespace, _, own = name.partition(".")
     if "backward" in own or own.endswith("_bwd"):
         return None
@@ -116,15 +119,15 @@ def group_of(name: str) -> str | None:
 
 
 def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | None:
-    """(in, out) of a product's second operand; None if that is not a matrix."""
-    if name.startswith("fxtune.lora_"):  # x, then each linear's A [rank, in] and B [out, rank]
+    """(in, out) of a product's second operand, or None if the operand is no matrix."""
+    if name.startswith("fxtune.lora_"):  # (x, As [rank, in], Bs [out, rank], ...)
         a, b = arguments[1:3]
         if name != "fxtune.lora_linear":
             return None
         return int(a[0].shape[1]), sum(int(lora_b.shape[0]) for lora_b in b)
-    if name in EXPERT_OPERATORS:  # two tensors of all experts
+    if name in EXPERT_OPERATORS:  # their weights are tensors of all experts
         return None
-    packed = name.startswith("bitsandbytes.")  # stored as [out, in]; in 4 bits the shape is a separate argument
+    packed = name.startswith("bitsandbytes.")  # weights [out, in]; the shape in 4 bits is an argument
     at = 2 if packed and ("4bit" in name or "mixed" in name) else SECOND_OPERAND.get(name, 1)
     second: Any = arguments[at] if len(arguments) > at else None
     shape = second if isinstance(second, (list, tuple)) else getattr(second, "shape", ())
@@ -134,7 +137,7 @@ def weight_shape(name: str, arguments: tuple[Any, ...]) -> tuple[int, int] | Non
 
 
 def linears(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    """(in, out) of each linear of a layer except for adapters, by the last part of its name."""
+    """Last part of a linear's name -> (in, out), for the linears of a layer without its adapters."""
     sizes: dict[str, Any] = {}
     for path, module in layer.named_modules():
         parts = [part for part in path.split(".") if part != "base_layer"]

@@ -1,14 +1,14 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save.
 
-The levels, from keeping little to keeping much, are in facts/recomputation.py. Host memory can hold what
-layers keep (offload.py; free if a layer computes longer than the copy takes, from some thousand tokens on). The MLP
-can run in parts of the sequence (tiled_mlp.py), which shrinks one layer's working memory. `auto` takes the fastest
-combination that fits the free memory (fxtune/estimate).
+The levels, from those that keep little to those that keep much, are in facts/recomputation.py. Host memory can hold
+what layers keep (offload.py). This costs no time if a layer computes longer than the copy takes, from some thousand
+tokens on. The MLP can run in parts of the sequence (tiled_mlp.py). This shrinks the working memory of a layer. `auto`
+takes the fastest combination that fits the free memory (fxtune/estimate).
 
-Layers are wrapped here and not by transformers' own switch, which changed its name and its meaning within the
-supported versions, and acts only in training mode. torch's non-reentrant checkpoint needs no input that requires a
-gradient, restores the random state (so dropout repeats itself) and stops recomputing as soon as it has what the
-backward pass needs. torch.compile traces the same wrapper.
+fxtune wraps the layers itself. transformers has a switch for checkpointing, but the switch changed its name and
+meaning within the supported versions, and it acts only in training mode. torch's non-reentrant checkpoint needs no
+input that requires a gradient. It restores the random state, so dropout repeats itself, and it stops the recomputation
+when the backward pass has all that it needs. torch.compile traces the same wrapper.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HOST_SHARE = 0.8
 TILES = (4, 16)
 """The values of mlp_tiles that `auto` tries."""
 MEMORY_SHARE = 0.95
-"""The share of the free memory that `auto` fills if it can: a forecast may be wrong by some percent."""
+"""`auto` prefers a plan that fills at most this share of the free memory. A forecast may be wrong by some percent."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             )
 
     def _senders_that_fit(self, facts: Facts, plan: RecomputePlan) -> int | None:
-        """How many layers may send, from the first, by the host's memory; None: all of them."""
+        """How many layers, from the first, may send tensors to the host's memory; None if all may."""
         return step_time.limit_senders(facts, plan, HOST_SHARE * facts.host_memory)[0].senders
 
     def _check_tiles(self, facts: Facts) -> Iterator[str]:
@@ -169,7 +169,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             yield f"mlp_tiles: tiles keep nothing of the MLP, and save names {', '.join(inside)}. Remove it there."
 
     def description(self) -> str:
-        """What layers keep, for messages."""
+        """What layers keep, in words for messages."""
         plan = self.plan
         if self.mix:
             counts = [(level, self.mix[level]) for level in LEVELS if self.mix.get(level)]
@@ -186,7 +186,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         return ", ".join([*parts, *([f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else [])])
 
     def resolve(self, facts: Facts) -> str | None:
-        """For `auto`: the plan that fits and adds the least time. For others: how many layers send."""
+        """For `auto`, choose the plan that fits and adds the least time. For others, choose how many layers send."""
         if self.policy is not Policy.auto:
             if self.offload is not Offloaded.none and self.senders is None:
                 self.senders = self._senders_that_fit(facts, self.plan)
@@ -195,7 +195,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         host = HOST_SHARE * facts.host_memory
         with_margin = replace(facts, free_memory=int(MEMORY_SHARE * facts.free_memory))
         choice = step_time.fastest(with_margin, candidates, host) or step_time.fastest(facts, candidates, host)
-        if choice is None:  # by the forecast, which may be wrong by some percent: try the smallest
+        if choice is None:  # no plan fits by the forecast, which may be wrong: try the smallest plan
             smallest = [
                 step_time.limit_senders(facts, replace(plan, level=levels[0]), host) for plan, levels in candidates
             ]
@@ -208,7 +208,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             )
         self._adopt(choice.plan, facts)
         everything = forecast(facts, RecomputePlan()).device
-        slower = choice.overhead / choice.step if choice.step else 0.0  # without sizes that fxtune knows
+        slower = choice.overhead / choice.step if choice.step else 0.0  # 0 if fxtune does not know the sizes
         unlimited = "" if everything <= facts.free_memory else f"; everything would need {everything / GIB:.1f}"
         return (
             f"{self.description()}: {_used(facts, choice.need)}, an estimated {slower:.0%} "
@@ -219,7 +219,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         return replace(execution, recompute=self.plan)
 
     def _candidates(self, facts: Facts) -> Iterator[tuple[RecomputePlan, tuple[str, ...]]]:
-        """The plans that `auto` tries, with and without sending and tiles, each with its possible levels.
+        """Yield the plans that `auto` tries, with and without offload and tiles, and the levels that each plan allows.
         Options that the recipe sets stay."""
         can_send = facts.device == "cuda" and scope_of(facts) != "model" and Shape.of(facts.model).layers > 1
         all_kept = ["kept"] if facts.techniques.compile.enabled else []
@@ -232,7 +232,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         layer = layer_of(facts.model)
         for tensors in sent:
             for count in tiles:
-                # `narrow` needs the names of the wide products, and so an MLP whose linears are known.
+                # `narrow` names the wide products, so the MLP's linears must be known.
                 impossible = {"narrow"} if layer is None or not _wide_linears(layer) else set()
                 impossible |= {"wide", "everything"} if count > 1 else {"everything"} if tensors else set()
                 levels = tuple(level for level in LEVELS if level not in impossible)
@@ -253,7 +253,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         self.mlp_tiles, self.every = plan.tiles, 1
 
     def _uniform(self, level: str, wide: Iterable[str]) -> Checkpointing:
-        """These options with one level for all layers. `wide`: the linears of the MLP that are wider than their
+        """These options with one level for all layers. `wide`: the MLP's linears with an output that is wider than the
         input."""
         return replace(
             self,
@@ -282,7 +282,8 @@ class Checkpointing(CheckpointingOptions, Technique):
         if self.offload is not Offloaded.none:
             sending = plan.sending(len(layers))
             senders = [layer for layer, sends in zip(layers, sending, strict=True) if sends]
-            # And the next layer: when its backward pass runs, the last sender's tensors are needed soon.
+            # Offload needs the layer above the last sender, too: its backward pass starts to fetch the sender's
+            # tensors.
             above = layers[len(sending) - sending[::-1].index(True)]
             wide = _wide_linears(layers[0]).values()
             sizes = frozenset([*wide, sum(wide)])
@@ -290,8 +291,8 @@ class Checkpointing(CheckpointingOptions, Technique):
             model.offload = Offload([*senders, above], world.device, all_saved, sizes, pieces=pieces)
 
     def _wrap_vision_encoder(self, model: nn.Module) -> None:
-        """Let a vision encoder that is trained keep as much as the decoder layer that keeps least. Its linears count
-        by their own names."""
+        """Give a trained vision encoder the level of the decoder layer that keeps least. `save` and `recompute` match
+        the names of the vision encoder's own linears."""
         options, layers = self._of_vision_encoder(model), encoder_layers(model)
         selects = options is not None and options.policy is Policy.selective
         contexts = options._rule(layers).contexts() if options is not None and selects else None
@@ -299,7 +300,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             layer.forward = partial(_checkpointed, layer.forward, contexts)
 
     def _of_vision_encoder(self, model: nn.Module) -> Checkpointing | None:
-        """The options for the layers of the vision encoder; None if they keep everything, or have nothing to keep."""
+        """The options for the layers of the vision encoder; None if they keep everything, or are not trained."""
         layers = encoder_layers(model)
         if not any(weight.requires_grad for layer in layers for weight in layer.parameters()):
             return None
@@ -308,7 +309,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         return replace(options, mlp_tiles=1) if options.policy in (Policy.selective, Policy.full) else None
 
     def _by_level(self, layers: list[nn.Module]) -> dict[str, Checkpointing]:
-        """For each level of RecomputePlan.levels(), the options of its layers."""
+        """Level of RecomputePlan.levels() -> the options of the layers with this level."""
         wide = _wide_linears(layers[0])
         if self.mix:
             return {level: self._uniform(level, wide) for level in LEVELS}
@@ -324,7 +325,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             mlp.tiles, mlp.keep = self.mlp_tiles, wide or again
             mlp.recomputed = recomputed and not result
         for experts in grouped(layer):
-            # As for an MLP: if a norm reads the result, recomputing the layer runs the whole operator again.
+            # If a norm reads the experts' result, recomputing the layer runs their whole operator again, too.
             experts.keep = self._saves(operator_of(experts)) or hasattr(layer, "post_feedforward_layernorm")
         if self.mlp_tiles > 1 and not isinstance(layer.mlp, FusedMlp):
             layer.mlp = TiledMlp(layer.mlp, self.mlp_tiles, recomputed)  # type: ignore[arg-type]
@@ -332,7 +333,7 @@ class Checkpointing(CheckpointingOptions, Technique):
             layer.forward = partial(_checkpointed, layer.forward, contexts)
 
     def _rule(self, layers: list[nn.Module]) -> Rule:
-        """The rule that `save`, `recompute` and `mlp_tiles` mean for these layers."""
+        """The rule for these layers that follows from `save`, `recompute` and `mlp_tiles`."""
         shapes = {name: shape for layer in layers for name, shape in selective.linears(layer).items()}
         tiled = selective.linears(layers[0].mlp) if self.mlp_tiles > 1 else {}  # type: ignore[arg-type]
         named = {name: name in self.save for name in [*self.save, *self.recompute] if name in shapes}
@@ -342,7 +343,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         rule = Rule(tuple(saved), tuple(recomputed), ranks=selective.ranks(layers[0]))
         groups = dict(fuse.group_sizes(layers[0]))
         linears: dict[tuple[int, int], bool] = {}
-        for name, size in groups.items():  # fused linears are saved together, if one of them is
+        for name, size in groups.items():  # one saved name saves all fused linears of its group
             linears[size] = linears.get(size, False) or named.get(name, rule.saves_by_name("fxtune.lora_linear"))
         linears |= {shapes[name]: saves for name, saves in named.items() if name not in groups}
         if any(isinstance(module, FusedMlp) for module in layers[0].modules()):
@@ -354,7 +355,7 @@ class Checkpointing(CheckpointingOptions, Technique):
         )
 
     def _saves(self, operator: str) -> bool:
-        """Whether layers save the result of this operator, which has no linear's name."""
+        """Whether layers save the result of `operator`, an operator that stands for no single linear."""
         if self.policy is not Policy.selective:
             return self.policy is not Policy.full
         return Rule(tuple(self.save or GROUPS), tuple(self.recompute)).saves_by_name(operator)
@@ -412,7 +413,7 @@ def scope_of(facts: Facts) -> str:
 
 
 def _wide_linears(layer: nn.Module) -> dict[str, int]:
-    """Name and width of the MLP's linears that are wider than their input."""
+    """Name -> width of the output, for the MLP's linears with an output that is wider than the input."""
     mlp = getattr(layer, "mlp", None)
     linears = selective.linears(mlp) if isinstance(mlp, nn.Module) else {}
     return {name: width for name, (width_in, width) in linears.items() if width > width_in}

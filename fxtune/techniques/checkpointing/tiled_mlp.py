@@ -1,15 +1,16 @@
 """The MLP of a layer in tiles of the sequence, so that its wide tensors never exist for the whole row.
 
-Gate, up and their product are the widest tensors of a layer: 1.75 GiB each for a row of 65,536 tokens of Llama-3-8B in
-bfloat16, and the backward pass holds six of them. An MLP treats each token alone, so it can process the row tile by
-tile: the forward pass saves only its input, and the backward pass recomputes each tile first (the tiled MLP of ALST,
-arXiv 2506.13996). A tile should have some thousand tokens, so that its matmuls fill the GPU.
+Gate, up and their product are the widest tensors of a layer. For a row of 65,536 tokens of Llama-3-8B each takes 1.75
+GiB in bfloat16, and the backward pass holds six of them. An MLP treats each token alone, so it can process the row
+tile by tile. The forward pass saves only the MLP's input. The backward pass recomputes a tile before it computes that
+tile's gradients (the tiled MLP of ALST, arXiv 2506.13996). A tile should have some thousand tokens, so that its
+matmuls fill the GPU.
 
-In eager mode an autograd function runs the tiles. It saves its input before it computes (kernels/save_input.py), so
-that a checkpoint around the layer runs the MLP twice in all and not three times. torch.compile cannot trace a backward
-pass that calls autograd, so in a compiled layer the tiles are a plain loop. The checkpoint around the layer (or one
-around each tile, if there is none) marks the operators of each tile for recomputation, and the compiler frees each
-tile before the next one begins.
+In eager mode an autograd function runs the tiles. It saves its input before it computes (kernels/save_input.py). So a
+checkpoint around the layer runs the MLP twice in all, and not three times. torch.compile cannot trace a backward pass
+that calls autograd, so in a compiled layer the tiles are a plain loop. A checkpoint around the layer marks the
+operators of each tile for recomputation. If the layer has no checkpoint, each tile gets one. The compiler frees each
+tile before the next tile begins.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TiledMlp(InPlaceOf):
     """An MLP in `tiles` tiles. It maps [..., hidden] to [..., hidden] and treats each token alone."""
 
     def __init__(self, mlp: nn.Module, tiles: int, checkpointed: bool) -> None:
-        """`checkpointed`: whether the layer around it recomputes the MLP."""
+        """`checkpointed`: whether the layer around the MLP recomputes it."""
         super().__init__(mlp)
         self.tiles, self.checkpointed = tiles, checkpointed
 
@@ -94,7 +95,7 @@ class _EagerTiles:
                     dflat[start : start + len(piece)] = gradients[0]
                 for index, part in enumerate(gradients[needed[0] :]):
                     if part is not None:
-                        # In float32: a bfloat16 sum would round once a tile.
+                        # These sums are float32, because a bfloat16 sum would be rounded at each tile.
                         before = sums[index]
                         sums[index] = part.float() if before is None else before.add_(part)
                 start += len(piece)

@@ -1,9 +1,9 @@
 """Evidence that checkpointing acted: layers that ran twice, operators that ran once, bytes that were saved and sent.
 
-`Counts` counts operators below autograd with a dispatch mode, in layers that run operator by operator. An operator of
-the backward pass that runs inside the call of some part of a layer (its norm, its attention, one of its linears) is a
-recomputation: gradients are computed outside of all parts. `saved_bytes` counts what autograd stores, which works for
-compiled layers, too.
+`Counts` is a dispatch mode. It counts operators below autograd, in layers that run operator by operator. Gradients are
+computed outside of all parts of a layer (its norms, its attention, its linears). So an operator that runs inside the
+call of a part during the backward pass is a recomputation. `saved_bytes` counts what autograd stores, in compiled
+layers, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _evidence = partial(Evidence, "checkpointing")
 
 @dataclass
 class OperatorCount:
-    """Runs of one operator in one layer, with second operands of one shape."""
+    """The runs of one operator in one layer, for second operands of one shape."""
 
     group: str
     shape: tuple[int, int] | None
@@ -50,7 +50,7 @@ class OperatorCount:
 class Proof:
     """Runs a model on `probe`, forward and backward, and compares what it observes with what the options ask for.
 
-    `plan`: what layers keep; `rules`: the rule of each level; `named`: operators, groups and linears that must run.
+    `plan`: what layers keep. `rules`: level -> rule. `named`: operators, groups and linears that must run.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Proof:
         )
 
     def _operators_ran(self, description: str) -> Evidence:
-        """Whether no saved operator ran again, and all operators that the recipe names ran."""
+        """Check that no saved operator ran again, and that all operators that the recipe names ran."""
         layer, counted = self.layers[0], self.counts.all()
         sizes, ranks = policy.linears(layer) | dict(fuse.group_sizes(layer)), policy.ranks(layer)
         shapes = {shape: ", ".join(name for name in sizes if sizes[name] == shape) for shape in sizes.values()}
@@ -126,7 +126,7 @@ class Proof:
             total[1] += count.recomputed
         runs = ", ".join(f"{name} {forward}+{again}" for name, (forward, again) in totals.items())
         any_again = any(count.recomputed for _, count in counted)
-        # Tiles also repeat the MLP's adapters, which have the same shapes as attention's adapters.
+        # Tiles repeat the MLP's adapters, too. Attention's adapters may have the same shapes.
         tiles = self.plan.tiles > 1
         tiled = {count.shape for _, count in counted if tiles and count.shape and count.shape[1] in ranks}
         wrong = [name for name, count in counted if count.saved and count.recomputed and count.shape not in tiled]
@@ -149,12 +149,13 @@ class Proof:
         )
 
     def _bytes_saved(self) -> Iterator[Evidence]:
-        """The bytes that autograd saves in the layers, compiled if they are, and the bytes that the rules allow."""
+        """Compare the bytes that autograd saves in the layers, compiled or not, with the bytes that the rules
+        allow."""
         everything, arguments, saved, one_graph = self._measure_bytes()
-        # The only graph contains the last norm, too.
+        # One graph of all layers contains the last norm, too.
         inputs = arguments * (len(self.layers) + 4 * one_graph)
         if set(self.levels) - {"input"} and saved == everything:
-            return  # layers are not compiled: torch's selective policy then stores tensors outside of these hooks
+            return  # in layers that are not compiled, torch's policy stores tensors outside of these hooks
         by_rules = sum(count.bytes for _, count in self.counts.all() if count.saved)
         allowed = inputs + by_rules + everything * ("everything" in self.levels)
         yield _evidence(
@@ -164,8 +165,8 @@ class Proof:
         )
 
     def _budget_in_force(self) -> Evidence:
-        """The compiler's budget while layers run. In the probe's short row weights dominate, so the bytes prove
-        little."""
+        """Check the compiler's budget while layers run. The probe's row is short and weights dominate, so the bytes
+        prove little."""
         everything, _, saved, one_graph = self._measure_bytes()
         budgets: list[float] = []
         observed = backbone(self.model) if one_graph else self.layers[0]
@@ -180,8 +181,8 @@ class Proof:
         )
 
     def _measure_bytes(self) -> tuple[int, int, int, bool]:
-        """Bytes saved without compiled code, bytes of one layer's arguments, bytes saved as the model runs, and
-        whether all layers are one graph."""
+        """Returns the bytes saved without compiled code, the bytes of one layer's arguments, the bytes saved with the
+        model's compiled code, and whether all layers are one graph."""
         with torch.compiler.set_stance("force_eager"):
             everything, arguments = saved_bytes(self.model, self.layers, self.tokens, self.forward)
         decoder = backbone(self.model)
@@ -216,7 +217,7 @@ class Proof:
     def _tiled(self) -> Evidence:
         pieces = -(-self.tokens // -(-self.tokens // self.plan.tiles))
         tile_calls = sorted({tuple(calls) for calls in self.counts.tiles})
-        # Twice as many if something in the layer follows its MLP (Gemma 2's norm): recomputing the norm runs the MLP.
+        # Tiles run again twice if a norm follows the MLP (Gemma 2): the recomputation of the norm runs the MLP, too.
         fits = all(forward == pieces and again in (0, pieces, 2 * pieces) for forward, again in tile_calls)
         return _evidence(
             f"each MLP in {pieces} tiles (of the probe's {self.tokens} tokens)",
@@ -226,8 +227,9 @@ class Proof:
 
 
 def vision_encoder_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
-    """Whether the layers of a vision encoder that is trained run again in the backward pass of a small image. A
-    projector may not read the last ones."""
+    """Observe whether the layers of a trained vision encoder run again in the backward pass of a small image. One
+    layer
+    may not run again, because a projector may leave the last layer unread."""
     images, asked = images_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
     if not images.probe(model):
         return _evidence(asked, NO_IMAGE, True)
@@ -246,7 +248,7 @@ def vision_encoder_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> 
 
 
 class Counts(upstream.TorchDispatchMode):
-    """Counts the operators that run in its body. `rules`: the rule of each layer."""
+    """A context manager that counts the operators that run in its body. `rules`: the rule of each layer."""
 
     supports_higher_order_operators = True
 
@@ -254,17 +256,18 @@ class Counts(upstream.TorchDispatchMode):
         super().__init__()
         self.rules, self.backward = rules, False
         self.operators: list[dict[tuple[str, Any], OperatorCount]] = [{} for _ in rules]
-        """The operators of each layer, by name and shape."""
+        """For each layer: (name of an operator, shape) -> its count."""
         self.first = [0] * len(rules)
         """Calls of the module that ran first in each layer: a norm or a linear."""
         self.tiles = [[0, 0] for _ in rules]
-        """Forward and backward calls of each MLP's first linear; the tiles of an MLP that is one operator."""
+        """[forward, backward] calls of each MLP's first linear, or tiles of an MLP that is one operator."""
         self.running: list[int] = []
         """Indices of the layers whose parts are being called."""
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
-        """Layers by the storage of their MLP's weights, because the backward pass of a fused MLP runs in no module.
-        Divided weights keep their storage when its memory is freed and gathered again."""
+        """Storage of a fused MLP's weights -> layer. The MLP's backward pass runs in no module, so its weights tell
+        the
+        layer. Divided weights keep their storage while its memory is freed and gathered again."""
 
     def all(self) -> list[tuple[str, OperatorCount]]:
         return [(name, count) for layer in self.operators for (name, _), count in layer.items()]
@@ -275,7 +278,7 @@ class Counts(upstream.TorchDispatchMode):
         """Run `backward(forward())` without compiled code, and count attention and products of `layers`."""
         hooks = []
         for index, layer in enumerate(layers):
-            # A hook would unfuse these.
+            # Hooks on bypassed modules would unfuse them.
             bypassed = {id(part) for module in layer.modules() for part in fused_modules.bypassed(module)}
             inner = [module for module in layer.modules() if module is not layer and id(module) not in bypassed]
             for module in inner:
@@ -284,7 +287,7 @@ class Counts(upstream.TorchDispatchMode):
             leaves = [module for module in inner if not list(module.children())]
             hooks += [module.register_forward_pre_hook(partial(self.count_first, index)) for module in leaves]
             mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, nn.Module) and not isinstance(mlp, FusedMlp):  # a fused MLP counts its tiles itself
+            if isinstance(mlp, nn.Module) and not isinstance(mlp, FusedMlp):  # fused() counts tiles of a FusedMlp
                 hooks.append(next(mlp.children(), mlp).register_forward_pre_hook(partial(self.count_tile, index)))
         with hooked(hooks), torch.enable_grad(), torch.compiler.set_stance("force_eager"), self:
             result = forward()
@@ -304,7 +307,7 @@ class Counts(upstream.TorchDispatchMode):
         self.tiles[index][self.backward] += 1
 
     def fused(self, weights: list[torch.Tensor], rows: torch.Tensor, tiles: int) -> None:
-        """A fused MLP ran, forward or backward, on these rows."""
+        """Count the tiles of a fused MLP that ran, forward or backward, on `rows`."""
         storage = upstream.storage_id(weights[0])
         index = self.owners.setdefault(storage, self.running[-1] if self.running else -1)
         self.tiles[index][self.backward] += -(-len(rows) // -(-len(rows) // tiles))
@@ -330,8 +333,10 @@ class Counts(upstream.TorchDispatchMode):
 
 
 def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that autograd saves in the layers' forward pass, compiled or not, in tensors with an axis of `tokens`; and
-    the bytes of one layer's arguments. Parameters do not count, and a tensor that several layers save counts once.
+    """Returns the bytes that autograd saves in the forward pass of `layers`, compiled or not, and the bytes of one
+    layer's arguments. Only tensors with an axis of `tokens` count, and no parameters. A tensor that several layers
+    save
+    counts once.
     """
     weights = set(_addresses(model))
     sizes: dict[int, int] = {}
@@ -342,26 +347,26 @@ def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward:
         address = tensor.untyped_storage().data_ptr()
         if inside and tokens in tensor.shape and address not in weights:
             sizes[address] = max(sizes.get(address, 0), _bytes_of([tensor]))
-        # An operator that saves its own result would otherwise be part of a reference cycle that Python cannot
-        # collect, and with it the graph, its checkpoints and the model.
+        # An operator that saves its own result would otherwise be part of a reference cycle. Python cannot collect
+        # this cycle, so the graph, its checkpoints and the model would stay in memory.
         return tensor.detach()
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal arguments
-        weights.update(_addresses(layer))  # divided weights have been gathered for this call
+        weights.update(_addresses(layer))  # divided weights are whole in this call
         inside.append(layer)
         arguments = _bytes_of(leaves((args, kwargs)))
 
     hooks = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(lambda *_: inside.clear(), always_call=True) for layer in layers]
     with hooked(hooks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()  # kept until the end, so that no storage is used twice
+        result = forward()  # the result lives until here, so that no address is used twice
         del result
     return sum(sizes.values()), arguments
 
 
 def _addresses(module: nn.Module) -> Iterator[int]:
-    """The addresses of a module's parameters. A divided parameter has no address, its gathered weight has one."""
+    """The addresses of a module's parameters. A divided parameter has no address, but its gathered weight has one."""
     for parameter in module.parameters():
         if not is_divided(parameter):
             yield parameter.untyped_storage().data_ptr()

@@ -1,1 +1,1 @@
-"""torch.compile and CUDA graphs."""
+"""The technique `compile`: torch.compile and CUDA graphs."""

@@ -1,21 +1,21 @@
 """CUDA graphs of training passes: forward and backward of a micro-batch as one launch.
 
-A layer of a small model finishes on the GPU before the host has launched the next one: a model of 0.6 billion weights
-at 2,048 tokens keeps an H200 busy for half of the time. A recorded pass is launched at once: layers, head, loss,
-backward, and the addition to the gradients.
+In a small model the GPU finishes a layer before the host has launched the next layer: a model of 0.6 billion weights
+at 2,048 tokens keeps an H200 busy for half of the time. A recorded pass needs one launch for layers, head, loss,
+backward pass and the addition to the gradients.
 
 A recording reads and writes the same memory each time. Therefore:
 
-- each shape of a batch has its own recording, and a batch is copied into the inputs of that recording;
-- gradients stay in separate memory (`Optimizer.keep_gradients`), and every pass adds to it;
-- the returned scalar is copied out;
-- a pass collects the names of weights with a gradient on the host (`Optimizer.reached`); each replay adds these names
-  again.
+- each shape of a batch has its own recording, and a batch is copied into the inputs of its shape's recording;
+- gradients stay in separate memory (`Optimizer.keep_gradients`), and every pass adds to this memory;
+- the returned scalar is copied, because the next replay overwrites the original;
+- a pass notes on the host which weights have a gradient (`Optimizer.reached`), and each replay adds the names that
+  were noted while it was recorded.
 
-Random numbers continue as in plain code: torch passes the generator's seed and offset to a replay. The first pass of a
-shape runs without recording, on the stream that records: this compiles kernels and loads libraries. The second pass is
-recorded and replayed, as are all later ones. Shapes beyond the first MAX_SHAPES are never recorded, nor batches with
-images: their shapes differ each time, and models read sizes of images on the host.
+A replay draws new random numbers, as plain code does: torch passes it the generator's seed and offset. The first pass
+of a shape is not recorded: it compiles kernels and loads libraries, on the stream that records later. The second pass
+is recorded and replayed, and all later passes are replayed. Shapes beyond the first MAX_SHAPES are not recorded.
+Batches with images are not recorded either: their shapes differ each time, and models read image sizes on the host.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_SHAPES = 64
 
 
 class Recorder:
-    """Calls one function, and replays a recording of the call where there is one. `passes` counts all calls,
-    `replayed` the replayed calls."""
+    """Calls one function, or replays a recording of it if the batch's shape was recorded. `passes` counts all calls,
+    `replayed` counts the replayed calls."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Recorder:
         reached: set[str] | None = None,
     ) -> None:
         """`function` takes a dataclass of tensors and a float32 scalar, both on `device`, and returns a scalar. It
-        must do the same for all inputs of a shape, and must not wait for the device. `reached`: a set; `function`
-        adds names to it.
+        must do the same for all inputs of a shape, and must not wait for the device. `reached`: the set to which
+        `function` adds the names of weights with a gradient.
         """
         self.function, self.reached = function, set() if reached is None else reached
         self.stream = torch.cuda.Stream(device)
@@ -57,8 +57,8 @@ class Recorder:
         self.passes = self.replayed = 0
 
     def __call__(self, batch: Any, scalar: float) -> torch.Tensor:
-        """function(batch, scalar), in a tensor that later calls do not overwrite. Raises ConfigError if it cannot be
-        recorded."""
+        """Return function(batch, scalar) as a tensor that later calls do not overwrite. Raises ConfigError if the
+        function cannot be recorded."""
         self.passes += 1
         self.scalar.fill_(scalar)
         if getattr(batch, "images", None) is not None:
@@ -76,12 +76,12 @@ class Recorder:
         return recording.replay(batch)
 
     def drop(self) -> None:
-        """Forget all recordings. Their memory is free once the device has finished the last replay."""
+        """Forget all recordings. Their memory becomes free when the device has finished the last replay."""
         self.recordings.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
     def summary(self) -> str:
-        """One sentence on how many calls were replays."""
+        """A sentence that says how many calls were replays."""
         recordings = sum(recording is not None for recording in self.recordings.values())
         return (
             f"CUDA graphs: {self.replayed} of {self.passes} training passes were replayed from {recordings} "
@@ -89,8 +89,8 @@ class Recorder:
         )
 
     def _run(self, batch: Any) -> torch.Tensor:
-        """Run without recording, on the recording stream: autograd runs a backward pass on the stream of its forward
-        pass."""
+        """Run the function without recording it, on the stream that records. Autograd runs a backward pass on the
+        stream of its forward pass."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -106,7 +106,7 @@ class Recorder:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         before = set(self.reached)
         self.reached.clear()
-        # Threads of the data loader may pin memory meanwhile. With thread_local, CUDA ignores their calls.
+        # Threads of the data loader may pin memory during a recording. With thread_local, CUDA allows their calls.
         capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
             with _no_garbage_collection(), capture:
@@ -141,10 +141,10 @@ class _Recording:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off in the body.
+    """A context manager that switches Python's garbage collector off.
 
-    The garbage of an earlier model may hold graphs, Triton modules and events. CUDA refuses to destroy them in a
-    thread that records, and the recording is lost (pytorch#161037).
+    The garbage of an earlier model may hold graphs, Triton modules and events. If the collector destroyed them in the
+    thread that records, CUDA would refuse and the recording would be lost (pytorch#161037).
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -156,7 +156,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _images(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch's images on the device."""
+    """The tensors of a batch's images that are on the device."""
     return [tensor for tensor in (getattr(batch, "images", None) or {}).values() if tensor.is_cuda]
 
 

@@ -1,11 +1,11 @@
 """A report of torch.compile's work: the number of graphs, and the places and reasons of breaks and recompilations.
 
-torch reports this in logs that nobody reads. `CompileMonitor` calls the compiled functions. After a call that compiled
-something it reads torch's own counters (as in torch 2.11 to 2.14); any other call costs two dictionary look-ups. Code
-that others compile is not counted.
+torch reports these facts in logs that nobody reads. `CompileMonitor` calls the compiled functions. After a call that
+compiled something, it reads torch's own counters (as they are in torch 2.11 to 2.14). Any other call costs two
+dictionary look-ups. The report does not count code that other parts of the process compile.
 
-If torch cannot determine which inputs a Triton kernel writes, it assumes all of them and only warns; the resulting
-code may be wrong, as for Liger's RMSNorm in torch 2.11. Here this is an error.
+If torch cannot determine which inputs a Triton kernel writes, it assumes that the kernel writes all of them, and only
+warns. The compiled code may then be wrong, as for Liger's RMSNorm in torch 2.11. fxtune makes this warning an error.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from fxtune.errors import ConfigError
 from fxtune.upstream import torch as upstream
 
 METRICS_LIMIT = 4096
-"""Compilations whose metrics torch keeps; its default is 64."""
+"""The number of compilations whose metrics torch keeps. torch's default is 64."""
 TOWER = "of images"
-"""Stands for the shape of rows where layers of a vision encoder are compiled."""
+"""The name for layers of a vision encoder in place of a shape of rows."""
 VARIANTS = 4
-"""How many times MAX_RECOMPILES is allowed there: for one image and for several, and for the proof's arguments."""
+"""A vision encoder may be compiled again VARIANTS x MAX_RECOMPILES times: for one image, for several images, and for
+the arguments of the proof."""
 MAX_RECOMPILES = 8
-"""Rows of one length may be compiled again so often. Training, evaluation, the first layer (whose input needs no
+"""How often rows of one length may be compiled again. Training, evaluation, the first layer (whose input needs no
 gradient) and each kind of layer take one recompilation each."""
 
 
 @dataclass(frozen=True)
 class GraphBreak:
     where: str
-    """file:line"""
+    """The place in the code, as file:line."""
     reason: str
 
 
@@ -47,30 +48,30 @@ class CompileReport:
     scope: str
     mode: str
     graphs: int
-    """Forward graphs; in training each has a backward graph, too."""
+    """The number of forward graphs. In training each of them has a backward graph, too."""
     breaks: list[GraphBreak]
     recompiles: list[str]
-    """One line for each reason: which function, why, how many times."""
+    """A line for each reason: the function, why it was compiled again, and how often."""
     lengths: dict[str, int]
-    """Graphs by the shape of the rows, such as `1x4096`; TOWER for images of any size."""
+    """The number of graphs for each shape of rows, such as `1x4096`. The key TOWER stands for images of any size."""
     seconds: float
-    """Spent compiling forward and backward, including loading from disk."""
+    """Seconds of compiling forward and backward graphs and of loading kernels from disk."""
     from_disk: int
-    """Kernels that the cache on disk had."""
+    """The number of kernels that were loaded from the cache on disk."""
     anew: int
-    """Kernels that were compiled in this process."""
+    """The number of kernels that were compiled in this process."""
     cache: str
     skipped_cuda_graphs: int
-    """With CUDA graphs: how many graphs torch did not record."""
+    """How many graphs torch did not record as CUDA graphs, if it should record them."""
     why_skipped: list[str]
 
     @property
     def recompilations(self) -> int:
-        """How often rows of an already compiled length were compiled again."""
+        """How often rows were compiled again although their length had been compiled before."""
         return sum(self.lengths.values()) - len(self.lengths)
 
     def lines(self) -> Iterator[str]:
-        """The report as lines for the terminal, the most important first."""
+        """Yield the lines of the report for the terminal, the most important one first."""
         state = "cold" if not self.from_disk else "warm" if not self.anew else "partly warm"
         rows = ", ".join(f"{shape}: {count}" for shape, count in self.lengths.items())
         yield (
@@ -93,19 +94,19 @@ class CompileMonitor:
     graphs: int = 0
     breaks: Counter[GraphBreak] = field(default_factory=Counter)
     recompiles: Counter[str] = field(default_factory=Counter)
-    """Reasons for which something was compiled again."""
+    """How often each reason made torch compile something again."""
     lengths: Counter[str] = field(default_factory=Counter)
     ids: set[str] = field(default_factory=set)
-    """torch's ids of our compilations; a backward pass has the id of its forward pass."""
+    """torch's ids of the compilations of this model. A backward pass has the id of its forward pass."""
     since: float = field(default_factory=time.time)
-    """When counting began. torch's ids start again after a reset, so the time excludes earlier compilations."""
+    """When counting began. torch numbers compilations from 0 again after a reset, so the time tells which are new."""
     skips_before: int = 0
-    """Graphs that torch had not recorded as CUDA graphs when counting began."""
+    """How many graphs torch had left unrecorded before counting began."""
     counted_failures: dict[Any, int] = field(default_factory=dict)
-    """By code object: how many of torch's guard failures are counted already, or belong to others' code."""
+    """How many of torch's guard failures of each code object are counted already, or belong to other code."""
 
     def start(self) -> None:
-        """Begin to count. Call it before the first call()."""
+        """Begin to count. This method must run before the first call()."""
         logger = logging.getLogger(upstream.COMPILER_LOG)
         logger.addFilter(_UNKNOWN_WRITES)
         if not logger.isEnabledFor(logging.WARNING):  # TORCH_LOGS=-dynamo would also hide the warning from the filter
@@ -116,7 +117,7 @@ class CompileMonitor:
         self._skip_failures()
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """compiled(...). Raises ConfigError if it cannot be compiled as the recipe says, or if it is
+        """Return compiled(...). Raises ConfigError if the function cannot be compiled as the recipe says, or if it was
         compiled too often."""
         return self._call(_shape(args, kwargs), compiled, *args, **kwargs)
 
@@ -127,7 +128,7 @@ class CompileMonitor:
     def _call(self, shape: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stats, reasons = upstream.counters()["stats"], upstream.graph_breaks()
         graphs_before, breaks_before, begun = stats["unique_graphs"], len(reasons), time.time()
-        _UNKNOWN_WRITES.take()  # left by another function
+        _UNKNOWN_WRITES.take()  # drop a message that another function left
         try:
             result = compiled(*args, **kwargs)
         except Exception as error:
@@ -136,7 +137,7 @@ class CompileMonitor:
             if isinstance(error, upstream.compiler_errors()):
                 raise ConfigError(self._explain(error)) from error
             raise
-        # With dynamic shapes torch compiles the backward pass now, and only logs its errors.
+        # With dynamic shapes torch has compiled the backward pass in this call. It logs errors of that and goes on.
         if message := _UNKNOWN_WRITES.take():
             raise ConfigError(message)
         if stats["unique_graphs"] != graphs_before or len(reasons) != breaks_before:
@@ -146,7 +147,7 @@ class CompileMonitor:
         return result
 
     def allow_recompiling(self) -> None:
-        """Call it after torch._dynamo.reset(): compiling all code once more does not count as recompilations."""
+        """After torch.compiler.reset() all code is compiled once more. Do not count this as recompilations."""
         self.lengths.clear()
         self._skip_failures()
 
@@ -174,7 +175,7 @@ class CompileMonitor:
             where = f"{_short(frame.filename)}:{frame.lineno}" if frame else "an unknown place"
             self.breaks[GraphBreak(where, reason.reason.strip().splitlines()[0])] += 1
         for code, failures in upstream.guard_failures().items():
-            # torch records a failed guard for each existing graph: together they show what was new in this call.
+            # torch records a failed guard for each graph that exists. Together they show what this call changed.
             uncounted = failures[self.counted_failures.get(code, 0) :]
             if new := dict.fromkeys(map(_failed_guard, uncounted)):
                 where = f"{_short(code.co_filename)}:{code.co_firstlineno}"
@@ -212,8 +213,8 @@ class CompileMonitor:
 
 
 class _UnknownWrites(logging.Filter):
-    """Stops a compilation when torch warns that it cannot determine what a kernel writes: before torch keeps any code
-    and before the warning's traceback is printed, unlike a handler."""
+    """Stops a compilation when torch warns that it cannot determine what a kernel writes. A filter runs before torch
+    keeps any code and before the warning's traceback is printed; a handler would be too late."""
 
     message = ""
 
@@ -230,7 +231,7 @@ class _UnknownWrites(logging.Filter):
         raise upstream.unwrapped_error(ConfigError)(self.message)
 
     def take(self) -> str:
-        """The message since the last call; empty if there was none."""
+        """Return the message that came since the last call of take(), or an empty text."""
         message, self.message = self.message, ""
         return message
 
@@ -239,7 +240,7 @@ _UNKNOWN_WRITES = _UnknownWrites()
 
 
 def _kernel(error: BaseException | None) -> str:
-    """The name of the kernel that torch was analysing, from the frame of torch's function that caught `error`."""
+    """The name of the kernel that torch was analysing. torch's function that caught `error` has it in its frame."""
     kernel: Any = error.__traceback__.tb_frame.f_locals.get("kernel") if error and error.__traceback__ else None
     while hasattr(kernel, "fn"):  # an autotuner wraps a kernel, which wraps a Python function
         kernel = kernel.fn
@@ -247,12 +248,12 @@ def _kernel(error: BaseException | None) -> str:
 
 
 def _compilations(since: float) -> list[Any]:
-    """torch's metrics of all compilations of this process from the time `since` on."""
+    """torch's metrics of all compilations in this process since the time `since`."""
     return [metric for metric in upstream.compilations() if (metric.start_time or 0) >= since - 0.001]
 
 
 def _sum(metrics: list[Any], name: str) -> int:
-    """Not every compilation has each metric."""
+    """The sum of the metric `name`. A compilation that lacks it counts as 0."""
     return sum(getattr(metric, name) or 0 for metric in metrics)
 
 
@@ -261,15 +262,15 @@ def _cuda_graph_skips() -> int:
 
 
 def _failed_guard(reason: str) -> str:
-    """The guard that failed, without torch's number of the graph in front, which differs each time."""
+    """The guard that failed. torch's number of the graph in front of it is left out, because it differs each time."""
     first = " ".join(reason.strip().splitlines()[0].partition("(HINT")[0].split())
     number, _, rest = first.partition(": ")
     return rest if "/" in number and rest else first
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Rows x tokens of a call's first tensor: token ids of a decoder, hidden states of a layer (Gemma 3n: several for
-    each token)."""
+    """The shape of a call's first tensor as "rows x tokens". It holds a decoder's token ids or a layer's hidden states
+    (in Gemma 3n several hidden states for each token)."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     first = next(tensors)
     return "x".join(map(str, first.shape[:-1] if first.dim() > 2 else first.shape))

@@ -1,28 +1,29 @@
 """torch.compile, by decoder layer or for the decoder as a whole, and a report of what the compiler did.
 
-By layer, all layers of a kind share one compiled graph, so the compile time does not grow with the depth. Norms, RoPE,
-SwiGLU and residuals are fused into few kernels, which saves 10 to 16 % of a step on an H200. As a whole, compiling
-takes minutes at 32 layers, but the CPU has nothing to do between layers; `mode=reduce_overhead` also records the
-decoder as CUDA graphs. The head and the loss are not compiled. Parameter names do not change.
+With `scope=layers` all layers of a kind share one compiled graph, so the compile time does not grow with the depth.
+Norms, RoPE, SwiGLU and residuals are fused into few kernels. This saves 10 to 16 % of a step on an H200. With
+`scope=model` compiling takes minutes at 32 layers, but the CPU has nothing to do between layers.
+`mode=reduce_overhead` also records the decoder as CUDA graphs. The head and the loss are not compiled. Parameter names
+do not change.
 
-`cuda_graphs` records more: forward, head, loss and backward of a micro-batch as one launch (cuda_graphs.py). It pays
-if the device finishes a layer before the host has launched the next one; `auto` decides by the layer's arithmetic
-(LAUNCH_SECONDS). All shapes must be static, and the host must not read from the device.
+`cuda_graphs` records forward pass, head, loss and backward pass of a micro-batch as one launch (cuda_graphs.py). A run
+gets faster if its device finishes a layer before the host has launched the next layer. `auto` calculates this from the
+layer's arithmetic (LAUNCH_SECONDS). All shapes must be static, and the host must not read from the device.
 
-Layers of a vision encoder are compiled by layer, too, with one graph for images of all sizes: a micro-batch has a
-different number of patches each time. A vision encoder whose attention splits by images on the host stays as it is
+Vision encoders are compiled by layer. One graph serves images of all sizes, because a micro-batch has a different
+number of patches each time. A vision encoder whose attention splits by images on the host is not compiled
 (attention/vision_encoder.py). A frozen vision encoder runs without gradient, so evaluation uses the same graph.
 
-Shapes of rows are static unless `dynamic` says otherwise: each length of a row compiles once. A graph break or a
-recompilation costs time and changes no number, so nobody would notice: it is reported with its place and reason
-(report.py). With `fullgraph` the first graph break ends the run; so do more than MAX_RECOMPILES recompilations.
+Shapes of rows are static unless `dynamic` says otherwise, so each length of a row compiles once. A graph break or a
+recompilation costs time and changes no number. Nobody would notice it, so report.py reports its place and reason. With
+`fullgraph` the first graph break ends the run. More than MAX_RECOMPILES recompilations always end it.
 
 CUDA graphs write their results to the same memory each time. So each call of a decoder is marked as a new step, and
-gradients are added to memory that the optimizer owns (`keep_gradients`): torch would take the recorded backward pass's
-memory as the first micro-batch's gradient and add nothing to it (pytorch#169545, #96693).
+gradients are added to memory that the optimizer owns (`keep_gradients`). Otherwise torch would use the recorded
+backward pass's memory as the first micro-batch's gradient and add nothing to it (pytorch#169545, #96693).
 
-Compiled code is kept on disk for later starts (compiler_cache.py). A forward pass with a KV cache (generation)
-runs uncompiled, because every token would be a new shape.
+Compiled code is kept on disk for later starts (compiler_cache.py). Generation with a KV cache runs uncompiled, because
+every token would be a new shape.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ from fxtune.upstream import torch as upstream
 
 MAX_LENGTHS = 8
 LAUNCH_SECONDS = 2e-3
-"""The host takes this long to launch the some 150 kernels of a layer's forward and backward pass."""
+"""The time that the host takes to launch the roughly 150 kernels of a layer's forward and backward pass."""
 FLOPS = 4e14
-"""FLOP/s that `auto` assumes: an H200 in training. A slower device is busy for longer."""
+"""The FLOP/s of an H200 in training. `auto` assumes them for any device; a slower one is busy for longer."""
 PROBE_IMAGES = 512
-"""Small images on which a vision encoder is compiled first, if it takes the patches of all images in one list."""
+"""The number of small images with which verify() compiles a vision encoder that takes all patches in one list."""
 
 
 MODES = {"default": "default", "reduce_overhead": "reduce-overhead", "max_autotune": "max-autotune-no-cudagraphs"}
@@ -126,7 +127,7 @@ class Compile(CompileOptions, Technique):
         return replace(execution, compiled=True, holds_gradients=self.keep_gradients)
 
     def _reasons_against_recording(self, facts: Facts) -> Iterator[str]:
-        """Why a training pass cannot be recorded, and what to change."""
+        """Yield each reason why a training pass cannot be recorded, with what to change."""
         if facts.device != "cuda":
             yield f"CUDA graphs need a GPU, and the device is {facts.device}. Use auto"
         if not facts.rows:
@@ -191,13 +192,13 @@ class Compile(CompileOptions, Technique):
 
         use_cache_folder()
         residual_pass.install()
-        # torch would reuse the code of an earlier model of this process (in a sweep): it would not be counted, and as
-        # CUDA graphs it would hold that model's memory.
+        # A sweep builds several models in one process. torch would reuse an earlier model's code: the report would not
+        # count this code, and its CUDA graphs would hold the earlier model's memory.
         torch.compiler.reset()
         self._monitor = self._new_monitor()
         self._monitor.start()
-        lengths = MAX_LENGTHS + 1  # and the probe's length
-        limit = lengths * (MAX_RECOMPILES + 1) + 1  # higher than MAX_RECOMPILES, which is to fail first
+        lengths = MAX_LENGTHS + 1  # one more for the probe's length
+        limit = lengths * (MAX_RECOMPILES + 1) + 1  # so high that MAX_RECOMPILES fails before torch's own limit
         upstream.raise_recompile_limit(limit)
         by_layer = self.scope is Scope.layers
         for part in decoder_layers(model.module) if by_layer else [backbone(model.module)]:
@@ -218,25 +219,25 @@ class Compile(CompileOptions, Technique):
     def _compiled(self, forward: Callable[..., Any], mode: str, dynamic: bool | None = None) -> Callable[..., Any]:
         how: dict[str, Any] = {"mode": mode}
         if mode == "default" and torch.are_deterministic_algorithms_enabled():
-            # The compiler times whether to pad matrices whose width is no multiple of 8, and in deterministic mode
-            # leaves them, as in the products of Qwen2.5-VL's vision encoder, which are 3,420 wide.
+            # By timing, the compiler decides whether to pad matrices whose width is no multiple of 8. In deterministic
+            # mode it never pads. Products of Qwen2.5-VL's vision encoder are 3,420 wide and need it.
             how = {"options": {"force_shape_pad": True}}
         return torch.compile(forward, fullgraph=self.fullgraph, dynamic=dynamic, **how)
 
     def drop(self) -> None:
-        """Free what mode=reduce_overhead has recorded. All code is then compiled again, from the disk cache."""
+        """Free the recordings of mode=reduce_overhead. Later calls compile all code again, from the cache on disk."""
         if self.enabled and self.mode is CompileMode.reduce_overhead:
             torch.compiler.reset()
             self._monitor.allow_recompiling()
 
     def report(self) -> CompileReport:
-        """What the compiler did so far with the model of the last apply()."""
+        """A report of what the compiler has done with the model of the last apply()."""
         return self._monitor.report()
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Profile one forward pass after a first one that compiles: torch marks each entry into compiled code.
+        """Compile in one forward pass and profile the next one, in which torch marks each entry into compiled code.
 
-        Raises UnavailableError if the compiler fails: a model's code shows only when it runs what the compiler cannot.
+        Raises UnavailableError if the compiler fails. Only a run of the model's code shows what it cannot compile.
         """
         try:
             yield from self._observe(model.module, probe)
@@ -248,7 +249,7 @@ class Compile(CompileOptions, Technique):
         parts = len(decoder_layers(model)) if by_layer else 1
         records = self.mode is CompileMode.reduce_overhead
         with without_dropout(model), torch.enable_grad():
-            # The second pass that is not counted records CUDA graphs.
+            # reduce_overhead needs two passes before the counted one: the second records CUDA graphs.
             entries, new_graphs = _entries(lambda: model(**probe), 1 + records)
         runs = f"{parts} layers run" if by_layer else "the decoder runs"
         yield evidence(
@@ -273,7 +274,7 @@ class Compile(CompileOptions, Technique):
             )
 
     def _observe_vision_encoder(self, model: Any, layers: int) -> Evidence:
-        """Evidence from two passes of many small images. torch tunes a kernel once, for the first sizes it meets."""
+        """Evidence from two passes over many small images: torch tunes a kernel once, for the first sizes it meets."""
         known, asked = images_of(model.config), "the vision encoder is compiled"
         with torch.compiler.set_stance("force_eager"):
             if not (example := known.probe(model)):
@@ -290,7 +291,8 @@ class Compile(CompileOptions, Technique):
 
 
 def _entries(run: Callable[[], Any], before: int) -> tuple[int, int]:
-    """How often a call of `run` enters compiled code, and how many graphs it compiles, after `before` other calls."""
+    """Call `run` `before` times, then once more. Returns how often this last call enters compiled code, and how many
+    graphs it compiles."""
     stats = upstream.counters()["stats"]
     for _ in range(before):
         run()
@@ -302,15 +304,15 @@ def _entries(run: Callable[[], Any], before: int) -> tuple[int, int]:
 
 
 def _encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of vision encoders that can be compiled: without attention that splits by images on the host."""
+    """The layers of all vision encoders; none if the attention of one splits by images on the host."""
     if any(takes_bounds(part) and not vision_encoder.attends_at_once(part) for part in vision_encoders(model)):
         return []
     return encoder_layers(model)
 
 
 class _EncoderLayer:
-    """A call of a layer's compiled code, with images of any size. If nothing needs a gradient, the call runs without
-    gradient, because torch compiles code with gradient and code without gradient separately."""
+    """A layer's forward() that calls compiled code with images of any size. If nothing needs a gradient, it switches
+    gradients off, because torch compiles code with gradient and code without gradient separately."""
 
     def __init__(self, layer: nn.Module, compiled: Callable[..., Any]) -> None:
         self.compiled, self.called = compiled, False
@@ -335,7 +337,7 @@ def _of_any_size(values: Any) -> Any:
 
 
 def _layer_seconds(facts: Facts) -> float:
-    """Estimated seconds of the device for forward and backward of a decoder layer, from its matmuls alone."""
+    """Seconds of a decoder layer's forward and backward pass on the device, estimated from its matmuls alone."""
     shape = Shape.of(facts.model)
     weights = sum(count * (kind.narrow + kind.wide + kind.down) for kind, count in shape.counts) / shape.layers
     passes = 4 if facts.techniques.lora.enabled else 6
@@ -354,8 +356,8 @@ def _dropout_in_recomputed_head(facts: Facts) -> bool:
 
 
 def _missing_compiler(facts: Facts) -> Iterator[str]:
-    """On a CPU torch.compile needs a C++ compiler; on a GPU Triton compiles C to launch its kernels. Both need
-    Python's headers."""
+    """Yield what torch.compile lacks. On a CPU it needs a C++ compiler. On a GPU Triton compiles C to launch its
+    kernels. Both need Python's headers."""
     needs, package = "torch.compile needs", "Install it (Debian: apt install"
     if facts.device == "cuda":
         if not c_compiler():
@@ -378,7 +380,7 @@ def _unless_caching(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # A decoder makes a cache unless use_cache is false; a layer gets one as an argument (its name varies).
+    # A decoder makes a KV cache unless use_cache is false. A layer gets the cache as an argument, whose name varies.
     caching = any(isinstance(value, cache) for value in (*args, *kwargs.values()))
     caching = caching or (is_decoder and kwargs.get("use_cache") is not False)
     return (uncompiled if caching else compiled)(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Runs adapted experts of a mixture as grouped matmuls.
 
-peft adapts the tensor with a layer's experts by adding B_e A_e to it for every expert e in every pass: a copy of all
-experts and its gradient. Here run.py computes the experts and their adapters without such copies. peft's modules stay,
-for names, saving and merging: the outermost one gets a subclass of its class (upstream/peft.py).
+In every pass peft adds B_e A_e to the tensor of a layer's experts, for every expert e. This makes a copy of all
+experts and a gradient of the copy. run.py computes the experts and their adapters without such copies. peft's modules
+stay, for names, saving and merging. The outermost one gets a subclass of its class (upstream/peft.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxtune.upstream.peft import specialize
 
 
 def wrappers(outermost: Any) -> Iterator[Any]:
-    """peft's wrappers around the experts' tensors, which are nested, from the outside."""
+    """Yield peft's nested wrappers around the experts' tensors, the outermost wrapper first."""
     from peft.tuners.lora.layer import ParamWrapper
 
     while isinstance(outermost, ParamWrapper):
@@ -35,7 +35,8 @@ def wrappers(outermost: Any) -> Iterator[Any]:
 
 
 def group_experts(model: nn.Module) -> int:
-    """Run adapted experts grouped, in place, where that is possible. Returns the number of such layers."""
+    """Change `model` in place, so that adapted experts run grouped where possible. Returns the number of such
+    layers."""
     fitting = [module for module in _outermost(model) if _fits(module)]
     for module in fitting:
         run_grouped(module)
@@ -43,7 +44,7 @@ def group_experts(model: nn.Module) -> int:
 
 
 def _outermost(model: nn.Module) -> list[Any]:
-    """peft's outermost wrappers of the experts of each layer."""
+    """peft's outermost wrapper around the experts of each layer."""
     from peft.tuners.lora.layer import ParamWrapper
 
     found: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
@@ -52,7 +53,7 @@ def _outermost(model: nn.Module) -> list[Any]:
 
 
 def run_grouped(outermost: Any) -> None:
-    """Run the experts inside peft's outermost wrapper, and their adapters, as grouped matmuls."""
+    """Let the experts inside peft's outermost wrapper, and their adapters, run as grouped matmuls."""
     experts = outermost.get_base_layer()
     specialize(outermost, GroupedExperts)
     outermost.expert_act = experts.expert_act if isinstance(experts, OwnExperts) else one_operator(experts)
@@ -64,7 +65,7 @@ def grouped(model: nn.Module) -> list[Any]:
 
 
 def operator_of(outermost: Any) -> str:
-    """The operator, as checkpointing's rules name it, that computes experts that run grouped."""
+    """The operator that computes grouped experts, as checkpointing's rules name it."""
     in_fp8 = getattr(outermost.get_base_layer(), "stored_as", "") == "fp8"
     return "fxtune.fp8_experts" if in_fp8 else OPERATOR
 
@@ -85,7 +86,7 @@ class ExpertsSeen:
 
 
 def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
-    """Whether each adapted expert that a token of `probe` reaches gets a gradient."""
+    """Run `probe` forward and backward. Count the adapted experts that tokens reach, and those with a gradient."""
     outermost = _outermost(model)
     seen, tokens = ExpertsSeen(len(outermost), len(grouped(model))), defaultdict(set)
 
@@ -103,7 +104,7 @@ def observe_experts(model: nn.Module, probe: dict[str, Any]) -> ExpertsSeen:
         gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     gradient_of = dict(zip(map(id, weights), gradients, strict=True))
     for module, pairs in halves.items():
-        count = min(experts for _, experts in pairs)  # LongCat's identities have higher numbers
+        count = min(experts for _, experts in pairs)  # LongCat's identity experts have higher numbers
         seen.experts += count
         reached = {expert for expert in tokens[module] if expert < count}
         seen.reached += len(reached)
@@ -140,27 +141,27 @@ def _fits(outermost: Any) -> bool:
 
 
 class GroupedExperts:
-    """The class of peft's outermost wrapper if its experts run grouped; the other parent is peft's class."""
+    """The class that run_grouped() gives peft's outermost wrapper, beside peft's class. Its experts run grouped."""
 
     expert_act: Activation | None
     gemm = CUBLAS
     """The GEMM backend of experts in 16 bits."""
     keep = True
-    """Whether the product with gate and up is kept for the backward pass. Checkpointing sets it."""
+    """Whether the product with gate and up is kept for the backward pass. Checkpointing sets this."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nested = list(wrappers(self))
         if kwargs or len(args) != 2 or _needs_own_forward(nested):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]  # peft's
         adapters = {wrapper.parameter_name: wrapper for wrapper in nested}
-        # An eager checkpoint runs the operator again, so there the operator keeps its product. A compiled checkpoint
-        # skips the operator, and the backward pass computes the product again.
+        # An eager checkpoint runs the operator again, so in eager mode the operator keeps its product. A compiled
+        # checkpoint skips the operator, and the backward pass computes the product again.
         keep = self.keep or not torch.compiler.is_compiling()
         return run_experts(self.get_base_layer(), adapters, hidden_states, *args, self.expert_act, self.gemm, keep)
 
 
 def _needs_own_forward(nested: list[Any]) -> bool:
-    """Whether an adapter is off or merged, or another one is active."""
+    """Whether an adapter is off or merged, or another adapter is active."""
     return any(
         wrapper.disable_adapters or wrapper.merged_adapters or wrapper.active_adapters != [ADAPTER]
         for wrapper in nested
@@ -169,9 +170,9 @@ def _needs_own_forward(nested: list[Any]) -> bool:
 
 @torch.no_grad()
 def make_space(outermost: Any) -> None:
-    """Move the frozen weights of experts to memory with space for their adapters (gated_experts.with_space()), if one
-    operator computes the experts, in 16 or 32 bits. Names, shapes and values stay. Weights on the meta device stay
-    there."""
+    """Move the frozen weights of experts to memory with space for their adapters (gated_experts.with_space()). This is
+    done for experts in 16 or 32 bits that one operator computes. Names, shapes and values do not change. Weights on
+    the meta device stay there."""
     experts = outermost.get_base_layer()
     adapters = {wrapper.parameter_name: wrapper for wrapper in wrappers(outermost)}
     if outermost.expert_act is None or isinstance(experts, OwnExperts) or len(adapters) != 2:

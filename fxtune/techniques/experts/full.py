@@ -1,8 +1,8 @@
-"""Full fine-tuning of a mixture's experts by the operators of run.py: over ranks that divide experts, and on a GPU
-that has all of them.
+"""Full fine-tuning of a mixture's experts by the operators of run.py, over ranks that divide experts, or on GPUs
+with all experts.
 
-transformers' code keeps the gathered rows, and adds up the gradients of rows by index_put, in compiled code by atomic
-additions.
+transformers' own code keeps the gathered rows for the backward pass. It adds up the gradients of rows by index_put,
+which becomes atomic additions in compiled code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.experts.run import OPERATOR, one_operator, run_experts
 
 IMPLEMENTATION = "fxtune"
-"""The name in transformers of plain_experts()."""
+"""The name of plain_experts() in transformers' registry."""
 
 
 def compute_experts(model: Any, everywhere: bool = False) -> None:
-    """Let fxtune compute the experts of `model`, which has no adapters, if the operator trains all of them: in
-    bfloat16 on a GPU, without biases. `everywhere`: on every device, in every dtype, and with biases, too."""
+    """Let fxtune compute the experts of `model`, which has no adapters, if one operator can train all of them: in
+    bfloat16 on a GPU, without biases. `everywhere`: do this on all devices, in all dtypes, and with biases, too."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     acts = {module: one_operator(module) for module in experts_of(model)}
@@ -35,15 +35,15 @@ def compute_experts(model: Any, everywhere: bool = False) -> None:
 
 
 def _trains_fast(experts: Any) -> bool:
-    """Whether gated_experts() has the gradients of these experts, and torch a kernel for its products."""
+    """Whether gated_experts() computes the gradients of these experts, with a grouped kernel of torch."""
     weight = getattr(experts, LAST)
     is_whole = len(weight) == experts.num_experts and not getattr(experts, "_is_expert_parallel", False)
     return is_whole and not experts.has_bias and weight.is_cuda and weight.dtype is torch.bfloat16
 
 
 def observe_computed(model: Any, probe: dict[str, Any]) -> Evidence | None:
-    """Whether gated_experts() computes whole experts in a forward pass over `probe`, a small row. None if
-    compute_experts() has left them to transformers. `model`: not divided over ranks."""
+    """Observe whether gated_experts() computes the experts in a forward pass over `probe`, a small row. None if
+    compute_experts() has left the experts to transformers. `model`: not divided over ranks."""
     layers = len([*experts_of(model)])
     if not layers or IMPLEMENTATION not in model.get_experts_implementation().values():
         return None
@@ -60,5 +60,5 @@ def observe_computed(model: Any, probe: dict[str, Any]) -> Evidence | None:
 
 
 def plain_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """run_experts() without adapters, as transformers calls an implementation of experts."""
+    """run_experts() without adapters, with the arguments that transformers passes to implementations of experts."""
     return run_experts(experts, {}, hidden, index, weights, getattr(experts, "expert_act", None))

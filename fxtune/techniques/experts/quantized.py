@@ -1,18 +1,18 @@
 """The experts of a mixture whose frozen weights are in 4 or 8 bits.
 
 transformers keeps the experts of a layer as two tensors, `gate_up_proj` [experts, 2 width, d] and `down_proj`
-[experts, d, width], or their transposes (gpt-oss). Here the parameters of these names hold the codes, as integers,
-because peft would give adapters the dtype of a floating-point weight. Scales and other parts of a format are stored
-beside the codes. A module with the same names takes the place of the experts (models/replacement.py), so names in
-peft, saving and routing do not change. It runs as one operator, with or without adapters:
+[experts, d, width], or their transposes (gpt-oss). Here the parameters of these names hold the codes. Codes are
+integers, because peft would give adapters the dtype of a floating-point weight. Scales and other parts of a format are
+stored beside the codes. A module with the same names replaces the experts (models/replacement.py), so names in peft,
+saving and routing do not change. The module runs as one operator, with or without adapters:
 
 - fp8: kernels/fp8_experts.py multiplies the codes.
-- nf4, int8 and MXFP4: kernels/gated_experts.py dequantizes one tensor of a layer at a time, forward and backward.
-  nf4 and int8 are stored as for linears (quantized_modules.py), over the rows of all experts.
+- nf4, int8 and MXFP4: kernels/gated_experts.py dequantizes one tensor of a layer at a time, forward and backward. nf4
+  and int8 are stored as for linears (quantized_modules.py), over the rows of all experts.
 
-Experts of a model that fits nowhere in 16 bits are quantized as models/shards.py reads them: in fp8 a few experts at a
-time, otherwise a tensor of a layer at a time. A checkpoint that ships its experts in MXFP4 (gpt-oss) is read as it is
-where that is possible (hold_mxfp4()): codes and exponents go from the files to the device.
+If a model in 16 bits fits nowhere, its experts are quantized while models/shards.py reads them: in fp8 a few experts
+at a time, in other formats a tensor of a layer at a time. If a checkpoint ships its experts in MXFP4 (gpt-oss), codes
+and exponents go from the files to the device unchanged where this is possible (hold_mxfp4()).
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from fxtune.techniques.experts.run import (
 from fxtune.techniques.quantized_modules import packed, quantized, register_frozen
 
 Storage = tuple[torch.dtype, torch.device, bool]
-"""compute, device, transpose: the options of quantized_modules.quantized() after its kind."""
+"""(compute, device, transpose): the arguments of quantized_modules.quantized() after `kind`."""
 TENSORS = (FIRST[0], LAST)
 FP8 = "fp8"
 MULTIPLE = 16
-"""Both sizes of an expert's matrices are multiples of this in fp8."""
+"""In fp8 both sizes of an expert's matrices must be multiples of this number."""
 SMALL = 2**24
-"""Where experts are in fp8 and all other linears have fewer weights, these stay in 16 bits: beside experts they take
-hardly any memory, and to quantize their input and to add their adapter takes about as long as the faster product saves
-(by calculation)."""
+"""Beside experts in fp8, linears stay in 16 bits if each has fewer weights than this number. Such linears take hardly
+any memory, and an fp8 product saves about the time that the quantized input and a separate adapter cost (by
+calculation)."""
 
 
 def leaves_linears(quantize: QuantizeOptions, experts: bool, largest: int) -> bool:
-    """Whether linears, of at most `largest` weights, stay in 16 bits. `experts`: whether experts are quantized."""
+    """Whether linears stay in 16 bits. `largest`: weights of the largest one. `experts`: whether experts are
+    quantized."""
     if quantize.type is WeightFormat.mxfp4:
         return True
     return quantize.type is WeightFormat.fp8 and experts and largest < SMALL
@@ -83,7 +84,7 @@ def refusal(experts: Any, kind: str) -> str | None:
 
 
 def _matrix_shape(experts: Any, weight: Tensor) -> tuple[int, int, int]:
-    """[experts, out, in] of one of its tensors."""
+    """[experts, out, in] of one tensor of `experts`."""
     count, *sizes = weight.shape
     out, inner = reversed(sizes) if experts.is_transposed else sizes
     return count, out, inner
@@ -91,11 +92,13 @@ def _matrix_shape(experts: Any, weight: Tensor) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[QuantizedExperts, float]:
-    """The weights of `experts` as `kind` on a device, in a module for their place; `experts` loses its own. And
-    |dequantized - weight| / |weight| of the first expert's down_proj, 0 for weights without memory, which can only
-    become fp8: the result then stores the experts that models/shards.py reads.
+    """Quantize `experts`, which loses its weights. Returns the module that replaces it, and |dequantized - weight| /
+    |weight| of the first expert's down_proj.
 
-    `storage`: fp8 on a GPU takes bfloat16 for `compute`; `transpose`: see fp8_experts.Weights.
+    For weights without memory `kind` must be fp8, and the error is 0. models/shards.py later reads these experts into
+    the module.
+
+    `storage`: fp8 on a GPU takes bfloat16 for `compute`; for `transpose` see fp8_experts.Weights.
     """
     compute, device, transpose = storage
     made, error = in_place_of(experts, kind, compute), 0.0
@@ -108,7 +111,7 @@ def quantize_experts(experts: Any, kind: str, storage: Storage) -> tuple[Quantiz
 
 
 def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExperts:
-    """A module for the place of `experts` with their weights. quantize_tensor() quantizes them."""
+    """A module that replaces `experts` and still has their weights. quantize_tensor() quantizes them."""
     made = (Fp8Experts if kind == FP8 else ExpertsInFewBits)(experts, compute)
     made.stored_as = kind
     return made
@@ -116,8 +119,8 @@ def in_place_of(experts: Any, kind: str, compute: torch.dtype) -> QuantizedExper
 
 @torch.no_grad()
 def quantize_tensor(made: QuantizedExperts, name: str, kind: str, storage: Storage, weight: Tensor) -> float:
-    """Put `weight`, in transformers' layout, into `made` as `kind`, in place of the weight `name`. Returns the first
-    expert's error; this and the other arguments are as in quantize_experts()."""
+    """Quantize `weight`, which has transformers' layout, and put it into `made` in place of the weight `name`. Returns
+    the first expert's error. The other arguments and the error are those of quantize_experts()."""
     compute, device, transpose = storage
     weight = weight.detach()
     weight = (weight.mT if made.is_transposed else weight).to(device).contiguous()
@@ -133,15 +136,15 @@ def quantize_tensor(made: QuantizedExperts, name: str, kind: str, storage: Stora
 
 
 def _hold_nothing(made: QuantizedExperts, name: str, device: torch.device, transpose: bool) -> None:
-    """Let `made` store in fp8 what models/shards.py reads of its weight `name`, which has no memory: a parameter
-    without memory for the codes, and the rest on `device`, as parameters without memory if it is `meta`."""
+    """Prepare `made` to store its weight `name` in fp8 when models/shards.py reads it. Neither the weight nor the
+    parameter for the codes has memory. The other tensors are on `device`."""
     weight = made._parameters[name]
     assert weight is not None
     assert isinstance(made, Fp8Experts)
     experts, out, inner = weight.shape
     tensors = [torch.empty_like(weight, dtype=torch.uint8), torch.zeros(experts, out, device=device)]
     if transpose:
-        # Of four dimensions, so that lora/targets.py does not take them for weights.
+        # Four dimensions, so that lora/targets.py does not mistake these codes for weights.
         back = torch.empty(experts, inner, out, 1, dtype=torch.uint8, device=device)
         tensors += [back, torch.zeros(experts, inner, device=device)]
     made.source_dtype = weight.dtype
@@ -159,27 +162,27 @@ def packed_matrices(weight: Tensor, kind: str, compute: torch.dtype, device: tor
     linear.weight = nn.Parameter(rows, requires_grad=False)
     made: Any = quantized(linear, kind, compute, device)
     codes, *others = packed(made)
-    # lora/targets.py takes parameters of three dimensions for weights of experts.
+    # Codes have three dimensions, because lora/targets.py finds weights of experts by this number.
     return [codes.view(*weight.shape[:2], -1), *others]
 
 
 def hold_mxfp4(experts: Any, compute: torch.dtype) -> QuantizedExperts:
-    """A module for the place of `experts`, whose weights have no memory yet, that holds a checkpoint's in MXFP4:
-    models/shards.py reads what is marked here."""
+    """A module to replace `experts`, with room for a checkpoint's weights in MXFP4. The weights of `experts` have no
+    memory yet. They are marked here, and models/shards.py reads the marked weights into the module."""
     made = ExpertsInFewBits(experts, compute)
     made.stored_as = MXFP4
     for name in TENSORS:
         weight = getattr(experts, name)
         count, out, inner = _matrix_shape(experts, weight)
         codes = torch.empty(count, out, inner // 2, dtype=torch.uint8, device="meta")
-        # Of four dimensions, so that lora/targets.py does not take the exponents for weights.
+        # Four dimensions, so that lora/targets.py does not mistake the exponents for weights.
         _hold(made, name, [codes, codes.new_empty(count, out, inner // MX_BLOCK, 1)])
         mark_mxfp4(weight, *(made._parameters[part] for part in made.stored_names[name]))
     return made
 
 
 def dequantize(stored: str, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The weights of experts that are not in fp8, `shape` [experts, out, in], in `dtype`."""
+    """The weights of experts that are not in fp8, in `dtype`. `shape`: [experts, out, in] of the weights."""
     made = torch.empty(tuple(shape), dtype=dtype, device=tensors[0].device)
     unpack(stored, tensors, made.flatten(0, 1))
     return made
@@ -195,7 +198,7 @@ def _hold(experts: QuantizedExperts, name: str, tensors: Sequence[Tensor]) -> No
 
 
 def stored_bytes(experts: Any) -> int:
-    """Bytes of the weights of quantized experts on all ranks that divide them, scales included."""
+    """Bytes of the weights of quantized experts with their scales, on all ranks that divide the experts."""
     held = {**experts._buffers, **experts._parameters}
     return sum(held[part].nbytes for parts in experts.stored_names.values() for part in parts)
 
@@ -204,24 +207,24 @@ class QuantizedExperts(PackedExperts, OwnExperts):
     """The experts of a layer as codes. They keep the names, biases and options of the module that they replace."""
 
     def __init__(self, experts: Any, compute: torch.dtype) -> None:
-        """`compute`: see quantize_experts(). The codes are not there yet: see _hold()."""
+        """`compute`: see quantize_experts(). _hold() adds the codes later."""
         super().__init__(experts)
         act = one_operator(experts)
         assert act is not None, "refusal() has looked"
         self.compute_dtype, self.expert_act = compute, act
         self.stored_names: dict[str, list[str]] = {}
-        """Of each weight the names of its tensors, the codes first."""
+        """Name of a weight -> the names of its tensors, the codes first."""
         self.stored_shapes = {name: tuple(getattr(experts, name).shape) for name in TENSORS}
         """The shapes of the weights in transformers' layout."""
 
     def stored_weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors of this rank's experts."""
+        """The tensors of gate and up, and the tensors of down, of this rank's experts."""
         held: dict[str, Any] = {**self._buffers, **self._parameters, **getattr(self, OWN, {})}
         first, last = ([held[part] for part in self.stored_names[name]] for name in TENSORS)
         return first, last
 
     def matrix_shapes(self) -> list[tuple[int, int, int]]:
-        """[experts, out, in] of the two tensors, for this rank's experts."""
+        """[experts, out, in] of gate and up, and of down, for this rank's experts."""
         counts = (len(tensors[0]) for tensors in self.stored_weights())
         shapes = (self.stored_shapes[name][1:] for name in TENSORS)
         return [
@@ -258,7 +261,7 @@ class QuantizedExperts(PackedExperts, OwnExperts):
 
 class Fp8Experts(StoresRows, QuantizedExperts):
     source_dtype: torch.dtype
-    """The dtype of the weights before they are quantized."""
+    """The dtype that the weights had before they were quantized."""
 
     def stored_weights(self) -> tuple[list[Tensor], list[Tensor]]:
         first, last = super().stored_weights()
@@ -287,7 +290,7 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 
 class ExpertsInFewBits(QuantizedExperts):
-    """Experts whose codes differ in shape from the weights: peft reads the shapes of the weights."""
+    """Experts whose codes have another shape than the weights. peft reads the weights' shapes from the properties."""
 
     @property
     def gate_up_proj(self) -> Tensor:
@@ -298,7 +301,7 @@ class ExpertsInFewBits(QuantizedExperts):
         return self._in_shape(TENSORS[1])
 
     def _in_shape(self, name: str) -> Tensor:
-        """An integer tensor of the weight's shape and device; its memory is one number."""
+        """An integer tensor with the shape of the weight, on its device. It takes the memory of one number."""
         codes = self._parameters[name]
         assert codes is not None
         return torch.empty((), dtype=torch.uint8, device=codes.device).expand(self.stored_shapes[name])

@@ -1,12 +1,12 @@
 """Runs the experts of a mixture, with adapters or without, as grouped matmuls.
 
-Tokens are sorted by expert once a layer. All experts are one grouped GEMM for gate and up and one for down
-(kernels/grouped_matmul.py), and an adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a linear. So neither
-adapted weights nor gradients of frozen weights exist, and the compiler sees one graph. Where the experts are
-down(act(gate) * up), one operator computes the layer (kernels/gated_experts.py).
+Each layer sorts its tokens by expert once. One grouped GEMM computes gate and up of all experts, and another grouped
+GEMM computes down (kernels/grouped_matmul.py). An adapter adds (x A_e^T) B_e^T for the rows of expert e, as for a
+linear. So neither adapted weights nor gradients of frozen weights exist, and the compiler sees one graph. If the
+experts are down(act(gate) * up), one operator computes the layer (kernels/gated_experts.py).
 
-adapted.py runs experts inside peft's wrappers this way, full.py experts without adapters, quantized.py stores experts
-in fewer bits.
+adapted.py runs experts inside peft's wrappers this way, full.py runs experts without adapters, and quantized.py stores
+experts in fewer bits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fxtune.models.peft_adapter import ADAPTER
 from fxtune.models.replacement import InPlaceOf
 
 EXCHANGE = "exchange"
-"""The attribute of experts that are divided by expert, an Exchange."""
+"""The attribute of experts that are divided over ranks. Its value is an Exchange."""
 OPERATOR = "fxtune.gated_experts"
-"""The operator, as checkpointing's rules name it, of experts in 16 or 32 bits."""
+"""The operator of experts in 16 or 32 bits, as checkpointing's rules name it."""
 
 
 class OwnExperts(InPlaceOf):
-    """Experts in place of transformers' that compute their adapters themselves."""
+    """Experts that replace transformers' experts and compute their adapters themselves."""
 
     expert_act: Activation
     compute_dtype: torch.dtype
-    """The dtype of what is not packed."""
+    """The dtype of the hidden states, adapters and biases in products."""
 
     def run(
         self,
@@ -50,7 +50,7 @@ class OwnExperts(InPlaceOf):
         gemm: str,
         keep: bool,
     ) -> torch.Tensor:
-        """See run_experts()."""
+        """Compute run_experts() for this rank's experts and the tokens that `routing` has sorted."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ def run_experts(
 
     Args:
         adapters: peft's wrappers by the names of the tensors that they adapt.
-        act: the activation if one operator can compute these experts (one_operator()).
+        act: the activation, if one operator can compute these experts (see one_operator()).
         gemm: the GEMM backend of that operator over 16-bit weights.
         keep: whether that operator keeps the product with gate and up for the backward pass.
     """
@@ -78,7 +78,7 @@ def run_experts(
     routing = exchange.route(index)
     dtype = experts.compute_dtype if isinstance(experts, OwnExperts) else _own(experts, LAST).dtype
     states = exchange.gather(hidden.to(dtype), routing)
-    # Weights of experts that another rank holds have no gradient here.
+    # The router's weights for other ranks' experts are set to zero, so they get no gradient on this rank.
     weights = exchange.gather(weights, routing).masked_fill(routing.elsewhere, 0)
     sums = _run(experts, adapters, states, routing, weights, act, gemm, keep)
     return exchange.sum(sums, len(hidden)).to(hidden.dtype)
@@ -99,13 +99,13 @@ def _run(
     gemm: str,
     keep: bool,
 ) -> torch.Tensor:
-    """run_experts() by the experts that this rank holds, for tokens that `routing` has sorted."""
+    """Compute run_experts() for the experts that this rank holds and the tokens that `routing` has sorted."""
     first = FIRST[0] if experts.has_gate else FIRST[1]
     if isinstance(experts, OwnExperts):
         return experts.run(adapters, hidden, routing, weights, gemm, keep)
     rows = routing.order, routing.back, routing.ends
     dtype, trained = _own(experts, first).dtype, _own(experts, first).requires_grad
-    # The operator has no gradients of biases.
+    # The operator computes no gradients of biases.
     if act is not None and len(adapters) != 1 and not (trained and experts.has_bias):
         matrices, biases = _matrices(experts), biases_of(experts, dtype)
         if adapters:
@@ -125,15 +125,16 @@ def _run(
 
 
 def adapter_of(wrapper: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [experts, r, in] and B [experts, out, r]; peft has them as [experts r, in] and [out, r experts]."""
+    """Returns A [experts, r, in] and B [experts, out, r]. peft stores them as [experts * r, in], [out, r *
+    experts]."""
     a, b = wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight
     rank = len(a) // wrapper.num_experts
     return a.view(-1, rank, a.shape[1]), b.view(len(b), rank, -1).permute(2, 0, 1)
 
 
 def one_operator(experts: Any) -> Activation | None:
-    """The activation of experts that kernels/gated_experts.py computes as one operator; None if they compute something
-    else. transformers gives the activation as code, so it is recognized by its values."""
+    """The activation of experts that kernels/gated_experts.py can compute as one operator, or None if these experts
+    compute something else. transformers has the activation as code, so its values are compared with known ones."""
     if getattr(experts, "has_post_expert_norm", False) or not experts.has_gate:
         return None
     alpha, limit = _number(experts, "alpha", "swiglu_alpha") or 1.0, _number(experts, "limit", "swiglu_limit")
@@ -152,7 +153,7 @@ def _number(experts: Any, *names: str) -> float:
 
 
 def _own(experts: Any, name: str) -> torch.Tensor:
-    """A tensor of the experts that this rank holds."""
+    """The part of the tensor `name` with the experts that this rank holds."""
     held = getattr(experts, OWN, {})
     tensor: torch.Tensor = held[name] if name in held else getattr(experts, name)
     return tensor
@@ -192,14 +193,15 @@ def halves_of(wrapper: Any, dtype: torch.dtype) -> Adapter:
 
 
 def no_adapter(matrices: torch.Tensor, shape: Sequence[int] | None = None) -> Adapter:
-    """Halves of rank 0 in the dtype of `matrices` [experts, out, in]. `shape`: the shape of `matrices`, if they have
-    another one."""
+    """An Adapter of rank 0 in the dtype of `matrices` [experts, out, in]. `shape`: [experts, out, in], if `matrices`
+    have another shape."""
     experts, outward, inward = shape or matrices.shape
     return Adapter(matrices.new_empty(experts, 0, inward), matrices.new_empty(experts, outward, 0))
 
 
 def _padded(adapter: torch.Tensor, dim: int) -> torch.Tensor:
-    """A half of an adapter, contiguous, with zeros up to the next rank whose rows are aligned."""
+    """A half of an adapter, contiguous. On a GPU zeros fill its rank (the axis `dim`), so that its rows are
+    aligned."""
     missing = -adapter.shape[dim] % (ALIGNMENT // adapter.element_size())
     if not (missing and adapter.is_cuda):
         return adapter.contiguous()

@@ -1,8 +1,8 @@
-"""Liger's norms and gated MLPs in place of a model's. They compute with the model's own parameters.
+"""Replaces a model's norms and gated MLPs by Liger's. They compute with the model's own parameters.
 
 transformers calls RoPE as a function inside an attention's forward. So the attention gets a subclass whose forward
-calls fxtune's kernel in place of that function (with_rotation()). Liger's RoPE is not used: it overwrites its inputs,
-which checkpointing may have saved.
+calls fxtune's kernel instead of this function (with_rotation()). Liger's RoPE is not used: it overwrites its inputs,
+and checkpointing may have saved these inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPERATIONS = {
     "LigerPhi3SwiGLUMLP": "swiglu",
     "LigerGEGLUMLP": "geglu",
 }
-"""Liger's class -> the operation."""
+"""Name of Liger's class -> name of the operation."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Family:
     """The norms and MLPs of a family of models. Source: liger_kernel.transformers.monkey_patch, version 0.8.5."""
 
     norms: int
-    """Norms in a layer, with the norms of queries and keys."""
+    """The number of norms in a layer, including the norms of queries and keys."""
     offset: float = 0.0
-    """Added to a norm's weight."""
+    """A number that is added to a norm's weight."""
     casting: str = "llama"
-    """`llama`: rounded before the weight multiplies; `gemma`: all in float32."""
+    """`llama`: a norm rounds its result before it multiplies by the weight. `gemma`: it computes all in float32."""
     in_place: bool = True
     """Whether a norm's backward pass may overwrite the incoming gradient. It may not if a residual also reads it."""
     layer_norm: bool = False
@@ -61,7 +61,7 @@ def replace_modules(root: nn.Module, name: str, family: Family) -> None:
 
 
 def operation_of(module: nn.Module) -> str | None:
-    """The operation for which replace_modules() gave this module a kernel; None without a kernel."""
+    """The operation for which replace_modules() gave this module a kernel; None if it gave none."""
     while isinstance(module, InPlaceOf):
         module = module.replaced
     if rotation_of(type(module)) is apply_rotary:
@@ -74,7 +74,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None:
-    """Liger's module with the parameters of `module`; None if `module` does not compute operation `name`."""
+    """Liger's module with the parameters of `module`, or None if `module` does not compute operation `name`."""
     from liger_kernel import transformers as liger
 
     title, children = type(module).__name__, dict(module.named_children())
@@ -103,5 +103,5 @@ def _module_of(name: str, module: nn.Module, family: Family) -> nn.Module | None
 
 @functools.cache
 def _with_forward(kind: Any, forward: Any) -> Any:
-    """The subclass of `kind` with this forward. All layers share it, so they share a compiled graph."""
+    """The subclass of `kind` with this forward. All layers share the subclass, so they share a compiled graph."""
     return type(f"Liger{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -2,9 +2,9 @@
 logits.
 
 In eager torch an RMSNorm is six kernels that each read and write all hidden states, and autograd keeps several of
-their results. Liger's is one kernel and keeps only the input. torch.compile fuses the same operations, also with the
-residual sum before a norm, and its code was faster wherever it was measured; so under torch.compile norms and products
-are left to the compiler.
+their results. Liger's RMSNorm is one kernel and keeps only the input. torch.compile fuses the same operations, and
+also the residual sum before a norm. Its code was faster in each measurement. So under torch.compile the compiler does
+norms and products.
 
 Liger's own `apply_liger_kernel_to_*` replaces classes and functions of transformers for the whole process. fxtune
 puts Liger's modules into this one model (modules.py): names and weights stay.
@@ -40,7 +40,7 @@ PACKAGE = "liger-kernel"
 ROPE, PRODUCTS = "rope", ("swiglu", "geglu")
 INSTALL = "pip install 'liger-kernel>=0.8.5'"
 SMALL_LOGITS = 2**26
-"""Up to this many bytes a micro-batch's float32 logits are kept as a whole, because they cost next to nothing."""
+"""A micro-batch's float32 logits are kept as a whole up to this size in bytes, because they cost next to nothing."""
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "granite", "smollm3"), Family(norms=2)),
     "phi3": Family(norms=2, joint=True),
@@ -52,7 +52,7 @@ FAMILIES = {
     "phi": Family(norms=1, layer_norm=True, gated=False),
     "starcoder2": Family(norms=2, layer_norm=True, gated=False),
 }
-"""By the config's model_type."""
+"""The config's model_type -> family."""
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 OPERATIONS = {
     "rms_norm": ("RMSNorm", "_rms_norm_forward_kernel"),
@@ -61,7 +61,7 @@ OPERATIONS = {
     "swiglu": ("SwiGLU", "_swiglu_forward_kernel"),
     "geglu": ("GeGLU (tanh)", "_geglu_tanh_forward_kernel"),
 }
-"""Kernel that replaces modules -> (name in messages, pattern of its forward kernel or operator in the profiler)."""
+"""Operation -> (its name in messages, a pattern for its forward kernel or operator in the profiler)."""
 FUSED_LOSS = LigerKernel.fused_linear_cross_entropy.value
 
 
@@ -92,7 +92,7 @@ class Liger(LigerOptions, Technique):
             yield f"kernels: the package {PACKAGE} is not installed: {INSTALL}. Or use [{ROPE}, {FUSED_LOSS}]."
 
     def _refusal(self, name: str, facts: Facts) -> str | None:
-        """Why this kernel, which the recipe names, cannot run under `facts`."""
+        """Why the kernel `name` cannot run under `facts`, or None if it can. The recipe names this kernel."""
         if name not in _operations(facts.text):
             return f"this model's config has no {OPERATIONS[name][0]} that Liger computes"
         if name == ROPE:
@@ -140,7 +140,7 @@ class Liger(LigerOptions, Technique):
         )
 
     def _choose(self, name: str, facts: Facts) -> tuple[bool, str]:
-        """Whether to run this operation by its kernel, and why."""
+        """Whether `auto` runs the operation `name` by its kernel, and why."""
         if name not in _operations(facts.text):
             return False, ""
         if name in PRODUCTS and mlp_kernel(facts) == "lora":
@@ -162,7 +162,7 @@ class Liger(LigerOptions, Technique):
         return False, "torch.compile fuses it"
 
     def _replacing(self) -> list[str]:
-        """The kernels in use that replace modules; none while `auto` is undecided."""
+        """The kernels in use that replace modules. The list is empty while `auto` is undecided."""
         return [name for name in OPERATIONS if self.runs(name)]
 
     def apply(self, model: PreparedModel, world: World) -> None:
@@ -172,7 +172,7 @@ class Liger(LigerOptions, Technique):
                 modules.replace_modules(backbone(model.module), name, family)
 
     def verify(self, model: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
-        """Count the replaced modules, and the kernels of one forward pass."""
+        """Count the replaced modules, and the runs of their kernels in one forward pass."""
         if not (enabled := self._replacing()):
             return
         launches = _launches(model.module, probe)
@@ -196,19 +196,19 @@ class Liger(LigerOptions, Technique):
 
 
 def _operations(text: dict[str, Any]) -> set[str]:
-    """The operations of OPERATIONS that the model of this config has."""
+    """The names in OPERATIONS that a model with this config has."""
     family = FAMILIES.get(text.get("model_type", ""))
     if family is None:
         return set()
     activation = text.get("hidden_activation" if text["model_type"] in ("gemma2", "gemma3_text") else "hidden_act")
     gated = {ACTIVATIONS[activation]} if family.gated and activation in ACTIVATIONS else set()
     if family.joint:
-        gated -= {"geglu"}  # Liger has no module for it
+        gated -= {"geglu"}  # Liger has no module for a joint GeGLU
     return {"layer_norm" if family.layer_norm else "rms_norm", "rope"} | gated
 
 
 def _unrotatable(facts: Facts) -> str | None:
-    """Why the RoPE of this model cannot be replaced."""
+    """Why the RoPE of this model cannot be replaced, or None if it can."""
     if (model := skeleton(facts.model)) is None:
         return None
     kinds = (type(module) for module in backbone(model).modules() if modules.is_attention(module))
@@ -217,9 +217,9 @@ def _unrotatable(facts: Facts) -> str | None:
 
 
 def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
-    """Runs of each operation's kernel in one forward pass; None where the profiler may not see the device."""
+    """Runs of each operation's kernel in one forward pass, or None if the profiler sees no kernels of the GPU."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
-    with without_dropout(model), torch.enable_grad():  # with gradients, as the code for training is compiled
+    with without_dropout(model), torch.enable_grad():  # gradients are on, as in training's code
         seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None

@@ -1,15 +1,17 @@
 """Decides which modules of a model can run as one operator: by names, and by a numeric check.
 
-A module is a candidate if it has adapted linears of Llama's names. Only running its code shows what it does with them:
+A module is a candidate if it has adapted linears with Llama's names. fxtune runs the candidate's code to see what the
+code computes:
 
 - An MLP is fused if it computes down(act(gate(x)) * up(x)). A copy of the module with three tiny float64 linears runs
-  forward and backward, and is compared with that formula for each known activation. The inputs are small and large, so
-  that a clamp shows; the copy is in training mode, so that dropout shows.
-- Projections of an attention are fused if it calls each of them once with the hidden states that it was given, as one
-  forward pass of the model shows, and if its output is the same with projections that return results computed before.
+  forward and backward, and is compared with this formula for each known activation. Some inputs are large, so that a
+  clamp shows. The copy is in training mode, so that dropout shows.
+- Projections of an attention are fused on two conditions. In a forward pass of the model the attention calls each of
+  them once, with the hidden states that it was given. And the attention's output stays the same if the projections
+  return results computed before the call.
 
-Numbers cannot show whether there is a norm between the projections and RoPE, since a norm whose weights are all one
-commutes with a rotation. So q and k are rotated in the operator only for the model types in `ROPE_FOLLOWS`.
+Numbers cannot show a norm between the projections and RoPE, since a norm whose weights are all one commutes with a
+rotation. So the operator rotates q and k only for the model types in `ROPE_FOLLOWS`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-"""The activations that kernels/swiglu.py computes, by its names for them."""
+"""Name of an activation that kernels/swiglu.py computes -> the function."""
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a module's code may raise when it runs with replaced parts. Such a module cannot be fused."""
 
@@ -46,7 +48,7 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 def mlp_activation(mlp: nn.Module) -> str | None:
     """The activation of an MLP that computes down(act(gate(x)) * up(x)); None if it computes something else.
 
-    The module runs with small weights that are drawn here, so it may be on the meta device.
+    The module runs with small random weights, so it may be on the meta device.
     """
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
@@ -85,7 +87,7 @@ class AttentionCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output: torch.Tensor | None = None
     inputs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    """The inputs of each projection, one for each call."""
+    """Name of a projection -> the inputs of all its calls."""
 
     @property
     def hidden_states(self) -> Any:
@@ -97,7 +99,7 @@ class AttentionCall:
 
 
 def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> dict[Any, AttentionCall]:
-    """Run `model` on a few tokens and return each candidate's first call. `candidates`: attention -> projections."""
+    """Run `model` on a few tokens. Returns each candidate's first call. `candidates`: attention -> its projections."""
     calls: dict[Any, AttentionCall] = {}
 
     def enter(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ def observe_attentions(model: Any, candidates: Mapping[Any, Iterable[str]]) -> d
 def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rotated: bool) -> bool:
     """Whether the attention gives the observed output if its projections `names` return results computed before.
 
-    `rotated`: whether q and k are returned rotated, and the attention's own rotation is skipped.
+    `rotated`: q and k are returned rotated, and the attention's own rotation is skipped.
     """
     hidden = call.hidden_states
     try:
@@ -143,12 +145,12 @@ def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rot
         return False
     if output is None or call.output is None:
         return False
-    # Without values only the shapes are known; Lora.verify() compares the logits when there are values.
+    # On the meta device only shapes are known. Lora.verify() compares the logits of the loaded model.
     return output.is_meta or _close(output, call.output, 2e-2)
 
 
 def _tensor(output: Any) -> torch.Tensor | None:
-    """The first result of a module."""
+    """The first tensor that a module returned, or None."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     return first.detach() if isinstance(first, torch.Tensor) else None
 

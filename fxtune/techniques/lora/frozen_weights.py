@@ -1,15 +1,14 @@
-"""The frozen weights of a fused group of linears: one module, `FrozenWeights`, owns them in the layout that the
-operator reads.
+"""The frozen weights of a fused group of linears. The module `FrozenWeights` owns them, in the operator's layout.
 
 A group is one adapted linear, or several that read the same input (q, k, v; gate, up). Its weights are one contiguous
 parameter, so that FSDP can shard it and nothing is stored twice. peft's linears stay in the model for names, saving
-and merging: their bases are replaced by linears whose `weight` is a view of the group's parameter, and state dicts
+and merging. Their bases are replaced by linears whose `weight` is a view of the group's parameter, and state dicts
 have peft's names (`q_proj.base_layer.weight`). A view can be changed in place, and `weight.data = other` copies the
-values into it. Assigning a parameter (`linear.weight = ...`) raises an error.
+values into it. The assignment of a parameter (`linear.weight = ...`) raises an error.
 
-Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters; `fp8` is the codes with
-a scale for each row, and their transpose likewise if it is kept. Other quantized weights (nf4, int8) stay parameters
-of their linears; the group only refers to them.
+Layouts by kind (kernels/frozen_base.py): `dense` is one matrix with space for the adapters. `fp8` has the codes with
+a scale for each row and, if the transpose is kept, the same two tensors of the transpose. Other quantized weights
+(nf4, int8) stay parameters of their linears, and the group only refers to them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def storage_kind(linear: Any) -> str:
 
 
 class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
-    """Owns the frozen weights of `linears`, adapted linears of peft that read the same input."""
+    """Owns the frozen weights of `linears`: adapted linears of peft that read the same input."""
 
     weight: nn.Parameter
 
@@ -85,14 +84,14 @@ class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
         return [getattr(self, name) for name in self.names]
 
     def view(self, name: str, rows: slice) -> torch.Tensor:
-        """The part of tensor `name` that belongs to the linear with the outputs `rows` of the group."""
+        """The part of tensor `name` that belongs to one linear. `rows`: its outputs among the outputs of the group."""
         tensor: torch.Tensor = getattr(self, name)
         if is_dense(self.kind):
             return tensor[rows, : self.in_size]
         return {"weight": tensor[rows], "back_scales": tensor}.get(name, tensor[:, rows])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Called by .to(), .half() and the like. Raises ConfigError where it would cast a quantized weight."""
+        """Called by .to(), .half() and the like. Raises ConfigError if the call would cast a quantized weight."""
         casts = any(fn(tensor.new_empty(0)).dtype is not tensor.dtype for tensor in self.tensors())
         if casts and not is_dense(self.kind):
             raise ConfigError(
@@ -112,10 +111,10 @@ class FrozenWeights(DividedCodes, LinearWeights, nn.Module):
 
 
 class WeightView(torch.Tensor):
-    """The weight of one linear, a view [out, in] of its group's parameter.
+    """The weight of one linear: a view [out, in] of its group's parameter.
 
-    Some code, such as peft's safe merge, replaces a weight by `weight.data = other`. Here that copies the values of
-    `other`, which must have the same shape, dtype and device; otherwise it raises ValueError.
+    Some code, such as peft's safe merge, replaces a weight by `weight.data = other`. Here this assignment copies the
+    values of `other`. It raises ValueError if `other` has another shape, dtype or device.
     """
 
     # Results of operators are plain tensors, as with nn.Parameter.
@@ -140,11 +139,11 @@ class WeightView(torch.Tensor):
 
 def _view_of(name: str) -> property:
     def view(self: Any) -> Any:
-        parameter = self._parameters.get(name)  # own_weight() sets one for a while
+        parameter = self._parameters.get(name)  # own_weight() sets one in its context
         if parameter is not None:
             return parameter
         view = self.frozen_weights.view(name, self.rows)
-        # Compiled code reads it as it is, and FSDP's DTensor stays one.
+        # Compiled code gets the view itself, and a DTensor of FSDP stays a DTensor.
         plain = torch.compiler.is_compiling() or type(view) is not torch.Tensor
         return view if plain else view.as_subclass(WeightView)
 
@@ -160,7 +159,7 @@ class _Viewed(InPlaceOf):
 
     def __init__(self, linear: nn.Module, owner: FrozenWeights, rows: slice) -> None:
         super().__init__(linear)
-        # In __dict__, so that the owner is no submodule of its parts.
+        # These are set in __dict__, so that the owner is no submodule of this linear.
         self.__dict__.update(frozen_weights=owner, rows=rows)
 
     def _save_to_state_dict(self, *given: Any) -> None:
@@ -186,13 +185,14 @@ class ViewedFp8Linear(_Viewed, Fp8Linear):
 
 @contextmanager
 def own_weight(base: Any) -> Iterator[None]:
-    """Give a linear its view as a parameter, for code that looks for a parameter. If that code replaces the parameter,
-    the new values are copied into the view.
+    """Give a linear its view as a parameter in this context, for code that looks for a parameter. If this code
+    replaces
+    the parameter, the new values are copied into the view.
     """
     view = base.frozen_weights.view("weight", base.rows)
     parameters = dict(base._parameters)
     base._parameters.clear()
-    base._parameters.update({"weight": nn.Parameter(view, requires_grad=False), **parameters})  # before the bias
+    base._parameters.update({"weight": nn.Parameter(view, requires_grad=False), **parameters})  # then the bias
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
 """Fuses the adapters of a PeftModel: a few large operators replace peft's linear-by-linear computation.
 
-peft wraps each frozen linear in a separate module. That is right for names, saving and merging, and slow to run. So
-peft's modules stay, and the modules that call them change (fused_modules.py). One operator of kernels/fused_lora.py
-runs a whole gated MLP whose three linears are adapted, another one the projections of an attention that read the same
-hidden states, and another one each remaining adapted linear. families.py decides which modules can run fused. A
-group's frozen weights become one parameter (frozen_weights.py), one group at a time.
+peft wraps each frozen linear in a separate module. These modules serve names, saving and merging, but they run slowly.
+So peft's modules stay, and the modules that call them change (fused_modules.py). kernels/fused_lora.py has two
+operators. One runs a whole gated MLP whose three linears are adapted. The other runs the projections of an attention
+that read the same hidden states, or a single adapted linear. families.py decides which modules can run fused. The
+frozen weights of each group become one parameter (frozen_weights.py), one group at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def refusal(facts: Facts) -> str | None:
 
 
 def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
-    """Whether techniques.lora will run each MLP as one operator. `model`: its skeleton(), or None."""
+    """Whether techniques.lora will run gated MLPs as one operator each. `model`: the model's skeleton(), or None."""
     lora = facts.techniques.lora
     if lora.fused == "off" or (lora.fused == "auto" and facts.device == "cpu") or refusal(facts) or model is None:
         return False
@@ -72,10 +72,10 @@ def fuses_mlps(facts: Facts, model: nn.Module | None) -> bool:
 
 
 def mlp_kernel(facts: Facts) -> Literal["lora", "liger", ""]:
-    """Which technique runs the gated MLPs of a model where fused LoRA can; empty: fused LoRA cannot, or it is off.
+    """The technique that runs a model's gated MLPs. Empty if fused LoRA is off or cannot run them.
 
-    Fused LoRA runs an MLP as one operator, and Liger replaces the product inside it. `auto` prefers fused LoRA, unless
-    techniques.liger.kernels names one for the product.
+    Fused LoRA runs an MLP as one operator, and Liger replaces the product inside the MLP. `auto` prefers fused LoRA,
+    unless techniques.liger.kernels names Liger's kernel for the product.
     """
     if not fuses_mlps(facts, skeleton(facts.model)):
         return ""
@@ -85,7 +85,7 @@ def mlp_kernel(facts: Facts) -> Literal["lora", "liger", ""]:
 
 
 def fuse(model: Any) -> Fusion:
-    """Run the adapters of a PeftModel fused, in place, where that is possible."""
+    """Change a PeftModel in place, so that its adapters run fused where this is possible."""
     from peft.tuners.lora import LoraLayer
 
     config, attentions = model.config.get_text_config(), {}
@@ -149,7 +149,7 @@ def refusal_of_module(module: Any) -> str | None:
 
 
 def _fusible(module: nn.Module, names: Sequence[str]) -> list[Any]:
-    """The children of this module with one of `names` that are adapted linears and can run fused."""
+    """The children of `module` with a name in `names` that are adapted linears and can run fused."""
     from peft.tuners.lora import LoraLayer
 
     children = [getattr(module, name, None) for name in names]
@@ -163,7 +163,7 @@ def _can_stack(linears: Sequence[Any]) -> bool:
 
 
 def group_sizes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name of each linear that runs with others in one operator fxtune::lora_linear, and the operator's (in, out)."""
+    """Yield (name, (in, out) of the operator) for each linear that runs with others in one fxtune::lora_linear."""
     for module in model.modules():
         if isinstance(module, FusedAttention):
             for name in module.fused_names:

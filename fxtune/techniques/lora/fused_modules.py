@@ -1,15 +1,16 @@
 """Modules that run adapters fused: a single linear, an attention, an MLP.
 
-An attention and an MLP are replaced by a module with the same parts (models/replacement.py). A single linear stays
-peft's, for its names, saving and merging, and gets a subclass of its class (upstream/peft.py). fuse.py decides which
-modules run fused. All layers share a class, so they share a compiled graph too.
+An attention or an MLP is replaced by a module with the same parts (models/replacement.py). A single linear stays
+peft's, for names, saving and merging. It gets a subclass of its class (upstream/peft.py). fuse.py decides which
+modules run fused. All layers share a class, so they share a compiled graph, too.
 
-An attention's own code runs with a `StandIn` as its `self`, whose projections return the operator's results. If
-techniques.liger has given the attention fxtune's RoPE, and RoPE comes directly after the projections, the
-projections return q and k rotated (kernels/rotary.py, `qkv`) and the attention's code does not rotate them.
+An attention's own code runs with a `StandIn` as its `self`. The StandIn's projections return the operator's results.
+If techniques.liger has given the attention fxtune's RoPE, and RoPE comes directly after the projections, the StandIn's
+projections return q and k already rotated (kernels/rotary.py, `qkv`), and the attention's code does not rotate q and
+k.
 
-A fused operator does not call the linears that it replaces. So if a linear has a hook (peft's
-`adapter_names` argument sets some), or if its adapter is off or merged, the module's own forward calls each linear.
+A fused operator does not call the linears that it replaces. So the module's own forward calls each linear if a linear
+has a hook (peft's `adapter_names` argument sets some), or if its adapter is off or merged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fxtune.upstream.transformers import with_rotation
 
 
 def bypassed(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside a fused one that its operator replaces and never calls."""
+    """The modules inside a fused module that its operator replaces and never calls."""
     linears: list[nn.Module] = [module] if isinstance(module, FusedLinear) else []
     if isinstance(module, FusedAttention | FusedMlp):
         linears = module.fused_linears()
@@ -58,7 +59,7 @@ def _adapters(linears: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 def _needs_own_forward(linears: Sequence[Any], called: bool = False) -> bool:
     """Whether an adapter is off or merged, another adapter is active, or a part has a hook.
 
-    `called`: the linears themselves are called, so that their own hooks run anyway.
+    `called`: the linears themselves are being called, so their own hooks run anyway.
     """
     parts = [] if called else [*linears]
     for linear in linears:
@@ -75,7 +76,7 @@ def _product(frozen: FrozenWeights, linears: Sequence[Any], x: torch.Tensor, pad
 
 
 class FusedLinear:
-    """What an adapted linear of peft becomes that runs as one operator; beside it, peft's class is a parent."""
+    """The class that fuse_linear() gives an adapted linear, beside peft's class. The linear runs as one operator."""
 
     frozen: FrozenWeights
 
@@ -86,7 +87,7 @@ class FusedLinear:
 
 
 def fuse_linear(linear: Any) -> None:
-    """Run an adapted linear of peft as one operator."""
+    """Let an adapted linear of peft run as one operator."""
     linear.frozen = FrozenWeights([linear])
     specialize(linear, FusedLinear)
 
@@ -106,7 +107,7 @@ class Given:
 
 
 class StandIn:
-    """Replaces an attention as `self` in its own code: some projections are given, all else is the attention's."""
+    """Replaces an attention as `self` in its own code. Some projections are `Given`, the rest is the attention's."""
 
     def __init__(self, attention: Any, given: dict[str, Given]) -> None:
         self.stands_for, self._given = attention, given
@@ -121,30 +122,31 @@ def given(names: Iterable[str], linears: Iterable[Any], hidden: Any, results: It
 
 
 def keep_unrotated(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
-    """Replaces apply_rotary_pos_emb where q and k are already rotated."""
+    """Replaces apply_rotary_pos_emb. Returns q and k unchanged, because they are already rotated."""
     return q, k
 
 
 def without_rope(kind: Any) -> Any:
-    """The forward of an attention's class without its rotation of q and k."""
+    """The forward of the attention class `kind`, without the rotation of q and k."""
     return with_rotation(kind.forward, keep_unrotated)
 
 
 def rotated_parts(product: torch.Tensor, attention: Any, angles: Any, sizes: Sequence[int], padding: int = 0) -> Any:
-    """q and k rotated, and v, each [rows, length, size], from `product`, which holds them side by side."""
+    """Split `product`, which has q, k and v side by side. Returns rotated q and k, and v, each [rows, length,
+    size]."""
     heads, kv_heads = sizes[0] // attention.head_dim, sizes[1] // attention.head_dim
     cos, sin = angles
     return [part.flatten(2) for part in qkv(product, cos, sin, heads, kv_heads, padding)]
 
 
 class FusedAttention(InPlaceOf):
-    """An attention whose projections `names`, which its code calls with its hidden states, run as one operator."""
+    """An attention whose projections `names` run as one operator. Its code calls them with its hidden states."""
 
     def __init__(self, attention: Any, names: Sequence[str], rotates: bool) -> None:
         """`rotates`: `names` are q, k and v, and the operator rotates q and k."""
         super().__init__(attention)
         kind, self.fused_names, self.rotates = type(attention), tuple(names), rotates
-        # Functions, so that they take a StandIn as their `self`.
+        # These are functions and no methods, so they take a StandIn as `self`.
         self.own_forward, self.unrotated_forward = kind.forward, without_rope(kind) if rotates else kind.forward
         linears = self.fused_linears()
         bias = linears[0].get_base_layer().bias is not None
@@ -165,7 +167,7 @@ class FusedAttention(InPlaceOf):
         if rotating:
             results = rotated_parts(product, self.replaced, angles, sizes, self.fused_padding)
         else:
-            # Rotation will copy q and k. v is saved as it is, so it is copied here: a view would keep all three alive.
+            # Rotation copies q and k. v is copied here: autograd saves it, and a view would keep all three alive.
             results = [
                 result.contiguous() if name == "v_proj" else result
                 for name, result in zip(self.fused_names, product.split(sizes, -1), strict=True)
@@ -175,16 +177,16 @@ class FusedAttention(InPlaceOf):
 
 
 class FusedMlp(InPlaceOf):
-    """down(act(gate(x)) * up(x)) as one operator. `names`: of gate, up and down."""
+    """Computes down(act(gate(x)) * up(x)) as one operator. `names`: the names of gate, up and down."""
 
     def __init__(self, mlp: Any, names: Sequence[str], act: str) -> None:
         super().__init__(mlp)
         self.fused_names, self.fused_act = tuple(names), act
         linears = self.fused_linears()
         self.frozen_up, self.frozen_down = FrozenWeights(linears[:2]), FrozenWeights(linears[2:])
-        # Checkpointing sets these before the module is compiled.
+        # Checkpointing sets the next three attributes before the module is compiled.
         self.keep = True
-        """Whether gate and up are kept for the backward pass."""
+        """Whether the results of gate and up are kept for the backward pass."""
         self.recomputed = False
         """Whether a checkpoint around the module runs it again."""
         self.tiles = 1
@@ -199,8 +201,8 @@ class FusedMlp(InPlaceOf):
         a, b, scaling = _adapters(linears)
         up, down = self.frozen_up, self.frozen_down
         rest: list[Any] = [up.tensors(), down.tensors(), scaling, up.kind, down.kind, self.fused_act]
-        # An eager checkpoint runs this whole operator again, so the operator keeps gate and up then. The compiler's
-        # checkpoint skips it, and the backward pass computes gate and up.
+        # An eager checkpoint runs this whole operator again, so in eager mode the operator keeps gate and up. A
+        # compiled checkpoint skips the operator, and the backward pass computes gate and up again.
         eager = self.recomputed and not torch.compiler.is_compiling() and torch.is_grad_enabled()
         if eager and self.tiles > 1:
             return _tiled(x, a, b, [*rest, False, self.tiles])
@@ -208,7 +210,8 @@ class FusedMlp(InPlaceOf):
 
 
 def _tiled(x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], rest: list[Any]) -> torch.Tensor:
-    """lora_mlp() in tiles, which a checkpoint around it does not repeat. `rest`: the operator's arguments after b."""
+    """Run lora_mlp() in tiles. A checkpoint around the call does not repeat the tiles. `rest`: the operator's
+    arguments after b."""
     operators = torch.ops.fxtune
 
     def backward(flat: torch.Tensor, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[Any]:

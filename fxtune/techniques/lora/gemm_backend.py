@@ -1,7 +1,7 @@
 """The GEMM backend for frozen weights of fused adapters and the head: cuBLAS, or quack's kernel (kernels/matmul.py).
 
-`refusal` says before a weight is loaded why quack's kernel is not available. `enable` compiles it when the model is
-built. `observe` checks with torch's profiler that it runs on one of the model's own weights.
+Before a weight is loaded, `refusal` says why quack's kernel is not available. `enable` compiles the kernel when the
+model is built. `observe` checks with torch's profiler that the kernel runs on one of the model's own weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxtune.techniques.lora.fused_modules import groups
 PACKAGE = "quack-kernels"
 OPERATOR = r"^fxtune::cute_mm$"
 ROWS = (MIN_ROWS, 2 * MIN_ROWS, 4 * MIN_ROWS, 8 * MIN_ROWS)
-"""Numbers of rows that observe() tries until the kernel computes a product."""
+"""The numbers of rows that observe() tries, in this order, until quack's kernel serves the product."""
 
 
 def refusal(facts: Facts) -> str | None:
@@ -52,7 +52,7 @@ def refusal(facts: Facts) -> str | None:
             "techniques.precision.autocast=bfloat16"
         )
     quantize = facts.techniques.quantize
-    # Beside experts in fp8 small linears keep 16 bits. While `experts` is `auto`, experts may be quantized.
+    # Beside experts in fp8, small linears keep 16 bits. `experts=auto` may still become `on`.
     if quantize.enabled and (quantize.experts is Switch.off or shape.expert_count < 2):
         return "techniques.quantize.enabled=true leaves fused adapters no products in 16 bits"
     if tokens and tokens < MIN_ROWS:
@@ -66,11 +66,11 @@ def refusal(facts: Facts) -> str | None:
 
 
 def enable(model: Any, device: torch.device) -> str | None:
-    """Compile quack's kernel for the dtype that autocast has on `device`, and use it for the fused groups of `model`
-    and its head. Returns why it does not compile, or None.
+    """Compile quack's kernel for the dtype of products on `device`, and let the fused groups and experts of `model`
+    call it. Returns why the kernel does not compile, or None.
     """
     dtype = compute_dtype(next(model.parameters()).new_empty(0, device=device))  # weights may have no memory yet
-    # Broad on purpose: the compiler of another package has its own errors.
+    # All errors are caught, because the compiler of another package has its own classes of errors.
     try:
         prepare(device, dtype, cache_home() / "quack")
         if mixtures := grouped(model):
@@ -87,16 +87,18 @@ def enable(model: Any, device: torch.device) -> str | None:
     if mixtures and grouped_matmul.takes_gaps(device, dtype):
         for experts in mixtures:
             make_space(experts)
-        # The former memory of a layer is too small for the next one, and only torch's own allocations take it back.
+        # The freed memory of one layer is too small for the weights of the next layer, and would stay in torch's
+        # cache.
         torch.cuda.empty_cache()
     return None
 
 
 @torch.no_grad()
 def observe(model: Any) -> tuple[str, bool | None]:
-    """Multiply by the smallest weight of the model that is large enough, as its operators do, forward and backward.
-    For a weight that is divided over ranks, a whole matrix of zeros stands in: operators get the gathered weight.
-    Returns a description of what ran, and whether it was quack's kernel; None if no group's weight is large enough.
+    """Multiply by the smallest weight of a group that quack's kernel serves, as operators do forward and backward. A
+    whole matrix of zeros replaces a weight that is divided over ranks, because operators get the gathered weight.
+    Returns a description of what ran, and whether quack's kernel ran. The second value is None if no group's weight is
+    large enough.
     """
     device = next(model.parameters()).device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

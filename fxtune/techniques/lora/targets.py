@@ -1,11 +1,12 @@
 """Which modules of a model get adapters, which do not, and why.
 
-`all-linear` means every linear of the decoder. Routers are left out by name, because an adapter would change which
-experts a token gets; so is the head. A vision encoder and its projector get adapters where an option says so.
+`all-linear` means every linear of the decoder except for routers and the head. Routers are recognized by name. An
+adapter on a router would change which experts a token gets. A vision encoder or a projector gets adapters only if an
+option says so.
 
 transformers keeps the experts of a layer as one tensor. For the families that peft knows, peft reads `gate_proj`,
-`up_proj` and `down_proj` as names of these tensors, and the dense linears of the same names would get no adapter. So
-peft gets the selected modules from here as they are (`add_adapters`).
+`up_proj` and `down_proj` as names of these tensors. Dense linears of the same names would then get no adapter. So
+add_adapters() passes the selected modules to peft, and peft does not read their names as names of experts.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Linears of one expert, as checkpoints name them."""
 MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-"""Model types whose kernels read the weight of out_proj past its module."""
+"""Model types whose kernels read the weight of out_proj and do not call its module."""
 NAME = re.compile(r"[\w.-]+")
 
 
 def matches(path: str, entry: str) -> bool:
-    """Whether `entry` names the module `path`: by its full name or the end of it, or as a regular expression for the
-    full name, if it has other characters than letters, digits, `_`, `-` and dots."""
+    """Whether `entry` names the module `path`. An entry of letters, digits, `_`, `-` and dots is the full name or the
+    end of it. Any other entry is a regular expression for the full name."""
     return is_named(path, entry) if NAME.fullmatch(entry) else re.fullmatch(entry, path) is not None
 
 
 def select(model: Any, lora: LoraOptions) -> AdapterTargets:
-    """What `lora` adapts of `model`, which has no adapters yet and may be on the meta device.
+    """Select what `lora` adapts in `model`. The model has no adapters yet, and may be on the meta device.
 
-    Raises ConfigError for target_modules that name a part of a tensor of all experts.
+    Raises ConfigError if target_modules name a part of a tensor of all experts.
     """
     named, all_linear = dict(model.named_modules()), ALL_LINEAR in lora.target_modules
     weights = [path for path, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in path]
@@ -64,7 +65,7 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
         chosen.taken = frozenset(names - config.target_modules)
         targets = config.target_parameters or () if weights else ()
         adaptable = [path for path, _ in model.named_parameters() if any(matches(path, entry) for entry in targets)]
-        # peft knows the experts' names of some families only, and never the names of their tensors.
+        # peft knows the names of experts in some families only, and the names of their tensors in no family.
         selected = [
             path for path in weights if all_linear or any(matches(path, entry) for entry in lora.target_modules)
         ]
@@ -90,7 +91,7 @@ def select(model: Any, lora: LoraOptions) -> AdapterTargets:
 def refusals(model: Any, lora: LoraOptions, token_ids: Sequence[int] = ()) -> list[str]:
     """A reason for each entry of the options that matches nothing in `model`, and for modules that cannot learn.
 
-    `token_ids`: the tokens whose rows are trained, where they are known.
+    `token_ids`: the tokens whose rows are trained, if they are known.
     """
     if mismatches := list(_mismatches(model, lora, bool(lora.train_tokens or token_ids))):
         return mismatches
@@ -165,10 +166,10 @@ def add_adapters(
     device: torch.device,
     revision: str | None = None,
 ) -> Any:
-    """The PeftModel with an adapter on each module of `chosen` and trained rows for `token_ids`. Raises ValueError as
-    peft does.
+    """Return a PeftModel with an adapter on each module of `chosen` and trained rows for `token_ids`. Raises peft's
+    ValueError.
 
-    `revision`: the base's commit, which the saved adapter names.
+    `revision`: the base's commit. The saved adapter names it.
     """
 
     def named_by(entries: Iterable[str], every: Iterable[tuple[str, Any]]) -> list[str]:
@@ -183,7 +184,7 @@ def add_adapters(
     names = sorted(config.target_parameters or ())
     as_named = named_by(names, model.named_parameters()) == chosen.experts
     config.target_parameters = names if as_named else chosen.experts
-    # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, whatever training uses.
+    # Factorizations (PiSSA, OLoRA) and norms (DoRA) are computed in full precision, even if training uses autocast.
     no_autocast = torch.autocast(device.type, enabled=False)
     with (
         warnings.catch_warnings(),
@@ -194,7 +195,7 @@ def add_adapters(
     ):
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config, revision=revision)
-    # The saved config names linears that have the names of experts by their weights, so that peft finds them again.
+    # Some linears have the names of experts. The saved config names their weights, so that peft finds them again.
     moved = [f"{path}.weight" for path in chosen.modules if _leaf(path) in chosen.taken]
     config.target_modules = {name for name in config.target_modules if _leaf(name) not in chosen.taken}
     config.target_parameters = [*config.target_parameters, *moved] or None
@@ -205,7 +206,7 @@ def add_adapters(
 
 
 def require_loadable(adapted: Any, chosen: AdapterTargets) -> None:
-    """Raise ConfigError if peft would lose adapters of `adapted`, as add_adapters() made it, on loading."""
+    """Raise ConfigError if peft would lose adapters when it loads `adapted`, a result of add_adapters(), again."""
     if not (lost := lost_on_loading(adapted)):
         return
     import peft
@@ -234,7 +235,7 @@ def _entry_without(path: str, others: list[str]) -> str:
 
 @contextmanager
 def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let parameters that have no memory yet appear to be on `device`, where peft then puts the adapters."""
+    """In this context parameters without memory appear to be on `device`, so that peft puts the adapters there."""
     held = [
         (module, name, parameter)
         for module in model.modules()
@@ -242,7 +243,7 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
         if parameter is not None and parameter.is_meta
     ]
     for module, name, parameter in held:
-        number = torch.empty((), dtype=parameter.dtype, device=device)  # all numbers of a parameter are views of it
+        number = torch.empty((), dtype=parameter.dtype, device=device)  # expand() takes no more memory
         module._parameters[name] = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
     try:
         yield
@@ -253,8 +254,8 @@ def _placed_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _files_are_converted(model: Any) -> bool:
-    """Whether transformers converts the files of this family, such as a mixture's. Then peft may read names of linears
-    as names of experts, also in a model without experts."""
+    """Whether transformers converts the files of this family, such as a mixture's. If it does, peft may read names of
+    linears as names of experts, even in a model without experts."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return get_checkpoint_conversion_mapping(getattr(model.config, "model_type", None)) is not None
@@ -279,7 +280,7 @@ def _peft_config(model: Any, lora: LoraOptions, target_modules: list[str]) -> An
 
 
 def _read_as_experts(model: Any, lora: LoraOptions) -> tuple[Any, set[str]]:
-    """peft's config with the tensors of experts as its `target_parameters`, and the names that peft was given."""
+    """Returns peft's config with the tensors of experts as its `target_parameters`, and the names that peft got."""
     names = set(EXPERT_LINEARS if ALL_LINEAR in lora.target_modules else filter(NAME.fullmatch, lora.target_modules))
     config = _peft_config(model, lora, sorted(names))
     try:
@@ -291,8 +292,8 @@ def _read_as_experts(model: Any, lora: LoraOptions) -> tuple[Any, set[str]]:
 
 @functools.cache
 def gate_up_parts(model_type: str) -> int:
-    """The rank that peft gives an adapter of gate and up in one tensor, in multiples of r: 2 for families whose gate
-    and up peft knows as two linears."""
+    """The rank, in multiples of r, that peft gives an adapter of gate and up in one tensor. It is 2 for families whose
+    gate and up peft knows as two linears."""
     with alone() as peft:
         config, model = peft.LoraConfig(r=1, target_modules=list(EXPERT_LINEARS)), nn.Module()
     model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]
@@ -304,8 +305,8 @@ def gate_up_parts(model_type: str) -> int:
 def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
     """Move modules of `chosen` that are not called in this context to `chosen.left`: their adapters would do nothing.
 
-    Modules of experts stay, because it may be that no token was routed to them. leave_unused() tries modules for
-    images.
+    Modules of experts stay, because perhaps no token was routed to them. Modules for images stay, because
+    leave_unused() tries them.
     """
     places = _Places(model)
     called = {path for path in chosen.modules if ".experts." in path or places.is_beside(path)}
@@ -320,9 +321,9 @@ def calls_observed(model: nn.Module, chosen: AdapterTargets) -> Iterator[None]:
 
 
 def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> None:
-    """Move modules of `chosen` that do not change the features of an image to `chosen.left`: a last layer that the
-    projector does not read, the head of a vision encoder that was made to classify. `device`: of the model, whose
-    weights may have no memory yet."""
+    """Move modules for images that do not change the features of an image from `chosen` to `chosen.left`: a last layer
+    that the projector does not read, or the head of a vision encoder that was made to classify. `device`: the model's
+    device. Its weights may have no memory yet."""
     places = _Places(model)
     beside = [path for path in chosen.modules if places.is_beside(path)]
     if not beside:
@@ -350,7 +351,7 @@ def leave_unused(model: Any, chosen: AdapterTargets, device: torch.device) -> No
 
 @contextmanager
 def _with_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give parameters for images that are on the meta device zeros in this context."""
+    """In this context parameters for images that are on the meta device have memory, filled with zeros."""
     empty = {weight for weight in for_images(model) if weight.is_meta}
     places = [
         (module, name, weight)
@@ -384,16 +385,16 @@ def _is_plain(kind: type[nn.Linear]) -> bool:
     if kind.forward is nn.Linear.forward:
         return True
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        x = torch.randn(2, 5, 4, dtype=torch.float64)  # neither autocast nor a fast mode of matmuls rounds it
+        x = torch.randn(2, 5, 4, dtype=torch.float64)  # autocast and fast matmuls do not round float64
         try:
             linear = kind(4, 3).double()
             return torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), rtol=1e-4, atol=1e-5)
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes more than two sizes
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # the class does not take just two sizes
             return False
 
 
 def adapters_of(lora: LoraOptions, facts: Facts) -> Adapters:
-    """How many numbers the adapters have on what `lora` selects, from the model's shape alone."""
+    """The sizes of the adapters that `lora` selects, calculated from the model's shape alone."""
     names = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform")
     options: dict[str, Any] = {name: tuple(getattr(lora, name)) for name in names}
     options |= {name: getattr(lora, name) for name in ("r", "vision", "projector")}
@@ -407,7 +408,7 @@ def _adapters(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int]
     chosen, beside = select(model, lora), {*image_modules(model)}
     modules = [(path, model.get_submodule(path)) for path in chosen.modules]
     counts = [(_rank_of(lora, path) * sum(module.weight.shape), module in beside) for path, module in modules]
-    # peft may give the adapter of gate and up, which are one product, a multiple of the rank.
+    # Gate and up are one product. peft may give its adapter a multiple of the rank.
     joined = lora.r * gate_up_parts(str(getattr(model.config, "model_type", "")))
     tensors = [(path, model.get_parameter(path).shape) for path in chosen.experts]
     experts = sum(
@@ -420,8 +421,9 @@ def _adapters(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int]
 
 
 def _rank_of(lora: LoraOptions, path: str, rank: int | None = None) -> int:
-    """The rank of the adapter of the module `path`: the entry of rank_pattern, whose patterns peft compares with the
-    end of the full name, or else `rank` (None: techniques.lora.r)."""
+    """The rank of the adapter of the module `path`: the entry of rank_pattern that matches the end of the full name,
+    as
+    in peft. If no entry matches, the rank is `rank`, or techniques.lora.r if `rank` is None."""
     ranks = (value for pattern, value in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", path))
     return next(ranks, lora.r if rank is None else rank)
 
@@ -433,7 +435,7 @@ def is_router(path: str, named: dict[str, nn.Module]) -> bool:
 
 
 def _inside(path: str, entries: Iterable[str]) -> bool:
-    """Whether one of `entries` names this module or one around it."""
+    """Whether one of `entries` names this module or a module around it."""
     ends = [match.start() for match in re.finditer(r"\.|$", path)]
     return any(matches(path[:end], entry) for entry in entries for end in ends)
 
@@ -443,7 +445,7 @@ def _path(model: nn.Module, part: nn.Module) -> str:
 
 
 class _Reasons:
-    """Why a module gets no adapter. Each answer is empty for a module that gets one."""
+    """Tells why a module gets no adapter. Each answer is empty for a module that gets an adapter."""
 
     def __init__(self, model: Any, lora: LoraOptions) -> None:
         self.model, self.lora, self.named = model, lora, dict(model.named_modules())
@@ -452,7 +454,7 @@ class _Reasons:
         self.layers = {f"{path}.": index_of[module] for path, module in self.named.items() if module in index_of}
 
     def excluded(self, path: str) -> str:
-        """The option that excludes a selected module or tensor."""
+        """The option that excludes a selected module or tensor; empty if no option does."""
         if _inside(path, self.lora.exclude_modules):
             return "exclude_modules"
         if not self.lora.layers_to_transform:
@@ -461,7 +463,7 @@ class _Reasons:
         return "" if layer in self.lora.layers_to_transform else "layers_to_transform"
 
     def untargeted(self, path: str) -> str:
-        """Why the options do not select a module."""
+        """Why the options do not select a module; empty if they do."""
         all_linear, module = ALL_LINEAR in self.lora.target_modules, self.named[path]
         if _inside(path, self.lora.modules_to_save):
             return "trained in full"
@@ -485,7 +487,7 @@ class _Reasons:
 
 
 class _Places:
-    """Which part of a model has a module."""
+    """Tells which part of a model contains a module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = _path(model, backbone(model))
@@ -501,8 +503,9 @@ class _Places:
         return any(_is_below(path, part) for part in (*self._projectors, *self._encoders))
 
     def why_left(self, path: str, lora: LoraOptions) -> str:
-        """The option that leaves a module for images without an adapter; empty: none does. A projector may be part of
-        a vision encoder."""
+        """The option that leaves a module for images without an adapter; empty if no option does. Projectors come
+        first,
+        because a projector may be part of a vision encoder."""
         if any(_is_below(path, part) for part in self._projectors):
             return "" if lora.projector else "techniques.lora.projector=off"
         if any(_is_below(path, part) for part in self._encoders):
@@ -515,7 +518,7 @@ def _is_below(path: str, parent: str) -> bool:
 
 
 def _beside(path: str, decoder: str) -> str:
-    """The module that contains `path` and lies beside the decoder, or beside a module around the decoder."""
+    """The name of the outermost module around `path` that does not contain the decoder."""
     pairs = zip(path.split("."), [*decoder.split("."), *[""] * path.count(".")], strict=False)
     return next(part for part, own in pairs if part != own)
 

@@ -1,15 +1,16 @@
-"""Low-rank adapters through peft: LoRA (arXiv 2106.09685), rsLoRA, DoRA. Off: full fine-tuning.
+"""Low-rank adapters through peft: LoRA (arXiv 2106.09685), rsLoRA, DoRA. Without them a run trains all weights.
 
 A frozen linear W gets a trained addition: W x + alpha/r * B A x, with A [r, in] and B [out, r]. B starts at zero, so
-the model starts as its base. Adapters are float32 also over a bfloat16 base: they are small (0.5 % of an 8B model at
+the model starts as its base. Adapters are float32 even over a bfloat16 base. They are small (0.5 % of an 8B model at
 r=16), and bfloat16 would round away an update of 1/256 of a weight or less.
 
 PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) compute A and B from a factorization of W and subtract their
-product from the frozen weight, so they too start as their base. Loading such an adapter repeats the factorization.
+product from the frozen weight, so the model still starts as its base. peft repeats the factorization when it loads
+such an adapter.
 
 In peft an adapter costs several passes over the activations of each linear. `fused` runs linears that read the same
-input, and a whole gated MLP, as one operator each (fuse.py, kernels/fused_lora.py): the same mathematics, with the
-adapters' products in the dtype of the base, as under autocast.
+input as one operator, and a whole gated MLP as another one (fuse.py, kernels/fused_lora.py). The mathematics is the
+same, with the adapters' products in the dtype of the base, as under autocast.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from fxtune.techniques.lora import fuse as fusing
 from fxtune.techniques.lora import gemm_backend, targets, trained_tokens
 
 ROUNDINGS = 8
-"""Logits with new adapters may differ from the base's by this many times the effect of one rounding of the input: each
-layer rounds.
+"""Logits with new adapters may differ from the base's logits by this many times the effect of one rounding of the
+input, because each layer rounds.
 """
 
 
 @dataclass
 class Lora(LoraOptions, Technique):
     def __post_init__(self) -> None:
-        self._fused_by_auto = False  # whether `auto` became `on`: then it is no error if nothing can be fused
-        self._by_quack = False  # whether quack's kernel multiplies, as resolve() decides
+        self._fused_by_auto = False  # whether `auto` decided: then a model with nothing to fuse is no error
+        self._by_quack = False  # whether quack's kernel multiplies; resolve() decides
         self._not_compiled = ""  # why quack's kernel did not compile
         self.token_ids: list[int] = []
         """The ids of train_tokens and model.add_tokens; find_tokens() or choose_tokens() sets them."""
@@ -82,7 +83,7 @@ class Lora(LoraOptions, Technique):
                 "modules_to_save: this model's head and embedding are one tensor, and adapting "
                 f"{' and '.join(sorted(tied))} would separate them. Take it out of modules_to_save and target_modules."
             )
-        # Plain adapters on all linears fit any model, so building its skeleton is not needed.
+        # Plain adapters on all linears fit any model, so no skeleton is built for them.
         entries = (self.modules_to_save, self.exclude_modules, self.layers_to_transform)
         patterns = (self.rank_pattern, self.alpha_pattern)
         kinds = (self.dropout, self.dora, self.factored, self.train_tokens)
@@ -120,13 +121,13 @@ class Lora(LoraOptions, Technique):
         return "large products by quack's kernel, the faster one here"
 
     def packages(self, facts: Facts) -> Iterator[str]:
-        yield "torchao"  # transformers imports it where it is installed
+        yield "torchao"  # transformers imports it if it is installed
 
     def apply(self, model: PreparedModel, world: World) -> None:
-        """Wrap the module in a PeftModel and freeze the base. The random state of the caller decides A.
+        """Wrap the module in a PeftModel and freeze the base. The caller's random state decides A.
 
-        If quack's kernel does not compile, cuBLAS multiplies. The two round differently: a resumed run says if the
-        kernel has changed (training/run/resume_check.py).
+        If quack's kernel does not compile, cuBLAS multiplies. The two kernels round differently, so a resumed run
+        reports a changed kernel (training/run/resume_check.py).
         """
         base = model.module
         if reasons := targets.refusals(base, self, self.token_ids):
@@ -158,10 +159,12 @@ class Lora(LoraOptions, Technique):
                 model.gemm = "" if self._not_compiled else CUTE
 
     def find_tokens(self, tokenizer: Callable[[], Any], adapter: str | None, added: Sequence[str] = ()) -> None:
-        """Find the ids of train_tokens before the base is read, for `auto` only with an `adapter` to start from.
+        """Find the ids of train_tokens before the base is read. Without an `adapter` to start from, choose_tokens()
+        decides `auto` later.
 
-        `tokenizer`: loads it. `added`: model.add_tokens, whose rows are trained too, unless modules_to_save trains
-        both tables. Raises ConfigError for a token that the tokenizer does not have, and if `adapter` trains
+        `tokenizer`: a function that loads the tokenizer. `added`: model.add_tokens. Their rows are trained, too,
+        unless
+        modules_to_save trains both tables. Raises ConfigError if the tokenizer lacks a token, or if `adapter` trains
         other tokens.
         """
         self._added = [] if {"embed_tokens", "lm_head"} <= {*self.modules_to_save} else list(added)
@@ -185,10 +188,10 @@ class Lora(LoraOptions, Technique):
             )
 
     def choose_tokens(self, base: Any, tokenizer: Callable[[], Any], special_tokens: Sequence[int]) -> None:
-        """Decide `auto`: the tokens of `special_tokens` whose rows `base` has never trained."""
+        """Decide `auto`: it stands for the tokens of `special_tokens` whose rows in `base` were never trained."""
         if self.train_tokens != AUTO:
             return
-        base.requires_grad_(False)  # as adapters will freeze it
+        base.requires_grad_(False)  # adapters will freeze it, too
         untrained = sorted({token for rows in untrained_rows(base, special_tokens).values() for token in rows})
         self._train(untrained, tokenizer())
         seen = "the base has trained all special tokens of the data, so no rows are trained"
@@ -199,13 +202,13 @@ class Lora(LoraOptions, Technique):
         self.token_ids = sorted({*ids, *tokenizer.convert_tokens_to_ids(self._added)})
 
     def check_start(self, adapter: str) -> None:
-        """start_from()'s ConfigError for options that can be compared before the base is loaded."""
+        """Raise start_from()'s ConfigError for the options that can be compared before the base is loaded."""
         require_same_options(adapter, {name: getattr(self, name) for name in ("r", "alpha", "rslora", "dora")})
 
     def start_from(self, model: PreparedModel, adapter: str) -> None:
         """Load the weights of `adapter` (a folder or a hub id) into the module that apply() made.
 
-        Raises ConfigError if the adapter was made with other options, StorageError if its weights do not fit.
+        Raises ConfigError if the adapter was made with other options, and StorageError if its weights do not fit.
         """
         names = ("r", "alpha", "rslora", "dora", "exclude_modules", "layers_to_transform")
         options = {name: getattr(self, name) for name in names}
@@ -262,8 +265,8 @@ class Lora(LoraOptions, Technique):
                 model.base_answer = BaseAnswer.of(adapted, probe_logits(adapted))
         before, noise = model.base_answer
         shift = relative_distance(probe_logits(adapted), before)
-        # B = 0 adds exactly nothing, but a fused operator, and each of its tiles (mlp_tiles), rounds differently. So
-        # do grouped experts, in the dtype of their weights, where a family's code computes under autocast (Beam's).
+        # B = 0 adds exactly nothing, but a fused operator and each of its tiles (mlp_tiles) round differently. Grouped
+        # experts compute in the dtype of their weights, so they differ from code that uses autocast (Beam's).
         rounds = bool(selected.experts) and torch.is_autocast_enabled(before.device.type)
         allowed = (1e-4 if before.dtype is torch.float32 and not rounds else 5e-2) + ROUNDINGS * noise
         yield Evidence(
@@ -275,7 +278,7 @@ class Lora(LoraOptions, Technique):
         )
 
     def _experts(self, model: Any, probe: dict[str, Any]) -> Evidence:
-        """Adapters of experts, and their gradients. An expert that no token reaches has no gradient."""
+        """Observe the gradients of experts' adapters. An expert that no token reaches has no gradient."""
         seen = observe_experts(model, probe)
         return Evidence(
             "lora",
@@ -286,7 +289,7 @@ class Lora(LoraOptions, Technique):
         )
 
     def _trains_rows(self, model: Any, probe: dict[str, Any]) -> Evidence:
-        """Gradients of the rows, and logits with changed rows, compared with the logits of peft's own code."""
+        """Observe the gradients of the rows. Compare the logits of changed rows here and in peft's own code."""
         seen = trained_tokens.observe(model, probe)
         limit = 1e-4 if base_dtype(model) is torch.float32 else 5e-2
         return Evidence(
@@ -299,12 +302,12 @@ class Lora(LoraOptions, Technique):
         )
 
     def _ran_fused(self, model: Any, fusion: Fusion, probe: dict[str, Any]) -> Evidence:
-        """The operators of a forward pass, counted where they are dispatched."""
+        """Count the fused operators that a forward pass dispatches."""
         with observing(model):
             seen = fusing.count_operators(lambda: model(**probe))
         ran, expected = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
-        # Experts of a mixture run if a token is routed to them.
+        # An expert of a mixture runs only if a token is routed to it.
         fits = ran == expected or (fusion.experts and 0 < ran < expected)
         return Evidence(
             "lora",
@@ -315,7 +318,7 @@ class Lora(LoraOptions, Technique):
         )
 
     def _multiplied(self, model: Any) -> Evidence:
-        """The kernel of large products. A fall back to cuBLAS is reported and is no error."""
+        """Observe which kernel computes large products. cuBLAS in place of quack's kernel is no error."""
         if self._not_compiled:
             seen = f"cuBLAS, since quack's kernel did not compile here ({self._not_compiled})"
             return Evidence("lora", "large products by quack's kernel where it compiles", seen, True)
@@ -324,8 +327,8 @@ class Lora(LoraOptions, Technique):
 
 
 def _train_in_float32(adapted: Any) -> None:
-    """Cast the copies that modules_to_save trains to float32, their inputs too, and their outputs back to the base's
-    dtype. peft leaves the copies in the base's dtype.
+    """Cast the copies that modules_to_save trains to float32. Their inputs are cast to float32 in each call, and their
+    outputs back to the base's dtype. peft leaves the copies in the base's dtype.
     """
     from peft.utils import ModulesToSaveWrapper
 

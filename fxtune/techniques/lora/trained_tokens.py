@@ -1,10 +1,10 @@
-"""Rows of the embedding and the head that are trained beside adapters (`techniques.lora.train_tokens`), through peft's
-own `trainable_token_indices`. All other rows keep the base's bits.
+"""Trains rows of the embedding and the head beside adapters (`techniques.lora.train_tokens`), through peft's own
+`trainable_token_indices`. All other rows keep the base's bits.
 
-peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass peft writes them into a
-copy of the whole table, whose gradient is as large again: 2 GB for 128k tokens of width 4,096 in bfloat16, in the head
-for each chunk of the loss. Here the base's table runs as it is. For these tokens the results of the trained rows
-replace the table's results: the same mathematics, for a few rows.
+peft keeps the rows of the chosen tokens as one float32 matrix [tokens, hidden]. In each pass peft copies the whole
+table and writes these rows into the copy. The copy and its gradient take 2 GB for 128k tokens of width 4,096 in
+bfloat16, and the head makes them for each chunk of the loss. Here the base's table runs unchanged. For the chosen
+tokens the results of the trained rows replace the table's results: the same mathematics, for a few rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEY = "techniques.lora.train_tokens"
 
 
 def ids_of(tokens: Sequence[str], tokenizer: Any) -> list[int]:
-    """The ids of `tokens`, ascending. Raises ConfigError for a token that the tokenizer does not have."""
+    """The ids of `tokens`, ascending. Raises ConfigError if the tokenizer lacks a token."""
     vocabulary, special = tokenizer.get_vocab(), [str(token) for token in tokenizer.added_tokens_decoder.values()]
     for token in tokens:
         if token not in vocabulary:
@@ -37,8 +37,8 @@ def ids_of(tokens: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 def ids_of_adapter(adapter: str) -> list[int]:
-    """The ids of the tokens whose rows `adapter` (a folder or a hub id) trains, ascending. Raises as
-    read_options()."""
+    """The ids of the tokens whose rows `adapter` (a folder or a hub id) trains, ascending. Raises the
+    errors of read_options()."""
     origin, key = locate_adapter(adapter), "model.adapter"
     fetch_adapter(origin, adapter, key)
     entries = read_options(origin, adapter, key).get("trainable_token_indices") or []
@@ -46,8 +46,9 @@ def ids_of_adapter(adapter: str) -> list[int]:
 
 
 def refusals(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
-    """Why rows of `model`, without adapters yet, cannot be trained. `trained`: other modules with
-    trained weights -> the option that trains them."""
+    """Yield each reason why rows of `model` cannot be trained. `model` has no adapters yet. `trained`: path of a
+    module
+    that is trained in another way -> the option that trains it."""
     for path, table in _tables(model).items():
         if option := trained.get(path):
             yield f"train_tokens: {option} already trains {path}. Take it out there, or set train_tokens to null."
@@ -56,24 +57,24 @@ def refusals(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
 
 
 def indices(model: Any, ids: list[int]) -> list[int] | dict[str, list[int]]:
-    """peft's `trainable_token_indices`. A list stands for the embedding and a head that is the same tensor; a head
-    with another weight needs another entry."""
+    """The value of peft's `trainable_token_indices`. A list stands for the embedding and for a head that is the same
+    tensor. A head with another weight needs an entry of its own."""
     tables = _tables(model)
     if len(tables) == 1 or len({id(table.weight) for table in tables.values()}) == 1:
         return ids
     paths = [path for path, _ in model.named_modules()]
     leaves = {path: path.rpartition(".")[2] for path in tables}
-    # peft takes each module whose name ends with a given name.
+    # peft takes each module whose path ends with a given name. An ambiguous name is replaced by the path.
     return {leaf if sum(other.endswith(leaf) for other in paths) == 1 else path: ids for path, leaf in leaves.items()}
 
 
 @torch.no_grad()
 def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
-    """Let rows of the tokens `ids` that are zero start as the mean of all rows.
+    """Set each row of the tokens `ids` that is zero to the mean of all rows.
 
-    The first norm divides by the length of its input: the gradient of a zero row in the embedding is larger by the
-    inverse root of the norm's eps, in a small Llama 2e9, where other rows have 3e-3. Clipping would then shrink all
-    other gradients to nothing.
+    The first norm divides by the length of its input. So the gradient of a zero row in the embedding is larger by the
+    inverse root of the norm's eps: 2e9 in a small Llama whose other rows have gradients of 3e-3. Clipping would shrink
+    all other gradients to nothing.
     """
     for weight in {table.weight for table in _tables(model).values()}:
         zero = [] if weight.is_meta else [number for number in ids if not weight[number].any()]
@@ -82,7 +83,7 @@ def start_zero_rows(model: Any, ids: Sequence[int]) -> None:
 
 
 def prepare(adapted: Any) -> None:
-    """Make the rows that peft trains float32, as adapters are, and run the base's tables without a copy.
+    """Make the rows that peft trains float32, like adapters, and run the base's tables without a copy.
 
     Raises ConfigError if peft has not wrapped both tables.
     """
@@ -92,13 +93,13 @@ def prepare(adapted: Any) -> None:
     for layer in _layers(adapted):
         for name, rows in layer.trainable_tokens_delta.items():
             rows.data = rows.data.float()
-            # Sorted, so that a row is found by its token. Beside the state that peft saves.
+            # These ids are sorted, because _forward() searches them. They are no part of the saved state.
             layer.register_buffer("trained_ids", torch.tensor(layer.token_indices[name], device=rows.device), False)
     _run_apart(adapted)
 
 
 def read_rows(adapted: Any) -> None:
-    """Take the trained rows from the base, whose weights had not been read when the rows got their memory."""
+    """Copy the trained rows from the base. Its weights were read after the rows got their memory."""
     start_zero_rows(adapted, [int(number) for layer in _layers(adapted)[:1] for number in layer.trained_ids])
     with torch.no_grad():
         for layer in _layers(adapted):
@@ -114,8 +115,8 @@ def as_peft(adapted: nn.Module) -> None:
 
 
 def without_gradient(adapted: nn.Module, input_ids: torch.Tensor) -> set[str]:
-    """The names of trained rows that a batch gives no gradient: rows of an embedding that is no head, where none of
-    their tokens is in `input_ids`."""
+    """The names of matrices of trained rows that get no gradient from a batch: matrices of an embedding that is not
+    also the head, if none of their tokens is in `input_ids`."""
     layers = {path: layer for path, layer in adapted.named_modules() if hasattr(layer, "trainable_tokens_delta")}
     if any(layer.tied_adapter is not None for layer in layers.values()):
         return set()
@@ -134,12 +135,13 @@ class Observed(NamedTuple):
     """Rows with a gradient, over all matrices."""
     expected: int
     from_peft: float
-    """Relative distance between the logits here and in peft's own code, with rows that differ from the base's."""
+    """Relative distance from the logits of peft's own code, with rows that differ from the base's."""
     from_base: float
 
 
 def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
-    """Run a probe in which trained tokens stand, and see which rows get a gradient, and whether the rows act."""
+    """Run `probe` with trained tokens in it. Observe how many rows get a gradient, and how far rows move the
+    logits."""
     layers = [layer for layer in _layers(adapted) if layer.tied_adapter is None]
     matrices = [next(iter(layer.trainable_tokens_delta.values())) for layer in layers]
     ids = probe["input_ids"].clone()
@@ -156,7 +158,7 @@ def observe(adapted: Any, probe: Mapping[str, Any]) -> Observed:
         before = [matrix.detach().clone() for matrix in matrices]
         with torch.no_grad():
             try:
-                for matrix in matrices:  # a new adapter has the base's rows
+                for matrix in matrices:  # the rows of a new adapter equal the base's
                     matrix.copy_(matrix.roll(1, -1) + matrix.abs().mean() + 0.01)
                 torch.clear_autocast_cache()  # autocast keeps casts of weights that get a gradient
                 own = outputs(adapted, **probe)
@@ -183,11 +185,11 @@ def _forward(layer: Any, x: torch.Tensor, active: Sequence[str], *args: Any, **k
         logits = F.linear(x, rows.to(x.dtype))
         bias = layer.base_layer.bias
         logits = logits if bias is None else logits + bias[ids]
-        return result.index_copy_(-1, ids, logits.to(result.dtype))  # nothing else holds the result
+        return result.index_copy_(-1, ids, logits.to(result.dtype))  # nothing else holds `result`
     at = torch.searchsorted(ids, x).clamp(max=len(ids) - 1)
-    # In float32 until the end, so that the gradients of a row, which may occur often, add up in float32.
+    # Float32 until the end: a row may occur often, and its gradients must add up in float32.
     vectors = F.embedding(at, rows)
-    if (scale := getattr(layer.base_layer, "embed_scale", None)) is not None:  # Gemma's
+    if (scale := getattr(layer.base_layer, "embed_scale", None)) is not None:  # of Gemma
         vectors = vectors.to(result.dtype) * torch.as_tensor(scale).to(result.device, result.dtype)
     return torch.where((ids[at] == x)[..., None], vectors.to(result.dtype), result)
 

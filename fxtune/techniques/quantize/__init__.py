@@ -1,1 +1,1 @@
-"""A frozen base in 4 or 8 bits."""
+"""The technique `quantize`: a frozen base in 4 or 8 bits."""

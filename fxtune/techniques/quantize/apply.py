@@ -1,4 +1,4 @@
-"""Replaces the linears, experts and ends of a built model by modules with packed weights."""
+"""Replaces the linears, experts, head and embeddings of a built model by modules with packed weights."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from fxtune.techniques.quantized_modules import (
 )
 
 Take = Callable[[str, torch.Tensor], None]
-"""Takes a weight by its name; must not keep it."""
+"""A function that gets a weight's name and the weight, and keeps no reference to the weight."""
 
 
 def quantize_model(
     options: QuantizeOptions, prepared: PreparedModel, world: World, each_weight: Callable[[Take], None] | None = None
 ) -> None:
-    """Quantize `prepared` on world.device and note in it what was quantized. Linears are replaced one by one, so the
-    device holds at most one extra linear (in fp8 three of its size).
+    """Quantize `prepared` on world.device and fill in its field `quantization`. Linears are replaced one by one, so
+    the device holds at most one extra linear (in fp8 three times the size of one).
 
-    `each_weight`: hands over the weights of the linears and experts of a model without memory. Experts that the
-    checkpoint stores in MXFP4 are read later, as they are.
+    `each_weight`: for a model without memory, hands the weights of its linears and experts to a function. Experts that
+    the checkpoint stores in MXFP4 are read later, without a change.
     """
     model, compute = prepared.module, getattr(torch, options.compute_dtype.value)
     takes_experts, ships = options.experts is Switch.on, prepared.ships_mxfp4
     targets = list(linears_of(options, model, takes_experts))
-    if not targets and not takes_experts:  # check() cannot know models with code of their own
+    if not targets and not takes_experts:  # check() cannot see models that bring their own code
         raise ConfigError("techniques.quantize.enabled: this model has no linears to quantize. Set it to false.")
     experts, count = list(experts_of(model)) if takes_experts else [], len(targets)
     replaced = [linear.weight for *_, linear in targets]
@@ -65,7 +65,7 @@ def quantize_model(
     kind = experts_type(options, ships)
     storage = compute, world.device, options.keeps_transposes
 
-    # Experts first: experts in MXFP4 have other names in the files, with which all names are compared.
+    # Experts come first: in MXFP4 they have other names in the checkpoint, and reading weights compares all names.
     divided = world.degrees.shard > 1
     as_shipped = ships and kind is WeightFormat.mxfp4 and bool(divided or each_weight)
     of_experts = compute, torch.device("meta") if divided else world.device, options.keeps_transposes
@@ -78,9 +78,9 @@ def quantize_model(
 
     _move(model, world.device)
     if world.device.type == "cuda":
-        torch.cuda.empty_cache()  # else the next allocations would split the 16-bit weights' blocks
-        torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is that of training
-    # peft reads these before it wraps.
+        torch.cuda.empty_cache()  # the next allocations would split the blocks that the 16-bit weights had
+        torch.cuda.reset_peak_memory_stats(world.device)  # the reported peak is the peak of training
+    # peft reads these two attributes before it wraps linears.
     model.is_loaded_in_4bit = options.type is WeightFormat.nf4
     model.is_loaded_in_8bit = options.type is WeightFormat.int8
     shipped = ""
@@ -107,8 +107,9 @@ def _replace_experts(
     storage: Storage,
     unread: dict[str, Callable[[torch.Tensor], float]] | None,
 ) -> tuple[list[QuantizedExperts], float]:
-    """Replace each of the modules `experts` by experts in `kind`; empty: in MXFP4, as the checkpoint has them. Returns
-    them and their largest error. `unread`: weights are read later; gets for each name what quantizes the weight."""
+    """Replace each module of `experts` by experts in `kind`. An empty `kind` means MXFP4 as in the checkpoint. Returns
+    the new modules and their largest error. `unread`: a dict if weights are read later; None: weights are there. It
+    gets, by name, the function that will quantize each weight."""
     where, paths = (places(model), {part: path for path, part in model.named_modules()}) if experts else ({}, {})
     packed: list[QuantizedExperts] = []
     worst = 0.0
@@ -135,8 +136,9 @@ def _replace_linears(
     each_weight: Callable[[Take], None] | None,
     experts: Mapping[str, Callable[[torch.Tensor], float]],
 ) -> tuple[float, float]:
-    """Replace each linear of `targets`, which is emptied. Returns |dequantized - weight| / |weight| of the first
-    linear, NaN if no linear has memory; and the largest of `experts`, which quantize tensors of experts by name."""
+    """Replace each linear of `targets`, and empty this list. Returns two errors |dequantized - weight| / |weight|: of
+    the first linear (NaN if no linear has memory), and the largest error of a tensor of experts. `experts`: by name,
+    the function that quantizes a tensor of experts and returns its error."""
     error, worst, device = math.nan, 0.0, storage[1]
     waiting = {f"{path}.weight": (parent, name, linear) for path, parent, name, linear in targets}
     targets.clear()
@@ -163,7 +165,7 @@ def _replace_linears(
 
 
 def _quantize_ends(options: QuantizeOptions, model: Any, compute: torch.dtype, world: World) -> list[str]:
-    """Replace the head and the embeddings if their options are on. Returns a line about each."""
+    """Replace the head and the embeddings if their options are on. Returns a few words about each replacement."""
     head, embedding, notes = model.get_output_embeddings(), model.get_input_embeddings(), []
     shared = None
     if options.embeddings:
@@ -179,7 +181,7 @@ def _quantize_ends(options: QuantizeOptions, model: Any, compute: torch.dtype, w
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to `device`. Parameters stay the same objects, so tied ones stay tied."""
+    """Move parameters and buffers to `device`. Parameters stay the same objects, so tied parameters stay tied."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.device != device and not parameter.is_meta:

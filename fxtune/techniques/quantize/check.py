@@ -1,4 +1,4 @@
-"""The reasons why techniques.quantize cannot act as asked, from the machine and from the model's config."""
+"""The reasons why techniques.quantize cannot act as asked. They follow from the machine and the model's config."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fxtune.techniques.quantized_modules import bytes_per_weight
 
 PACKAGE = "bitsandbytes"
 OLDEST = {"nf4": (6, 0), "int8": (7, 5), "fp8": (8, 9), MXFP4: (8, 0)}
-"""The oldest compute capability that the kernels support."""
+"""The oldest compute capability that the kernels of each type support."""
 INSTEAD = {"nf4": "Set enabled=false", "int8": "Use nf4", "fp8": "Use nf4 or int8", MXFP4: "Use nf4"}
 WITHOUT_FP8 = "techniques.quantize.enabled=false, or parallel.shard=1 with techniques.quantize.type=nf4 or int8"
-"""What trains where weights are to be divided over ranks and fp8, the only type that can be divided, does not run."""
+"""What to set if weights should be divided over ranks but fp8 cannot run. Of these types only fp8 can be divided."""
 MULTIPLE = 16
-"""Both sizes of a matrix in an fp8 product are multiples of this."""
+"""Both sizes of a matrix in an fp8 product must be multiples of this number."""
 
 
 def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
-    """Yield each reason, with its option, why a base cannot be quantized as asked under `facts`."""
+    """Yield each reason, with its option, why the base cannot be quantized under `facts` as the recipe asks."""
     lora, kind, fp8 = facts.techniques.lora, options.type.value, options.type is WeightFormat.fp8
     if not lora.enabled:
         yield (
@@ -92,7 +92,7 @@ def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
 
 
 def _ends(options: QuantizeOptions, model: Any, facts: Facts) -> Iterator[str]:
-    """Reasons why this model's head and embeddings cannot be in fp8."""
+    """Yield each reason why this model's head or embeddings cannot be in fp8."""
     head: Any = output_head(model)
     embedding = model.get_input_embeddings()
     if options.head and (type(head) is not nn.Linear or head.out_features % MULTIPLE or head.in_features % MULTIPLE):
@@ -135,7 +135,7 @@ def _card(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
 
 
 def _linears(options: QuantizeOptions, model: nn.Module, facts: Facts) -> Iterator[str]:
-    """Reasons why this model's linears cannot be quantized, and why the model does not fit."""
+    """Yield each reason why this model's linears cannot be quantized, or why the model does not fit."""
     found = [(name, linear) for name, _, _, linear in linears_of(options, model, takes_experts(options, facts))]
     total = sum(parameter.numel() for parameter in model.parameters())
     if options.type is WeightFormat.mxfp4 and not takes_experts(options, facts):
@@ -172,14 +172,14 @@ def _linears(options: QuantizeOptions, model: nn.Module, facts: Facts) -> Iterat
 
 
 def _memory(options: QuantizeOptions, facts: Facts, total: int, inside: int) -> Iterator[str]:
-    """Reasons why a model of `total` weights, `inside` of them in linears, does not fit before or after
-    quantization."""
+    """Yield why a model of `total` weights does not fit before or after quantization. `inside`: how many of these
+    weights are quantized."""
     size = 4 if facts.dtype == "float32" else 2
     least = bytes_per_weight(options.type.value, transpose=False)
     before = total * size / GIB
     after = before - inside * (size - least) / GIB
     free, host = facts.free_memory / GIB, facts.host_memory / GIB
-    if (parts := facts.degrees.shard) > 1:  # each rank reads and quantizes a matrix at a time
+    if (parts := facts.degrees.shard) > 1:  # each rank reads and quantizes one matrix after the other
         after, before = after / parts, 0.0
     if after > free:
         which = "the quantized model" if parts == 1 else "a rank's part of the quantized model"
@@ -199,7 +199,7 @@ def _memory(options: QuantizeOptions, facts: Facts, total: int, inside: int) -> 
 
 
 def _instead(kind: WeightFormat, facts: Facts) -> str:
-    """What to set where `kind` cannot run on this device."""
+    """What to set if `kind` cannot run on this device."""
     if kind is not WeightFormat.nf4 and facts.degrees.shard > 1:
         return f"Set {WITHOUT_FP8}"
     return INSTEAD[kind.value]

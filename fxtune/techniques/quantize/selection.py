@@ -1,4 +1,4 @@
-"""Which parts of a model techniques.quantize takes, and how it stores them: linears and experts."""
+"""Selects the linears and experts that techniques.quantize stores, and the format of the experts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fxtune.upstream.transformers import other_conversions
 
 
 def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
-    """(full name, parent, name in it, linear) of each linear to quantize: all but the head, linears for images and
-    linears in `skip`; none where they stay in 16 bits beside the `experts`.
+    """Yield (full name, parent, name in the parent, linear) of each linear to quantize: all but the head, linears for
+    images and linears in `skip`. `experts`: whether experts are quantized. Beside them all linears may stay in 16 bits
+    (leaves_linears()).
 
-    A vision encoder is small beside its decoder, and each image passes through it once, so there is little to gain.
-    Its sizes are often no multiples of what kernels take (3,420 in Qwen2.5-VL)."""
+    A vision encoder is small beside its decoder, and each image passes through it once, so quantizing it would save
+    little. Its sizes are often no multiples of what kernels need (3,420 in Qwen2.5-VL)."""
     head, found = output_head(model), []
     of_images = {*image_modules(model)}
     for path, parent in model.named_modules():
@@ -39,12 +40,12 @@ def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[
 
 
 def takes_experts(options: QuantizeOptions, facts: Facts) -> bool:
-    """Whether the experts are quantized under `facts`, also before `auto` is decided."""
+    """Whether the experts are quantized under `facts`. The answer is valid before `auto` is decided, too."""
     return options.experts is not Switch.off and experts_refusal(options, facts) is None
 
 
 def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
-    """Why the experts cannot be quantized under `facts`."""
+    """Why the experts cannot be quantized under `facts`; None if they can."""
     model = skeleton(facts.model)
     if model is None or not any(experts_of(model)):
         return "this model has no experts that transformers keeps as one tensor for each product"
@@ -70,26 +71,26 @@ def experts_refusal(options: QuantizeOptions, facts: Facts) -> str | None:
 
 
 def experts_type(options: QuantizeOptions, shipped: bool) -> WeightFormat:
-    """How experts are stored. `shipped`: whether the checkpoint has them in MXFP4."""
+    """The format in which experts are stored. `shipped`: whether the checkpoint has the experts in MXFP4."""
     return WeightFormat.mxfp4 if shipped and options.type is not WeightFormat.fp8 else options.type
 
 
 def expert_weights(options: QuantizeOptions, model: nn.Module | None, facts: Facts) -> int:
-    """The number of weights of experts that are quantized."""
+    """The number of experts' weights that are quantized."""
     if model is None or not takes_experts(options, facts):
         return 0
     return sum(getattr(experts, name).numel() for experts in experts_of(model) for name in TENSORS)
 
 
 def takes_rows(lora: LoraOptions, model: nn.Module | None) -> bool:
-    """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that they need not fit
-    anywhere in 16 bits. Experts that a checkpoint has in MXFP4 must stay so (keeps_shipped())."""
+    """Whether the weights of `model`, a skeleton, can be quantized as they are read, so that no memory has to hold
+    them all in 16 bits. Experts that a checkpoint has in MXFP4 must stay in MXFP4 (keeps_shipped())."""
     if lora.dora or lora.factored or lora.modules_to_save or model is None:
         return False
     return not (any(experts_of(model)) and other_conversions(model))
 
 
 def keeps_shipped(options: QuantizeOptions, lora: LoraOptions, model: nn.Module | None) -> bool:
-    """Whether experts that a checkpoint stores in MXFP4 are read as they are. Resolved options only."""
+    """Whether experts that a checkpoint stores in MXFP4 are read without a change. `options` must be resolved."""
     kept = options.enabled and options.experts is Switch.on and experts_type(options, True) is WeightFormat.mxfp4
     return kept and takes_rows(lora, model)

@@ -1,22 +1,22 @@
 """A frozen base in 4 or 8 bits under trained adapters: nf4, MXFP4 and int8 for memory (QLoRA, arXiv 2305.14314), fp8
 for speed.
 
-In nf4 with double quantization frozen weights take 4.127 bits each: 3.4 GiB in place of 13 for the linears of an 8B
-model. Each matmul dequantizes one of them (kernels/quantized.py), which makes a step a few percent slower with long
-rows. Embeddings, norms and the output head keep model.dtype.
+In nf4 with double quantization a frozen weight takes 4.127 bits. The linears of an 8B model take 3.4 GiB and not 13.
+Each matmul dequantizes its weight (kernels/quantized.py), so a step with long rows takes a few percent longer.
+Embeddings, norms and the output head keep model.dtype.
 
 In fp8 (e4m3, one scale per row) the frozen linears' products run in fp8, forward and backward, at nearly twice
-bfloat16's speed, over activations that each call quantizes row by row (kernels/fp8.py). It needs tensor cores of Ada,
-Hopper or newer, and as much memory as bfloat16 if it keeps both W and W^T, or half of it if W^T is made when it is
-needed.
+bfloat16's speed. Each call quantizes the activations row by row (kernels/fp8.py). The type fp8 needs tensor cores of
+Ada, Hopper or newer. It takes the memory of bfloat16 if W and W^T are stored, and half of this memory if W^T is made
+when it is needed.
 
-The experts of a mixture, which are no linears, are quantized with them where one operator computes them
-(experts/quantized.py). MXFP4 is for experts alone, at 4.25 bits a weight. gpt-oss ships its experts so: then they are
-read as they are, also if the linears are in nf4 or int8, because to quantize them again would only add an error.
+The experts of a mixture are no linears. They are quantized too if one operator computes them (experts/quantized.py).
+MXFP4 is for experts alone and takes 4.25 bits a weight. gpt-oss ships its experts in MXFP4. Such experts are read
+without a change, also if the linears are in nf4 or int8: quantizing them again would only add an error.
 
-A model need not fit on the card before quantization: each linear goes to the card as it is replaced. It need not fit
-in host memory either: then its linears and experts are quantized one tensor after the other as they are read, in fp8
-row by row (models/shards.py). Only the adapter is saved; it loads onto the plain base.
+A model need not fit on the card before quantization, because each linear moves to the card when it is replaced. If the
+model does not fit in host memory either, its linears and experts are quantized one tensor after the other as they are
+read, in fp8 row by row (models/shards.py). Only the adapter is saved, and it loads onto the plain base.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from fxtune.techniques.quantize.selection import (
 from fxtune.techniques.quantized_modules import bytes_per_weight
 
 EachWeight = Callable[[Mapping[str, tuple[int, ...]], Take], None]
-"""Hands each weight, of those by name and shape, to a function."""
+"""A function that gets the names and shapes of weights, and hands each of these weights to a Take."""
 TRANSPOSES = 1 / 8
-"""The largest share of the free memory that transposes may take. Without them each backward product transposes the
-codes first, which takes 1 or 2 % of a step."""
+"""The largest share of the free memory that stored transposes may take. Without stored transposes each backward
+product transposes its codes. This takes 1 or 2 % of a step."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Quantize(QuantizeOptions, Technique):
         return "their transposes are kept"
 
     def _resolve_experts(self, facts: Facts) -> Iterator[str]:
-        """Decide `experts`; a line if this model has any."""
+        """Decide `experts`, and yield a line about the decision if this model has experts."""
         model, why = skeleton(facts.model), experts_refusal(self, facts)
         has_any = model is not None and any(experts_of(model))
         if self.experts is Switch.auto:
@@ -120,9 +120,9 @@ class Quantize(QuantizeOptions, Technique):
         quantize_model(self, model, world)
 
     def apply_as_read(self, model: PreparedModel, world: World, each_weight: EachWeight) -> dict[str, tuple[int, ...]]:
-        """apply() to a model without memory, whose weights cannot be quantized row by row. Returns the names and
-        shapes of the weights that it has read by `each_weight`: all but experts that the checkpoint stores in
-        MXFP4."""
+        """apply() for a model without memory, in a type that cannot be quantized row by row. `each_weight` reads the
+        weights, except experts that the checkpoint stores in MXFP4. Returns the names and shapes of the weights that
+        were read."""
         targets = linears_of(self, model.module, False)
         wanted = {f"{name}.weight": tuple(linear.weight.shape) for name, _, _, linear in targets}
         if self.experts is Switch.on and not model.ships_mxfp4:

@@ -1,4 +1,4 @@
-"""What shows, on the built model, that its base is quantized as asked."""
+"""The evidence, on the built model, that its base is quantized as asked."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fxtune.techniques.experts.quantized import stored_bytes as bytes_of_experts
 from fxtune.techniques.quantized_modules import Fp8Embedding, Fp8Head, dequantized, stored_bytes
 
 WORST_ERROR = {"nf4": 0.15, "int8": 0.03, "fp8": 0.04, MXFP4: 0.2}
-"""Limit of |dequantized - weight| / |weight|. For normal weights it is 0.09 in nf4, 0.01 in int8, 0.027 in fp8, 0.115
-in MXFP4."""
+"""Largest relative error |dequantized - weight| / |weight| of each type. Normally distributed weights have 0.09 in
+nf4, 0.01 in int8, 0.027 in fp8 and 0.115 in MXFP4."""
 SAME = 1e-3
-"""Limit of that error for experts in MXFP4 that are unpacked and packed again, which is 0 except for the smallest
-numbers of float16."""
+"""Largest relative error of experts in MXFP4 that were unpacked and packed again. The error is 0, except for float16's
+smallest numbers."""
 
 
 def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, Any]) -> Iterator[Evidence]:
-    """Yield what is seen of the packed weights, and of one forward pass of `probe`."""
+    """Yield evidence from the packed weights and from one forward pass of `probe`."""
     model, done = prepared.module, prepared.quantization
     assert done is not None, "apply() has filled it in"
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
@@ -53,7 +53,7 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
         yield evidence(
             f"weights close to the base's (relative error below {worst})",
             f"{error:.4f} {which}",
-            error < worst and (error > 0 or done.experts_as == MXFP4),  # 0 for numbers that MXFP4 has, as gpt-oss's
+            error < worst and (error > 0 or done.experts_as == MXFP4),  # MXFP4 may have the numbers, as in gpt-oss
         )
     if done.shipped:
         codes = sum(bool(weights[0].any()) for layer in experts for weights in layer.stored_weights())
@@ -84,7 +84,7 @@ def observe(options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, 
 
 
 def _error(prepared: PreparedModel, has_linears: bool) -> tuple[float, str]:
-    """The largest |dequantized - weight| / |weight| that was measured, and where."""
+    """The largest |dequantized - weight| / |weight| that was measured, and the weights on which it was measured."""
     done = prepared.quantization
     assert done is not None, "apply() has filled it in"
     stored = [module.rounding for module in prepared.module.modules() if isinstance(module, StoresRows)]
@@ -99,7 +99,7 @@ def _error(prepared: PreparedModel, has_linears: bool) -> tuple[float, str]:
 def _products(
     options: QuantizeOptions, prepared: PreparedModel, probe: dict[str, Any], has_linears: bool
 ) -> Iterator[Evidence]:
-    """Yield the operators over packed weights that a forward pass calls."""
+    """Yield evidence that a forward pass calls the operators over packed weights."""
     model, done = prepared.module, prepared.quantization
     in_fp8 = options.type is WeightFormat.fp8
     assert done is not None, "apply() has filled it in"

@@ -1,1 +1,1 @@
-"""The data of a run, and what is computed of it before the first step."""
+"""The data of a run, and the numbers computed from it before the first step."""

@@ -1,4 +1,4 @@
-"""The data of a run. Training, `fxtune preview` and `fxtune plan` take it from here, so they have the same steps and
+"""The data of a run. Training, `fxtune preview` and `fxtune plan` all use this module, so they have the same steps and
 refuse the same rows."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError, UserError
 
 LOOKS = 8
-"""Steps whose documents documents_padding() looks at."""
+"""How many steps documents_padding() looks at."""
 
 
 def run_data(
@@ -29,11 +29,11 @@ def run_data(
     complete: bool = True,
     **options: Any,
 ) -> PreparedData:
-    """The token tables and plans of a run of `config`, in which rows are decided (settle()).
+    """The token tables and plans of a run of `config`. settle() has decided how the rows of `config` are laid out.
 
-    `refused`: receives each reason why the objective cannot learn from these rows, which are then planned as they
-    are; None: the reasons are raised. `complete`: whether these are all rows of the run. `options`: as prepare_data()
-    takes them.
+    `refused`: called with each reason why the objective cannot learn from these rows; the rows are then planned
+    unchanged. None: the reasons are raised as errors. `complete`: whether these are all rows of the run. `options`:
+    more arguments of prepare_data().
     """
     train, objective, accepted = config.train, config.objective, True
 
@@ -71,7 +71,7 @@ def run_data(
 
 
 def held_out_note(evaluation: Plan) -> str:
-    """A line on the documents that are held out, for the user."""
+    """A line for the user on the held-out documents."""
     summary = evaluation.summary()
     used, dropped = summary["documents"] - summary["dropped"], summary["dropped"]
     too_long = f"; {dropped:,} longer than {evaluation.stream.settings.sequence_length:,} tokens are left out"
@@ -80,13 +80,13 @@ def held_out_note(evaluation: Plan) -> str:
 
 
 def data_notes(config: Config, data: PreparedData) -> Iterator[str]:
-    """Lines on the documents of a run, for the user."""
+    """Lines for the user on the documents of a run."""
     yield from data.training.notes()
     yield from config.objective.plan_notes(data.training)
 
 
 def name_lost_image(error: LostImageError, config: DataConfig, data: PreparedData) -> None:
-    """Let `error` name the row of its image, if the data file is still there."""
+    """Make `error` name the row of its image, if the data file still exists."""
     held_out = data.evaluation.tables if data.evaluation and config.eval_sources else ()
     for source, table in zip((*config.sources, *config.eval_sources), (*data.tables, *held_out), strict=False):
         if error.table is not None and table.folder == error.table.folder:
@@ -96,8 +96,9 @@ def name_lost_image(error: LostImageError, config: DataConfig, data: PreparedDat
 
 
 def documents_padding(plan: Plan) -> str:
-    """A line on the tokens that recurrent layers run for packed rows, each document padded to the longest of its
-    micro-batch (techniques/attention/recurrent.py). Before the data is read no forecast can know them."""
+    """A line on how many tokens recurrent layers compute for packed rows: they pad each document to the longest of its
+    micro-batch (techniques/attention/recurrent.py). The forecast is made before the data is read and cannot know this
+    number."""
     most = 1.0
     for step in range(min(LOOKS, plan.steps)):
         for micro in range(plan.micro_batches(step)):

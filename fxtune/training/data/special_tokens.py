@@ -17,8 +17,8 @@ from fxtune.techniques.lora.technique import Lora
 def teach_ends(
     prepared: PreparedModel, tokenizer: Any, ends: list[int], adapter: str | None, lora: Lora
 ) -> Iterator[str]:
-    """Let generation by the trained model stop where the answers of the data end (`ends`). Yields a line if generation
-    by the base does not stop there. `adapter`: the adapter that training starts from."""
+    """Make generation by the trained model stop at `ends`, the tokens that end answers in the data. Yields a line if
+    generation by the base does not stop at them. `adapter`: the adapter that training starts from."""
     earlier = read_end_tokens(locate_adapter(adapter).folder) if adapter else []
     if new := add_end_tokens(prepared, [*earlier, *ends]):
         tokens = ", ".join(tokenizer.convert_ids_to_tokens(new))
@@ -29,7 +29,8 @@ def teach_ends(
 
 
 def untrained_tokens(prepared: PreparedModel, tokenizer: Any, data: PreparedData, lora: Lora) -> Iterator[str]:
-    """Yield a line if special tokens of the data have no trained row in the base, with the option that trains them."""
+    """Yield a line if special tokens of the data have no trained row in the base. It names the option that trains
+    them."""
     if not lora.enabled:
         return
     used = [token for token in used_special_tokens(data.tables, tokenizer) if token not in lora.token_ids]

@@ -1,9 +1,9 @@
 """The reference's log-probabilities, computed once before the first step and kept beside the token table.
 
-A run of several epochs then pays for one pass of the reference, and full fine-tuning needs no second copy of its
-weights. The file has a float32 for each token of the table, zero for tokens that are not supervised. Its name is a
-hash of everything that the numbers depend on: the weights at the run's start, the options of techniques that change
-the numbers, and the fit of documents into rows (the tokens name the table's folder). So a stale file is never read,
+So a run of several epochs needs one pass of the reference, and full fine-tuning needs no second copy of the weights.
+The file has one float32 for each token of the table: 0 for tokens that are not supervised. Its name is a hash of
+everything that the numbers depend on: the weights at the run's start, the options of techniques that change the
+numbers, and how documents fit into rows. The folder is named by a hash of the tokens. So a stale file is never read,
 and a sweep over learning rates or objectives computes the numbers once."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fxtune.techniques.precision import Precision
 from fxtune.training.agreement import together
 
 COLUMNS = 1024
-"""The checksum of a tensor adds up its 32-bit words in so many columns."""
+"""The number of columns in which the checksum of a tensor adds up its 32-bit words."""
 
 
 def store_reference(
@@ -48,15 +48,16 @@ def store_reference(
     options: Mapping[str, Any],
     only: np.ndarray | None = None,
 ) -> None:
-    """Give each table of `plans` its `reference`: the log-probabilities of its supervised tokens under `model`.
+    """Give each table of `plans` its `reference`: the log-probabilities that `model` gives to the table's supervised
+    tokens.
 
-    Call this before a checkpoint is loaded, while `model` has its first weights. `options`: further causes of other
-    log-probabilities, beside weights, tokens and `data`. `only`: digests of the documents whose numbers are needed,
+    Call this before a checkpoint is loaded, while `model` has its first weights. `options`: whatever else changes the
+    log-probabilities, beside weights, tokens and `data`. `only`: digests of the documents that need log-probabilities,
     uint64, each once; None: all documents. Raises StorageError if the file cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
     weights = sorted(set(world.gather(_checksum(model.model), "comparing weights")))
-    # Packing and shared prompts decide, too, which pairs are too long for a row.
+    # Packing and shared prompts are in the hash because they also decide which pairs are too long for a row.
     parts = [weights, options, data.sequence_length, data.on_long, data.packing]
     if data.shares_prompts:
         parts.append("prompts once")
@@ -69,7 +70,7 @@ def store_reference(
     missing = [table for table in tables if not _is_read(table, name)]
     if any(world.gather(bool(missing), "looking for the stored reference")):
         sizes = plans[0].sizes
-        # Copies are computed, too: a table may have a copy that the hold-out of another table keeps.
+        # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
         every = replace(data, dedup=Dedup.off)
         rows = sizes.micro_batch_size
         plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
@@ -96,7 +97,8 @@ def _is_read(table: TokenTable, name: str) -> bool:
 
 
 def _computed(model: LanguageModel, loader: Loader, precision: Precision, world: World) -> list[np.ndarray]:
-    """For each table of the loader's plan, float32 [tokens], on every rank. `loader` has this rank's share."""
+    """Compute the numbers of each table of the loader's plan: float32 [tokens], on every rank. `loader` has this
+    rank's share."""
     plan, device = loader.plan, loader.device
     numbers = [np.zeros(len(table.ids), np.float32) for table in plan.tables]
     was_training = model.model.training
@@ -130,7 +132,8 @@ def _computed(model: LanguageModel, loader: Loader, precision: Precision, world:
 
 
 def _scatter(spec: BatchSpec, tables: Sequence[TokenTable], values: np.ndarray, numbers: Sequence[np.ndarray]) -> None:
-    """Put `values` [targets], in the order of a batch's targets, to the places of these tokens in their tables."""
+    """Write `values` [targets], in the order of a batch's targets, to these tokens' places in `numbers`, which has an
+    array for each table."""
     done = 0
     for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
         at = start + 1 + np.flatnonzero(tables[source].supervised[start + 1 : start + length])
@@ -157,7 +160,7 @@ def _write(table: TokenTable, name: str, values: np.ndarray) -> None:
 
 
 def _checksum(model: nn.Module) -> str:
-    """A hash of the weights and buffers that this rank has."""
+    """A hash of the weights and buffers that this rank holds."""
     found = hashlib.sha256()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda entry: entry[0]):

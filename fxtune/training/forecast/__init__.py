@@ -1,1 +1,1 @@
-"""A run before it starts: its memory, its steps, its time, and single changes that let it fit."""
+"""Forecasts of a run before it starts: its memory, steps and time, and changes that make it fit."""

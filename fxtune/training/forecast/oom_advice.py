@@ -1,6 +1,6 @@
 """Advice after running out of memory: single changes of the recipe, each with an estimate of the memory that it saves
-(estimate/memory.py), for the model's sizes and the rows that did not fit. A change that a technique's
-`check` refuses on this machine is left out."""
+for this model and the rows that did not fit (estimate/memory.py). Changes that a technique's `check` refuses on this
+machine are left out."""
 
 from __future__ import annotations
 
@@ -40,19 +40,21 @@ class Change:
     setting: str
     """`key=value`, as a user types it."""
     saved_bytes: int
-    """An estimate."""
+    """An estimate of the device memory that this change saves."""
 
 
 def advice(
     facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase, in_backward_keys: str = ""
 ) -> tuple[int, list[Change]]:
-    """The estimated bytes that `phase` needs, and up to three changes that save memory, the best one first.
+    """The estimated bytes that `phase` needs, and up to three changes that save memory. The change that saves most
+    comes first.
 
     `facts` has the rows and the row length that did not fit. In `techniques` every `auto` is decided.
-    `in_backward_keys`: settings that would update weights in the backward pass, from change_for(); may be empty.
+    `in_backward_keys`: settings that would update weights in the backward pass, from change_for(); empty if there are
+    none.
     """
     before = _phase_bytes(techniques.memory_need(facts), phase)
-    needed = before - (WORKSPACES if facts.device == "cpu" else 0)  # a CPU's libraries have no such workspaces
+    needed = before - (WORKSPACES if facts.device == "cpu" else 0)  # libraries on a CPU have no such workspaces
     changes = []
     for setting, changed_facts, pipeline in _candidates(facts, techniques, config, phase, in_backward_keys):
         try:
@@ -65,7 +67,7 @@ def advice(
 
 
 def to_text(needed: int, changes: list[Change], phase: MemoryPhase, rows: int, row_length: int) -> str:
-    """advice() as lines for the user."""
+    """The result of advice() as lines for the user."""
     if not changes:
         return "What helps: shorter rows (data.sequence_length), a smaller model, or a device with more memory."
     column = max(len(change.setting) for change in changes)
@@ -90,7 +92,7 @@ def _phase_bytes(need: Need, phase: MemoryPhase) -> int:
 def _candidates(
     facts: Facts, techniques: Pipeline, config: OptimizerConfig, phase: MemoryPhase, in_backward_keys: str
 ) -> Iterator[tuple[str, Facts, Pipeline]]:
-    """Yield each candidate change as (setting, facts with it, techniques with it)."""
+    """Yield each candidate change as (setting, changed facts, changed techniques)."""
     lora, quantize, liger = techniques.lora, techniques.quantize, techniques.liger
     half_rows, half_length = facts.micro_batch_size // 2, facts.row_length // 2
     if phase is MemoryPhase.training:
@@ -123,7 +125,7 @@ def _candidates(
 
 
 def _more_checkpointing(techniques: Pipeline) -> Iterator[tuple[str, Pipeline]]:
-    """Settings that keep fewer activations for the backward pass."""
+    """Yield settings that keep fewer activations for the backward pass, each with the changed techniques."""
     checkpointing, group = techniques.checkpointing, "techniques.checkpointing"
     full = replace(checkpointing, enabled=True, policy=Policy.full, every=1, save=[], recompute=[], mix={})
     settings = [f"{group}.enabled=true"] if not checkpointing.enabled else []

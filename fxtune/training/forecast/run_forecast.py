@@ -1,7 +1,8 @@
-"""A run before it is started, on a machine that need not be here: the memory it takes, its steps, its time, its disk.
+"""Forecasts a run before it starts: its memory, steps, time and disk. The machine of the run may be another one than
+this.
 
-Everything is arithmetic on the model's config and the recipe (fxtune/estimate). Of the data only the lengths
-matter. They come from the cache of tokens or from the rows themselves; of large files from their first rows.
+Everything is arithmetic on the model's config and the recipe (fxtune/estimate). Of the data, only the lengths of
+documents matter. They come from the cache of tokens or from the rows. Of large files only the first rows are read.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ from fxtune.training.forecast.oom_advice import Change, MemoryPhase
 from fxtune.training.forecast.step_count import few_steps
 
 WHOLE_BYTES = 16 << 20
-"""Files of a source up to this size in all are tokenized whole."""
+"""If all files together are no larger, they are tokenized whole."""
 HEAD_BYTES = 2 << 20
-"""Bytes of larger JSONL and text files that are tokenized."""
+"""How many bytes of larger JSONL and text files are tokenized."""
 START_SECONDS = {"cuda": 40.0, "cpu": 6.0}
-"""Seconds from the start of the process to the second step, with warm caches: a large model on a card
-(docs/performance.md), a small model on a CPU (README)."""
+"""Seconds from the start of the process to the second step, with warm caches. They were measured with a large model on
+a card (docs/performance.md) and a small model on a CPU (README)."""
 SHORT = 10.0
-"""Seconds of steps below which a run on a CPU is not forecast."""
+"""The steps of a run on a CPU are forecast only if they take at least this number of seconds."""
 IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024
-"""Assumptions without data: image tokens / all tokens, and the tokens of an image where its size decides them."""
+"""Assumptions without data: the share of image tokens in all tokens, and the tokens of an image if its size decides
+them."""
 FORWARD = 0.35
 """The time of a forward pass, as a share of the time of a training step without recomputation."""
 
@@ -69,37 +71,37 @@ class Lengths:
     """The tokens of a run's data."""
 
     epoch: int
-    """Tokens of the documents in the rows of an epoch: the prompt of a pair counts once if it is shared."""
+    """Tokens of the documents in the rows of an epoch. The prompt of a pair counts once if both answers share it."""
     padded: int
     """Tokens of the rows of an epoch, with padding."""
     supervised_share: float
     attended: float
-    """The mean over tokens of the length of the document that the token is in."""
+    """The length of the document that a token is in, as a mean over tokens."""
     rows: float = 0.0
     """Rows of an epoch; 0: full rows."""
     steps: int | None = None
-    """Steps of the run; None unless all of its data was counted."""
+    """Steps of the run; None if not all of its data was counted."""
     epochs: float | None = None
-    """The epochs of these steps."""
+    """How many epochs these steps take."""
     held_out: int = 0
     """Tokens of the held-out documents."""
     whole: float = 1.0
-    """Tokens of whole documents for each token of `epoch`."""
+    """Tokens of whole documents, divided by `epoch`. Whole documents count a shared prompt for both answers."""
     sampled: str = ""
-    """The part of the data that was counted; empty: all."""
+    """The part of the data that was counted, for messages; empty: all."""
     images: ImageWork | None = None
     """The images of an epoch; None without images."""
     fullest: int = 0
     """The largest number of image features in a row."""
     image_bytes: int = 0
-    """Bytes of images inside of rows, which are stored beside the cached tokens."""
+    """Bytes of images in the rows of files. These images are stored beside the cached tokens."""
     assumed: str = ""
-    """The assumption about images in place of the data; empty: none."""
+    """The assumption about images, if the data is not here; empty: no assumption."""
 
     @staticmethod
     def full_rows(tokens: int, config: Config) -> Lengths:
-        """An epoch of `tokens` tokens: full rows of one document, every token supervised. A model that reads images
-        has images of IMAGE_TOKENS tokens in IMAGE_SHARE of the tokens."""
+        """Assume an epoch of `tokens` tokens: full rows of one document, with every token supervised. If the model
+        reads images, IMAGE_SHARE of the tokens belong to images of one size."""
         lengths = Lengths(tokens, tokens, 1.0, config.data.mean_row_length())
         shape = _encoder_shape(config)
         if shape is None:
@@ -119,34 +121,34 @@ def _encoder_shape(config: Config) -> EncoderShape | None:
 @dataclass(frozen=True)
 class RunForecast:
     techniques: Pipeline
-    """With every `auto` decided."""
+    """The techniques, with every `auto` decided."""
     facts: Facts
     """Facts of one rank."""
     notes: list[str]
-    """What was decided, and why."""
+    """Lines on what was decided, and why."""
     need: Need
     step_seconds: float
     step_tokens: float
-    """Tokens of documents in a step of all ranks, padding left out; a shared prompt counts for both answers."""
+    """Tokens of documents in a step of all ranks, without padding. A shared prompt counts for both answers."""
     lengths: Lengths | None
-    """None: the data is not here."""
+    """The lengths of the data; None: the data is not here."""
     steps: int | None
-    """None if they follow from data that is not here."""
+    """Steps of the run; None if their number depends on data that is not here."""
     evaluations: int
     evaluation_seconds: float
     """Seconds of one evaluation."""
     checkpoint_bytes: int
     checkpoints: int
-    """How many are on the disk at a time, at most."""
+    """The largest number of checkpoints on the disk at a time."""
     export_bytes: int
     reference_seconds: float = 0.0
-    """Seconds before the first step in which the log-probabilities of a stored reference are computed."""
+    """Seconds before the first step, in which the log-probabilities of a stored reference are computed."""
     reference_bytes: int = 0
-    """The files of a stored reference, beside the cached tokens: a float32 for each token."""
+    """Bytes of the files of a stored reference beside the cached tokens: a float32 for each token."""
     image_seconds: float = 0.0
     """The part of `step_seconds` that the vision encoder and its projector take."""
     assumed: str = ""
-    """What was assumed of the images, because the data is not here."""
+    """The assumption about images, because the data is not here; empty: no assumption."""
     few_steps: list[str] = field(default_factory=list)
     """A line if the steps are too few to learn from."""
 
@@ -156,7 +158,7 @@ class RunForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run, with its start, a stored reference and its evaluations."""
+        """Seconds of the whole run, including its start, a stored reference and its evaluations."""
         if self.steps is None:
             return None
         start, evaluations = START_SECONDS[self.facts.device], self.evaluations * self.evaluation_seconds
@@ -164,7 +166,7 @@ class RunForecast:
 
     @property
     def tokens(self) -> float | None:
-        """Tokens of documents in all steps."""
+        """Tokens of documents in all steps; None if the number of steps is not known."""
         return None if self.steps is None else self.steps * self.step_tokens
 
     @property
@@ -173,9 +175,9 @@ class RunForecast:
 
 
 def forecast_run(config: Config, machine: MachineFacts, gpus: int, lengths: Lengths | None) -> RunForecast:
-    """The forecast of `config` on `gpus` cards of `machine`. `lengths`: of its documents, see count_tokens().
+    """The forecast of `config` on `gpus` cards of `machine`. `lengths`: of the run's data, see count_tokens().
 
-    Reads the model's config, and no weight. Raises as settle().
+    Reads the model's config and no weight. Raises errors as settle() does.
     """
     settled = settle(config, machine, gpus, present=gpus)
     assumed = lengths or Lengths.full_rows(settled.facts.row_length, settled.config)
@@ -196,7 +198,8 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         epochs = train.epochs or (None if train.max_steps else 1.0)
         by_epochs = max(1, math.ceil(epochs * rows / train.global_batch_size)) if epochs else None
         steps = lengths.steps or min(limit for limit in (train.max_steps, by_epochs) if limit)
-    # Not from the steps where the epochs limit them: the last step's room would make one epoch more than one.
+    # If epochs limit the steps, the number of passes is not computed from steps: rounding up the last step would make
+    # one epoch more than one.
     passes = train.epochs or 1.0
     if lengths and lengths.epochs:
         passes = lengths.epochs
@@ -242,7 +245,7 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
 
 
 def _compared(config: Config, epochs: float) -> Objective:
-    """The objective, with its reference settled for so many epochs."""
+    """The objective, with its reference settled for this number of epochs."""
     objective: Objective = config.objective
     if not isinstance(objective, WithReference):
         return objective
@@ -250,9 +253,9 @@ def _compared(config: Config, epochs: float) -> Objective:
 
 
 def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | None:
-    """Seconds of the steps of `plan` on the cores of this machine, which are timed (estimate/cpu_speed.py);
-    None for so few that timing is not worth it. `facts`: with techniques decided. `forward_passes`: as
-    micro_batch_seconds() has it."""
+    """Seconds of the steps of `plan` on the cores of this machine. The cores are timed (estimate/cpu_speed.py) only if
+    the steps take long enough; otherwise the result is None. `facts`: with techniques decided. `forward_passes`: see
+    micro_batch_seconds()."""
     summary, kept = plan.summary(), facts.execution.recompute
     computed = summary["computed_tokens"]
     row = computed / (1 - summary["padding_share"]) / summary["rows"]
@@ -266,7 +269,8 @@ def seconds_here(facts: Facts, plan: Plan, forward_passes: int = 0) -> float | N
 
 
 def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, bool]]:
-    """Single changes of the recipe that save the most memory, the best one first, each with whether it is enough."""
+    """The single changes of the recipe that save the most memory, largest saving first. Each comes with whether it is
+    enough for the run to fit."""
     facts = forecast.facts
     keys = change_for(config, facts)
     _, changes = oom_advice.advice(facts, forecast.techniques, config.optimizer, MemoryPhase.training, keys)
@@ -274,8 +278,8 @@ def changes_to_fit(config: Config, forecast: RunForecast) -> list[tuple[Change, 
 
 
 def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Lengths | None) -> int | None:
-    """The least of 2, 4 and 8 cards of the forecast's kind that the run fits; None if it fits none. `gpus`: the number
-    that it does not fit."""
+    """The least number of cards (2, 4 or 8) on which the run fits; None if it fits on none of these. `gpus`: the
+    number of cards on which it does not fit."""
     facts = forecast.facts
     for count in (count for count in (2, 4, 8) if count > gpus):
         try:
@@ -287,9 +291,9 @@ def fitting_count(config: Config, forecast: RunForecast, gpus: int, lengths: Len
 
 
 def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float:
-    """Seconds of a step in which ranks send and do not compute. Only replicas hide the sum of the gradients of full
-    fine-tuning. With divided weights two and four cards take as long as if nothing computed beside the exchange
-    (docs/distributed.md)."""
+    """Seconds of a step in which ranks send and do not compute. Only replicas in full fine-tuning sum their gradients
+    while they compute. With divided weights, two and four cards were measured to take as long as if nothing were
+    computed during the exchange (docs/distributed.md)."""
     if facts.degrees.ranks == 1:
         return 0.0
     traffic, link = step_traffic(facts, micro_batches), rates(facts).peer
@@ -299,8 +303,8 @@ def _exchange_seconds(facts: Facts, micro_batches: int, compute: float) -> float
 
 
 def with_lengths(config: Config, card: MachineFacts, tokens: float | None) -> tuple[Config, Lengths | str]:
-    """(`config`, with a shipped config for a model that the hub does not give; the lengths of an epoch, or why they
-    are not known). `tokens`: of an epoch; None: counted in the data."""
+    """Returns (`config`, with a shipped config if the hub does not give the model; the lengths of an epoch, or why
+    they are not known). `tokens`: the tokens of an epoch; None: they are counted in the data."""
     model = with_shipped_config(config.model, plans=True)
     no_tokenizer = model is not config.model and model.tokenizer is None
     config = replace(config, model=model)
@@ -311,8 +315,8 @@ def with_lengths(config: Config, card: MachineFacts, tokens: float | None) -> tu
 
 
 def count_tokens(config: Config) -> Lengths | str:
-    """The lengths of the data of `config`, or why they are not known: nothing is downloaded. Raises the errors of
-    reading data that is here."""
+    """The lengths of the data of `config`, or why they are not known. Nothing is downloaded. Raises an error if data
+    that is here cannot be read."""
     cache = cache_root(config.data) / "datasets" if config.data.cache_dir else None
     for source in [*config.data.sources, *config.data.eval_sources]:
         if reason := missing_reason(source, cache):
@@ -347,7 +351,8 @@ def count_tokens(config: Config) -> Lengths | str:
 
 
 def micro_batch_images(facts: Facts, plan: Plan) -> ImageWork | None:
-    """The images of a micro-batch of the longest rows, with as many as rows of the first epoch have on average."""
+    """The images of a micro-batch of the longest rows, if these have the first epoch's average number of images a
+    token."""
     if (images := _epoch_images(beside_of(facts).shape, plan)[0]) is None:
         return None
     summary = plan.summary()
@@ -364,7 +369,7 @@ def _epoch_images(shape: EncoderShape | None, plan: Plan) -> tuple[ImageWork | N
 
 
 def _attended(plan: Plan) -> float:
-    """Lengths.attended. An answer after a shared prompt counts as a document that takes the same time."""
+    """Compute Lengths.attended. An answer after a shared prompt counts as a document that takes the same time."""
     found = plan.stream.spans(plan.stream.epoch(0).segments)
     length, before = found.length.astype(float), found.shared.astype(float)
     return float(((length + before) ** 2 - before**2).sum() / length.sum())
@@ -372,8 +377,8 @@ def _attended(plan: Plan) -> float:
 
 @contextmanager
 def _small(data: DataConfig) -> Iterator[tuple[DataConfig, float, str]]:
-    """The data config with only the first rows of large files, by what factor the data is larger, and a line about
-    it."""
+    """A context with the data config restricted to the first rows of large files, the factor by which the data is
+    larger, and a line about the part that is read."""
     files = [Path(source.path) for source in data.sources]
     sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
     if sum(sizes) <= WHOLE_BYTES or not all(file.suffix in (".jsonl", ".txt", ".md") for file in files):

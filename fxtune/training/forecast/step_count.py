@@ -1,9 +1,9 @@
-"""Whether a run has enough steps to learn, and which settings give it more.
+"""Decides whether a run has enough steps to learn, and names settings that give more steps.
 
-Thinking Machines' guide, which optimizer.lr=auto follows too, aims at 100 steps at least and sees the best results
-with 1,000 or more; it finds that smaller batches give better models (docs/supervised-learning/sl-hyperparams.mdx of
-tinker-cookbook). Batches down to one document train as stably (arXiv 2507.07101). So more steps come from smaller
-batches first, then from more epochs: in up to 4 epochs repeated rows are almost as good as new rows (arXiv
+Thinking Machines' guide, which optimizer.lr=auto also follows, aims at 100 steps or more, reports the best results
+with 1,000 or more, and finds that smaller batches give better models (docs/supervised-learning/sl-hyperparams.mdx of
+tinker-cookbook). Even batches of one document train stably (arXiv 2507.07101). So the settings named here use smaller
+batches, and more epochs if that is not enough. In up to 4 epochs, repeated rows are almost equal to new rows (arXiv
 2305.16264)."""
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from fxtune.config.root import TrainConfig
 
 FEW = 50
-"""A run of fewer steps gets a line about it. The quickstart learns its task in 87 steps."""
+"""A run of fewer steps gets a line that says so. The quickstart learns its task in 87 steps."""
 ENOUGH = 100
-"""Steps that the settings named here aim at."""
+"""The number of steps that the named settings aim at."""
 EPOCHS = 4
 
 
 def few_steps(train: TrainConfig, steps: int | None, epoch_rows: float) -> Iterator[str]:
-    """A line if `steps`, of a run whose data has `epoch_rows` rows, are too few to learn from. Nothing where the user
-    chose the number of steps (train.max_steps) or a batch that grows."""
+    """Yield a line if `steps` are too few to learn from. `epoch_rows`: the rows of the run's data. Yields nothing if
+    the user chose the number of steps (train.max_steps) or a batch that grows."""
     if steps is None or steps >= FEW or train.max_steps is not None or train.batch_ramp:
         return
     epochs, rows = train.epochs or 1.0, train.global_batch_size

@@ -1,1 +1,1 @@
-"""What a run observes of its own steps: time, energy, loss, and steps that go wrong."""
+"""Observations of a run's own steps: time, energy, loss, and steps that go wrong."""

@@ -1,10 +1,10 @@
-"""Saves bad steps for inspection: the samples and batches of a step that was not finite or was a loss spike.
+"""Saves the samples and batches of bad steps for inspection. A bad step was not finite or was a loss spike.
 
     RUN/skipped/step-00000123/samples.json         the reason, the step's figures, and the samples of each row
                               batch-0.safetensors  input_ids, targets, position_ids, ... of its first micro-batch
 
-A step's batch is a function of (data plan, step), so it is rebuilt when the figures are read. Steps count from 0 in
-the data plan, and from 1 in folder names and log lines.
+A step's batch depends only on the data plan and the step, so it is built again when the figures are read. Steps count
+from 0 in the data plan, and from 1 in folder names and log lines.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.training.monitors.step_record import StepRecord
 
 MAX_STEPS = 8
-"""Steps kept of each kind in a run."""
+"""How many steps of each kind a run saves."""
 MAX_TEXT = 2000
-"""Characters written of a sample's text."""
+"""How many characters of a sample's text are written."""
 MAX_NAMED = 6
-"""Samples named in a message."""
+"""How many samples a message names."""
 
 
 @dataclass
 class BadBatches:
-    """Bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line for the user.
-    `writes`: whether this rank writes and prints.
+    """Reports and saves bad batches of the run in `folder`. `decode` turns token ids into text; `note` prints a line
+    for the user. `writes`: whether this rank writes and prints.
     """
 
     folder: Path
@@ -79,13 +79,13 @@ class BadBatches:
     def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:
         """Write a step's samples and batches, and return their folder.
 
-        Returns None if MAX_STEPS steps are saved already. If the write fails, it prints a line and returns None.
+        Returns None if MAX_STEPS steps are saved already. If the write fails, prints a line and returns None.
         """
         parent = self.folder / kind
         final = parent / f"step-{record.step + 1:08d}"
         staging = parent / f".{final.name}"
         try:
-            if final.exists():  # written by a process that was killed afterwards
+            if final.exists():  # written by an earlier process, which was killed later
                 return final
             if parent.exists() and len(list(parent.glob("step-*"))) >= MAX_STEPS:
                 return None

@@ -1,4 +1,4 @@
-"""How long a run has taken, over all its processes: in total, in training, in evaluations, and per step."""
+"""Measures how long a run has taken over all its processes: in total, in training, in evaluations, and per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RunClock:
     """The clock of one process of a run. load() adds the time of earlier processes."""
 
     def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`before`: seconds that this process took before the clock was made."""
+        """`before`: seconds that this process ran before the clock was made."""
         self._clock = clock
         self._began = clock() - before
         self._loop_began: float | None = None
@@ -24,9 +24,10 @@ class RunClock:
         self.last_seconds = {"evaluation": 0.0, "questions": 0.0, "saving": 0.0}
         """How long the last evaluation, the last questions and the last save took."""
         self._start_step = 0
-        """Steps done when the training loop began."""
+        """How many steps were done when the training loop began."""
         self._first = self._last = (0, 0.0)
-        """Steps done, and the seconds of training without evaluations, at the first and the last counted step."""
+        """At the first and at the last counted step: how many steps were done, and the seconds of training without
+        evaluations."""
         self._counted = False
         """Whether this process has counted a step."""
 
@@ -36,12 +37,13 @@ class RunClock:
         self.last_seconds = {name: float(state.get(name, 0.0)) for name in self.last_seconds}
 
     def state(self) -> dict[str, float]:
-        """The state for load() in the run's next process."""
+        """The state that load() restores in the run's next process."""
         total = {"seconds": self.seconds, "training": self.training, "evaluating": self._all_evaluating}
         return {name: round(value, 3) for name, value in {**total, **self.last_seconds}.items()}
 
     def figures(self) -> dict[str, float]:
-        """Seconds so far: the run, the training loop within the run, and the evaluations within the training loop."""
+        """Seconds so far of the run, of the training loop within the run, and of the evaluations within the training
+        loop."""
         return {
             "time/total_seconds": self.seconds,
             "time/training_seconds": self.training,
@@ -61,7 +63,7 @@ class RunClock:
 
     @property
     def evaluation_share(self) -> float:
-        """The share of evaluations in the training loop's time, 0 to 1."""
+        """The share of the training loop's time that evaluations took, 0 to 1."""
         return self._all_evaluating / max(self.training, self._all_evaluating, 1e-9)
 
     @property
@@ -69,12 +71,12 @@ class RunClock:
         return self._earlier["evaluating"] + self.evaluating
 
     def start(self, step: int) -> None:
-        """The training loop begins, after `step` steps."""
+        """Note that the training loop begins after `step` steps."""
         self._loop_began, self._start_step = self._clock(), step
         self._first = self._last = (step, 0.0)
 
     def stop(self) -> None:
-        """The training loop ends."""
+        """Note that the training loop ends."""
         self._loop_ended = self._clock()
 
     def reached(self, step: int) -> None:
@@ -87,7 +89,7 @@ class RunClock:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """The body is an evaluation."""
+        """A context whose body is timed as an evaluation."""
         try:
             with self.timed("evaluation"):
                 yield
@@ -96,7 +98,7 @@ class RunClock:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Note in `last_seconds` how long the body takes."""
+        """A context that notes in `last_seconds` how long its body takes."""
         began = self._clock()
         try:
             yield
@@ -105,14 +107,14 @@ class RunClock:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step after the first counted step, with saves and without evaluations; None before the second
-        counted step."""
+        """Mean seconds of a step after the first counted step, with saves and without evaluations; None before the
+        second counted step."""
         if self._last[0] <= self._first[0]:
             return None
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
     @property
     def first_step_seconds(self) -> float | None:
-        """Seconds of a step up to the first counted step, compilation and warm-up included; None before that step."""
+        """Mean seconds of a step up to the first counted step, with compilation and warm-up; None before that step."""
         steps, seconds = self._first
         return seconds / (steps - self._start_step) if self._counted else None

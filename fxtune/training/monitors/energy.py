@@ -1,7 +1,9 @@
-"""Energy and cost of a run, over all its processes and ranks, with start-up, evaluations, export and repeated steps.
+"""Energy and cost of a run over all its processes and ranks, including start-up, evaluations, export and repeated
+steps.
 
-Rank 0 writes the use so far to RUN/energy.json at log lines, and a resumed run adds to it. So the energy of steps that
-a kill has lost counts, too, except for the last seconds. If a sensor cannot be read, its figures are left out.
+Rank 0 writes the energy used so far to RUN/energy.json at log lines, and a resumed run adds to it. So if a run is
+killed, the energy of its lost steps is also counted, except for the last seconds. Figures of sensors that cannot be
+read are left out.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ from fxtune.tracking.tracker import CostConfig
 
 FILE = "energy.json"
 LOGGED = ("energy/kwh", "energy/gpu_watts", "energy/gpu_utilization", "cost/total")
-"""The figures in a log line."""
+"""The names of the figures in a log line."""
 WRITE_SECONDS = 10.0
-"""Seconds between two writes of the file."""
+"""Least seconds between two writes of the file at log lines."""
 
 
 @dataclass
 class Used:
-    """Time and energy that a run, or one process of a run, has used. None: could not be read."""
+    """Time and energy that a run, or one process of a run, has used. None: the value could not be read."""
 
     card_seconds: float = 0.0
     """Seconds of all processes; each process has one card."""
     gpu_joules: Optional[float] = None
     cpu_joules: Optional[float] = None
     gpu_seconds: float = 0.0
-    """Card seconds with an energy reading."""
+    """Card seconds for which the energy was read."""
     busy_seconds: Optional[float] = None
     """Card seconds in which a kernel ran."""
 
@@ -64,7 +66,7 @@ class Used:
 
     @staticmethod
     def read(folder: Path) -> Used:
-        """The use of the run in `folder` so far. A file that is missing or damaged counts as nothing used."""
+        """The time and energy that the run in `folder` has used so far; zeros if the file is missing or damaged."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             values = {name: read_json(folder / FILE)["used"][name] for name in asdict(Used())}
             if all(value is None or (type(value) in (int, float) and value >= 0) for value in values.values()):
@@ -87,19 +89,19 @@ class Used:
 
 
 class RunEnergy:
-    """Measures the energy of the run in `folder` from now on."""
+    """Measures the energy of the run in `folder` from its creation on."""
 
     def __init__(self, folder: RunFolder, world: World, cost: CostConfig) -> None:
         self.folder, self.world, self.cost = folder, world, cost
         self.before = Used.read(folder.path)
-        """The use of the run's earlier processes."""
+        """The time and energy of the run's earlier processes."""
         self.meter = EnergyMeter(world.device, hosts=process_rank().local_rank == 0)
         self._ranks: list[Used] = []
-        """The use of each rank since this process began, up to the last exchange of figures."""
+        """The time and energy of each rank since this process began, up to the last exchange of figures."""
         self._written, self._ended = time.monotonic(), False
 
     def own(self) -> list[float]:
-        """The use of this rank, for an exchange of numbers; NaN stands for None."""
+        """The time and energy of this rank, for an exchange of numbers; NaN stands for None."""
         return [math.nan if value is None else value for value in asdict(Used.of(self.meter.read())).values()]
 
     def exchanged(self, ranks: list[list[float]]) -> None:
@@ -107,14 +109,14 @@ class RunEnergy:
         self._ranks = [Used(*(None if math.isnan(value) else value for value in rank)) for rank in ranks]  # type: ignore[arg-type]
 
     def used(self) -> Used:
-        """The use of all ranks and processes so far; with several ranks, up to their last exchange."""
+        """The time and energy of all ranks and processes so far; with several ranks, up to their last exchange."""
         total = self.before
         for used in self._ranks if self.world.size > 1 else [Used.of(self.meter.read())]:
             total = total.plus(used)
         return total
 
     def log(self, tokens: int) -> dict[str, float]:
-        """The figures so far. Writes the file if the last write was WRITE_SECONDS ago."""
+        """The figures so far. Writes the file if the last write was at least WRITE_SECONDS ago."""
         used = self.used()
         if time.monotonic() - self._written >= WRITE_SECONDS:
             self._write(used)
@@ -122,7 +124,7 @@ class RunEnergy:
         return {name: figures[name] for name in LOGGED if name in figures}
 
     def end(self, tokens: int) -> dict[str, float]:
-        """The figures of the run up to now, exchanged and written. All ranks call this together."""
+        """Exchange and write the final figures, and return them. All ranks call this together."""
         if self.world.size > 1:
             self.exchanged(self.world.exchange(self.own(), "adding up the energy"))
         used = self.used()
@@ -135,8 +137,8 @@ class RunEnergy:
         return figures
 
     def close(self) -> None:
-        """End the measurement. Without other ranks, write the use up to now, unless end() has written it: nothing
-        opens a complete run again, so a file that a kill leaves half-written would stay."""
+        """End the measurement. A run of one rank writes its use here, unless end() has written it. A complete run is
+        never opened again, so a second write could only damage the file."""
         if self.world.size == 1 and not self._ended:
             self._write(self.used())
         self.meter.close()
@@ -148,7 +150,7 @@ class RunEnergy:
 
 
 def sentence(figures: dict[str, Any]) -> str:
-    """The figures of a whole run for people; empty if there are none."""
+    """A sentence for the user with the figures of a whole run; empty if there are no figures."""
     parts = []
     if (kwh := figures.get("energy/kwh")) is not None:
         cards = []

@@ -1,20 +1,21 @@
-"""The gradient noise scale: up to which size a larger global batch pays (McCandlish et al., arXiv 1812.06162).
+"""Estimates the gradient noise scale: the size up to which a larger global batch pays (McCandlish et al., arXiv
+1812.06162).
 
-A gradient of B rows is the true one, G, plus noise of variance tr(S) / B. The simple noise scale tr(S) / |G|^2 is the
-batch at which |G|^2 and the noise are equal. Far below it, twice the batch makes almost twice the progress a step; far
-above it, twice the batch makes the same progress a step, and costs twice as much.
+A gradient of B rows is the true gradient G plus noise of variance tr(S) / B. The simple noise scale tr(S) / |G|^2 is
+the batch size at which |G|^2 and the variance of the noise are equal. Far below this size, a step with twice the batch
+makes almost twice the progress. Far above it, such a step makes the same progress and costs twice the work.
 
-|G|^2 and tr(S) are estimated from a step of several micro-batches, on one rank or more, without a further pass.
-Micro-batch m has the share w_m of the step's supervised tokens, and its gradient, as the step sums it, is g_m:
+|G|^2 and tr(S) are estimated from a step of several micro-batches, on one rank or more, without an extra pass. w_m is
+micro-batch m's share of the step's supervised tokens. g_m is its gradient, divided as in the sum of the step:
 
     E |sum of g_m|^2 = |G|^2 + tr(S) / rows            E sum of |g_m|^2 = Q |G|^2 + tr(S) / rows,  Q = sum of w_m^2
 
 so |G|^2 = (|sum|^2 - sum of squares) / (1 - Q), and tr(S) / rows = (sum of squares - Q |sum|^2) / (1 - Q). With equal
 micro-batches this is the paper's estimate from two batch sizes. A single step says little, and a mean of ratios would
-be biased, so the two are averaged over steps, and the noise scale is the ratio of the averages.
+be biased. So |G|^2 and tr(S) are each averaged over steps, and the noise scale is the ratio of these averages.
 
-Cost: a norm of each weight's gradient in each micro-batch, computed by a hook before autograd adds the gradient up. So
-no gradient is kept, and nothing waits for the device.
+Cost: in each micro-batch, a hook computes the norm of each weight's gradient before autograd adds this gradient to the
+sum. So no gradient is kept, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -29,32 +30,33 @@ import torch
 from fxtune.data.batches.batch import IGNORE_INDEX
 
 PARTS, SHARES, ROWS = NAMES = ("noise/parts", "noise/shares", "noise/rows")
-"""Metrics of a step: the sum of |g_m|^2, the sum of w_m^2, and the rows. Sums over micro-batches and ranks."""
+"""Metrics of a step, summed over micro-batches and ranks: |g_m|^2, w_m^2, and the rows."""
 DECAY = 0.98
-"""The decay of the moving averages, which cover about 50 steps."""
+"""The decay of the moving averages. They cover about 50 steps."""
 LEAST_STEPS = 20
-"""Steps after which the ratio is shown."""
+"""Number of steps after which the ratio is shown."""
 NEAR = 2.0
-"""A batch within this factor of the noise scale is near it."""
+"""A batch counts as near the noise scale within this factor."""
 
 
 class MicroBatchNorms:
-    """Squared norms of the gradient of each micro-batch of `weights`."""
+    """Computes the squared norm of each micro-batch's gradient with respect to `weights`."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._squares: list[torch.Tensor] = []
-        # Through a weak reference, or the hooks of a model would fill the list of every step object that it had.
+        # The hooks hold a weak reference. With a strong one they would fill the list of every step object that the
+        # model had.
         arrived = weakref.WeakMethod(self._arrived)
         for weight in weights:
             weight.register_hook(lambda gradient: _call(arrived, gradient))
 
     def begin(self) -> None:
-        """A backward pass follows."""
+        """Call this before each backward pass."""
         self._squares.clear()
 
     def read(self, labels: torch.Tensor, rows: int, normalizer: torch.Tensor | float) -> dict[str, torch.Tensor]:
-        """NAMES for the micro-batch whose backward pass is over, float32 scalars on the device. `normalizer`: what the
-        loss is divided by; infinite: the micro-batch does not count. Does not wait for the device.
+        """The metrics in NAMES of the micro-batch whose backward pass has ended, float32 scalars on the device.
+        `normalizer`: the divisor of the loss; infinite: the micro-batch does not count. Does not wait for the device.
         """
         share = (labels != IGNORE_INDEX).sum() / normalizer
         zero = torch.zeros((), device=labels.device)
@@ -67,24 +69,25 @@ class MicroBatchNorms:
 
 
 def _call(arrived: weakref.WeakMethod[Any], gradient: torch.Tensor) -> None:
-    """A hook of autograd."""
+    """Call the method, as a hook of autograd, if its object still exists."""
     if (method := arrived()) is not None:
         method(gradient)
 
 
 class NoiseScale:
-    """Moving averages over the steps of a run, on the host. In the first steps both are too small by the same factor,
-    so their ratio is right."""
+    """Moving averages of |G|^2 and tr(S) over the steps of a run, on the host. In the first steps both averages are
+    too small by the same factor, so their ratio is right."""
 
     def __init__(self) -> None:
         self.signal = 0.0
-        """|G|^2"""
+        """The average of |G|^2."""
         self.noise = 0.0
-        """tr(S), the variance of the gradient of one row."""
+        """The average of tr(S), the variance of the gradient of one row."""
         self.steps = 0
 
     def add(self, grad_norm: float, parts: float, shares: float, rows: float) -> None:
-        """Count a step by the norm of its gradient before clipping and NAMES. One micro-batch alone says nothing."""
+        """Count a step. `grad_norm`: before clipping; the other arguments: the step's metrics in NAMES. A step of one
+        micro-batch is ignored, because it says nothing."""
         if not (shares < 1 - 1e-6 and math.isfinite(grad_norm) and math.isfinite(parts)):
             return
         whole = grad_norm**2
@@ -95,7 +98,7 @@ class NoiseScale:
     @property
     def rows(self) -> float | None:
         """The noise scale in rows, the unit of train.global_batch_size; None after too few steps, or if the gradients
-        are almost noise alone."""
+        are almost only noise."""
         known = self.steps >= LEAST_STEPS and self.signal > 0 and self.noise > 0
         return self.noise / self.signal if known else None
 
@@ -108,8 +111,8 @@ class NoiseScale:
         self.steps = int(state[2])
 
     def advice(self, batch: int) -> str:
-        """A sentence on a global batch of `batch` rows. By the paper, n rows reach a loss in steps proportional to
-        1 + noise scale / n, each at its best learning rate."""
+        """A sentence on a global batch of `batch` rows. By the paper, batches of n rows reach a loss after a number of
+        steps proportional to 1 + noise scale / n, if each batch size has its best learning rate."""
         scale = self.rows
         if scale is None:
             why = (

@@ -1,10 +1,10 @@
-"""Figures of all ranks: how long the parts of a step take, the slowest rank, the fullest card, the longest wait for
-data.
+"""Collects figures of all ranks: how long the parts of a step take, the slowest rank, the fullest card, the longest
+wait for data.
 
-Each replica times its forward and backward passes, which wait for no other rank. Ranks that share weights or rows wait
-for each other in every layer, so all take equally long. The ranks agree on each step (agreement.py); in a step with a
-log line, the message of the agreement also carries these figures. On a GPU the last steps may still be running then,
-and are counted at the next log line (step_timer.py).
+Each replica times its forward and backward passes, in which it waits for no other replica. Ranks that share weights or
+rows wait for each other in every layer, so all take equally long. The ranks agree on each step (agreement.py). In a
+step with a log line, the message of this agreement also carries the figures. Steps that still run on a GPU at that
+moment are counted at the next log line (step_timer.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSES, UPDATE = "forward_backward", "update"
 
 
 class RankReport:
-    """Collects the figures of this rank, and after agree() has the figures of all ranks."""
+    """Collects the figures of this rank. After agree() it has the figures of all ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -39,23 +39,23 @@ class RankReport:
         self.waited = 0.0
         """Seconds that this rank has waited for data since the last exchange."""
         self._all: list[list[float]] = []
-        """Seconds of a step's passes, seconds waited for data, peak memory and peak reserved memory in GiB, of each
-        rank. Empty before the first exchange."""
+        """For each rank: seconds of a step's passes, seconds waited for data, peak memory and peak reserved memory in
+        GiB. Empty before the first exchange."""
         self.energy: RunEnergy | None = None
-        """The energy of the run, whose figures travel in the same message."""
+        """The energy of the run. Its figures travel in the same message."""
 
     def timed(self, work: Callable[[], Result]) -> Result:
-        """work(), the forward and backward passes of a step."""
+        """Call work(), the forward and backward passes of a step, and time it."""
         with self.timer.part(PASSES):
             return work()
 
     def restart(self) -> None:
-        """Forget the steps so far."""
+        """Forget the timings and waits of the steps so far."""
         self.waited = 0.0
         self.timer.restart()
 
     def agree(self, mine: int) -> int:
-        """World.agree(), with the figures of each rank in the same message."""
+        """Agree as World.agree() does, and exchange the figures of all ranks in the same message."""
         own = self._own()
         used = self.energy.own() if self.energy else []
         ranks = self.world.exchange([float(mine), *own, *used], "deciding together")
@@ -69,8 +69,8 @@ class RankReport:
         return max((waited for _, waited, _, _ in self._all), default=None)
 
     def figures(self) -> dict[str, Any]:
-        """How long the parts of a step took, in seconds. With several ranks: the passes of the slowest rank, and the
-        figures of all ranks that replace figures of rank 0 alone."""
+        """How long the parts of a step took, in seconds. With several ranks, the passes are those of the slowest rank,
+        and memory is that of the fullest card."""
         parts = self._parts if self.world.size > 1 else self.timer.read()
         figures: dict[str, Any] = {f"train/{name}_seconds": seconds for name, seconds in parts.items()}
         if not self._all:
@@ -86,7 +86,7 @@ class RankReport:
 
     def _own(self) -> list[float]:
         self._parts = self.timer.read()
-        shares = self.world.degrees.replicate < self.world.size  # then all ranks take as long as the slowest
+        shares = self.world.degrees.replicate < self.world.size  # all of them take as long as the slowest rank
         passes = math.nan if shares else self._parts.get(PASSES, math.nan)
         device = self.world.device
         reserved = torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
@@ -96,7 +96,8 @@ class RankReport:
 
 
 def slowest(seconds: tuple[float, ...]) -> tuple[int, float] | None:
-    """(the slowest rank, the share by which its steps take longer than the median of the others); None: not known."""
+    """(the slowest rank, the share by which its steps take longer than the median of the other ranks); None if a
+    rank's time is not known."""
     if len(seconds) < 2 or not all(value > 0 for value in seconds):
         return None
     rank = max(range(len(seconds)), key=seconds.__getitem__)

@@ -1,11 +1,11 @@
-"""Loss spikes: steps whose loss is far above the losses before, detected on the device while they run.
+"""Detects loss spikes on the device: steps whose loss is far above the losses of earlier steps.
 
 A step is a spike if its loss is above `median + threshold x spread` of the last `window` steps. The spread is 1.4826
-times the median absolute deviation, one standard deviation where losses are normally distributed (Hampel 1974), and
-at least MIN_SPREAD of the median. A spike is also at least LEAST nats above the median: a model that has memorised its
-rows has losses near 0.004, where a loss of 0.03 is normal. Outliers in up to half of the window do not move median and
-spread. Every loss enters the window, also the loss of a spike. So if the loss stays at a new level, skipping ends
-after half a window.
+times the median absolute deviation. It equals the standard deviation of normally distributed losses (Hampel 1974), and
+is at least MIN_SPREAD of the median. A spike is also at least LEAST nats above the median: a model that has memorised
+its rows has losses near 0.004, where a loss of 0.03 is normal. Outliers in up to half of the window do not move median
+and spread. Losses of spikes also enter the window. So if the loss stays at a new level, skipping ends after half a
+window.
 
 Cost: a dozen kernel launches on `window` numbers a step; nothing waits for them.
 """
@@ -22,9 +22,9 @@ from fxtune.config.root import Spikes
 MIN_SPREAD = 0.01
 WINDOW, THRESHOLD = 64, 8.0
 LEAST = 0.05
-"""Nats above the median."""
+"""A spike's loss is at least this number of nats above the median."""
 MIN_FILLED = 4
-"""Steps are judged once 1 / MIN_FILLED of the window is filled."""
+"""Steps are judged after 1 / MIN_FILLED of the window is filled."""
 
 
 class SpikeWindow:
@@ -34,14 +34,14 @@ class SpikeWindow:
         self.kind, self.size, self.threshold = kind, size, threshold
         self.losses = torch.full((size,), math.nan, device=device)
         self.taken = 0
-        """Losses so far; the next one is written at this index modulo `size`."""
+        """Number of losses so far. The next loss is written at this index modulo `size`."""
         self._no_limit = torch.full((), math.inf, device=device)
 
     @torch.no_grad()
     def limit(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss above which this step is a spike, a scalar on the device; infinity while there are too few losses.
 
-        It is computed from the losses before `loss`, which is then added.
+        The limit is computed from the losses before `loss`. Then `loss` is added to the window.
         """
         if self.kind is Spikes.off:
             return self._no_limit
@@ -59,16 +59,17 @@ class SpikeWindow:
         return limit
 
     def updates_weights(self, limit: torch.Tensor, loss: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        """Whether the step updates the weights (finite, and no spike if spikes are skipped), a bool on the device."""
+        """Whether the step updates the weights, a bool on the device: it is finite and, if spikes are skipped, no
+        spike."""
         return finite & (loss <= limit) if self.kind is Spikes.skip else finite
 
     def state(self) -> dict[str, Any]:
-        """The state that a resumed run needs to judge the next step as this run. Waits for the device."""
+        """The state that a resumed run needs to judge the next step as this run would. Waits for the device."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses.tolist()]
         return {} if self.kind is Spikes.off else {"losses": losses, "taken": self.taken}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what state() returned; does nothing if the window now has another size."""
+        """Restore what state() returned. Does nothing if the window now has another size."""
         if len(state.get("losses", ())) == self.size:
             self.losses.copy_(torch.tensor([math.nan if loss is None else loss for loss in state["losses"]]))
             self.taken = state["taken"]

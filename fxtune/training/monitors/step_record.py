@@ -1,4 +1,4 @@
-"""The metrics of each step, kept until its log line is written."""
+"""The metrics of a step, kept until its log line is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MONITORED = ("loss", "grad_norm", "finite", "loss_scale", "spike_limit")
-"""Metrics of every step (TrainStep); the objective adds others."""
+"""Metrics that every step has (TrainStep). Objectives add more metrics."""
 
 
 @dataclass
@@ -25,8 +25,8 @@ class StepRecord:
 
     @property
     def scale_too_large(self) -> bool:
-        """Whether the loss is finite and only the loss scale was too large. The scale is then halved, from 65536 at
-        most 16 times, so a run with other problems still ends."""
+        """Whether the loss is finite and the gradient is not, with a loss scale above 1: the scale may be too large.
+        It is then halved, from 65536 at most 16 times, so a run with other problems still ends."""
         return not self.finite and self.loss_scale > 1 and math.isfinite(self.loss)
 
     @property
@@ -39,7 +39,8 @@ class StepRecord:
         return self.spike or not (self.finite or self.scale_too_large)
 
     def to_json(self) -> list[Any]:
-        """`[loss, grad_norm, finite, loss_scale, spike_limit, step]`, then `metrics` if any; null means not finite."""
+        """The list `[loss, grad_norm, finite, loss_scale, spike_limit, step]`, and `metrics` if there are any. Null
+        stands for a number that is not finite."""
         row: list[Any] = [_finite_or_none(getattr(self, name)) for name in MONITORED] + [self.step]
         return [*row, {name: _finite_or_none(value) for name, value in self.metrics.items()}] if self.metrics else row
 

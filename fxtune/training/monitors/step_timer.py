@@ -1,6 +1,6 @@
-"""How long the parts of a step take: forward and backward, the update of the weights.
+"""Measures how long the parts of a step take: forward and backward passes, and the update of the weights.
 
-On a GPU, events on its stream time the parts. Nothing waits for these events: parts that are not finished are counted
+On a GPU, events on its stream time the parts. Nothing waits for these events. Parts that have not finished are counted
 at the next read.
 """
 
@@ -20,13 +20,13 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
         self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
-        """Name, beginning and end of the parts that the device may not have finished."""
+        """Name, begin event and end event of each part that the device may not have finished."""
         self._done: dict[str, tuple[int, float]] = {}
-        """Name -> (number of times since the last read, their seconds together)."""
+        """For each name: (how often the part ran since the last read, its seconds in total)."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The body is a part of a step. A body that raises an error is not counted."""
+        """A context whose body is timed as the part `name` of a step. A body that raises an error is not counted."""
         if not self._gpu:
             began = time.perf_counter()
             yield
@@ -40,13 +40,13 @@ class StepTimer:
         self._collect()
 
     def read(self) -> dict[str, float]:
-        """Seconds that each part took on average since the last read; parts that were not finished are left out."""
+        """Mean seconds of each part since the last read. Parts that have not finished are left out."""
         self._collect()
         done, self._done = self._done, {}
         return {name: seconds / times for name, (times, seconds) in done.items()}
 
     def restart(self) -> None:
-        """Forget the steps so far."""
+        """Forget the timings of the steps so far."""
         self._running.clear()
         self._done.clear()
 

@@ -24,17 +24,17 @@ from fxtune.errors import UserError
 from fxtune.system.terminal.redact import redact_arguments
 
 ENDS = "end_tokens"
-"""The key of the tokens with which answers of the data end."""
+"""The key in about.json for the tokens with which answers of the data end."""
 TEXTS = "prompts_are_texts"
-"""The key of whether all prompts of the data are texts that no chat template writes."""
+"""The key in about.json that says whether all prompts of the data are plain texts, without a chat template."""
 BINS = 12
-"""Ranges of lengths in the histogram of documents."""
+"""The number of ranges in the histogram of document lengths."""
 
 
 def describe_run(
     data: PreparedData, ends: list[int], template_time: str | None, texts: bool = False
 ) -> dict[str, Any]:
-    """The file's values. Lengths are tokens. `ends`: learned_ends() of the data. `template_time`: see
+    """The values of about.json. Lengths are in tokens. `ends`: learned_ends() of the data. `template_time`: see
     DataConfig. `texts`: prompts_are_texts() of the data."""
     return {
         "command": _command(),
@@ -50,13 +50,13 @@ def describe_run(
 
 
 def prompts_are_texts(tables: Sequence[TokenTable], data: DataConfig) -> bool:
-    """Whether the first row of each source has a prompt, and it is a text that no chat template writes."""
+    """Whether the first row of each source has a prompt that is a plain text, without a chat template."""
 
     def is_text(source: SourceConfig, table: TokenTable) -> bool:
         if table.format.needs_template or table.format.name in ("text", "tokens"):
             return False
         row = None
-        with suppress(UserError, OSError):  # the tokens are cached, and the file may have gone
+        with suppress(UserError, OSError):  # the file may be gone, because the tokens are cached
             row = next(usable_rows(source, table, data), None)
         if row is None:
             return False

@@ -1,16 +1,17 @@
-"""When a run ends: after its last step, early because evaluations have not improved for long, by `fxtune finish RUN`,
-or in time for a deadline (`train.max_minutes`).
+"""Decides when a run ends: after its last step, early because evaluations have stopped improving, by `fxtune finish
+RUN`, or in time for a deadline (`train.max_minutes`).
 
-With schedule.name=wsd a run that ends early still decays its learning rate, from the best weights of its stable phase.
-It goes back to the checkpoint of these weights and takes the steps that follow in the data plan, at a falling rate.
-So it trains the same model as a shorter run. With other schedules the run ends at once.
+With schedule.name=wsd a run that ends early still decays its learning rate, starting from the best weights of its
+stable phase. It goes back to the checkpoint of these weights and takes the next steps of the data plan at a falling
+rate. So it trains the same model as a shorter run. With other schedules the run ends at once.
 
-Rank 0 takes the decisions that depend on a clock. A decision is part of the state and is saved at once, so a run that
-is killed afterwards ends with the same bits. A run that is killed before the save decides anew.
+Rank 0 takes the decisions that depend on a clock. A decision is part of the state and is saved at once. If the run is
+killed after this save, it resumes and ends with the same bits. If it is killed before, it decides again.
 
-A run with a deadline looks at the clock after its first two steps, which time a step. It looks again whenever half of
-the steps before the last moment for a decision are done, so it is on time to a step. Each look is a log line: in a run
-of N steps the host waits for the device about log2(N) times more than without a deadline.
+A run with a deadline looks at the clock after each of its first two steps, which show how long a step takes. It looks
+again each time it has done half of the steps left before the last moment for a decision, so it ends at most one step
+late. Each look writes a log line. So in a run of N steps the host waits for the device about log2(N) times more often
+than without a deadline.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from fxtune.training.monitors.clock import RunClock
 FINISH = "finish"
 """A file of this name in the run's folder tells the run to end (`fxtune finish`)."""
 EVALUATIONS = 20
-"""Evaluations of a run with train.stop whose train.eval_every is 0."""
+"""How many evaluations a run has with train.stop and train.eval_every=0."""
 FOREVER = 2**31
-"""A number of steps that stands for: not limited."""
+"""A number of steps that means "no limit"."""
 SLACK = 0.1
-"""A decay is cut off for the deadline only if more than this share of it would be late."""
+"""A decay is cut off for the deadline only if more than this share of its steps would be late."""
 LATE = 0.02
-"""An end that is late by more than this share of the deadline is called late."""
+"""The run reports that it will be late only if it is late by more than this share of the deadline."""
 EVAL_SHARE = 0.05
 """train.eval_share of a run with train.stop."""
 
 
 class Reason(IntEnum):
-    """Why a run ends before its last planned step. Of several reasons the highest counts."""
+    """Why a run ends before its last planned step. If there are several reasons, the highest number counts."""
 
     none = 0
     deadline = 1
@@ -55,7 +56,8 @@ class Reason(IntEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The run ends as `schedule` says, from the weights of the checkpoint of `origin`; None: from the weights now."""
+    """The decision that the run follows `schedule` to its end. `origin`: the step of the checkpoint whose weights it
+    starts from; None: the current weights."""
 
     reason: Reason
     schedule: Schedule
@@ -65,7 +67,7 @@ class Decision:
 
 
 class RunEnd:
-    """Decides where a run ends. Its memory is `state.ending`, which is part of a checkpoint."""
+    """Decides where a run ends. It remembers figures and decisions in `state.ending`, which checkpoints save."""
 
     def __init__(
         self,
@@ -77,20 +79,20 @@ class RunEnd:
         compiles: bool = False,
         evaluation_steps: float = 0.0,
     ) -> None:
-        """`compiles`: the first step and the first evaluation include compilation. `evaluation_steps`: about how many
-        steps take as long as an evaluation; used until an evaluation was measured."""
+        """`compiles`: whether the first step and the first evaluation include compilation. `evaluation_steps`: about
+        how many steps take as long as one evaluation. This estimate is used until an evaluation was measured."""
         self.config, self.world, self.clock, self.state = config, world, clock, state
         self.compiles, self.evaluation_steps = compiles, evaluation_steps
         self.file = folder / FINISH
         train = config.train
         self.stop = train.stop
         self.deadline = None if train.max_minutes is None else 60 * train.max_minutes
-        """Seconds of the run after which it is to be done."""
+        """The run must be finished after this number of seconds."""
         self.next_look = state.step + 1
-        """With a deadline: the step after which to look at the clock, whether or not a log line is due."""
+        """With a deadline: the step after which to look at the clock, even if no other log line is due."""
         share = EVAL_SHARE if self.stop.patience and not config.run.strict else 0.0
         self.share = share if train.eval_share is None else train.eval_share
-        """The largest share of the time that evaluations may take; 0: any."""
+        """The largest share of the time that evaluations may take; 0: no limit."""
 
     def evaluation_due(self, step: int, schedule: Schedule) -> bool:
         """Whether to evaluate after `step` steps."""
@@ -102,16 +104,16 @@ class RunEnd:
         return every or (max(1, schedule.planned // EVALUATIONS) if self.stop.patience else 0)
 
     def log_line_due(self, step: int) -> bool:
-        """Whether a log line is due after `step` steps, before the last one."""
+        """Whether a log line is due after `step` steps. The last step always has one and is not considered here."""
         return step % self.config.train.log_every == 0 or self.looks(step)
 
     def looks(self, step: int) -> bool:
-        """Whether a log line is due after `step` steps because decide() must then look at the clock."""
+        """Whether decide() must look at the clock after `step` steps. A log line is then due."""
         return self.deadline is not None and step == self.next_look
 
     def evaluated(self, figures: Mapping[str, float], schedule: Schedule) -> bool:
-        """Take the figures of an evaluation. Returns whether the state must be saved: these weights are the best so
-        far, or the interval of evaluations was decided.
+        """Record the figures of an evaluation. Returns whether the state must be saved, because these weights are the
+        best so far or the interval of evaluations was decided.
         """
         state, ending = self.state, self.state.ending
         ending["evaluations"] = ending.get("evaluations", 0) + 1
@@ -137,8 +139,8 @@ class RunEnd:
         return save
 
     def begins_end(self, schedule: Schedule, full_steps: int) -> bool:
-        """Whether the planned decay or a short last step begins here, which a longer run would not take. A checkpoint
-        is then due, and kept. `full_steps`: the run's steps without a short last step."""
+        """Whether the planned decay or a short last step begins here. A longer run would not take these steps, so a
+        checkpoint is then saved and kept. `full_steps`: the run's steps without a short last step."""
         origin = min(schedule.decay_start, full_steps)
         begins = schedule.config.name in EXTENDABLE and 0 < self.state.step == origin < schedule.steps
         if begins:
@@ -147,22 +149,23 @@ class RunEnd:
 
     @property
     def judged(self) -> str | None:
-        """The figure whose highest value says which weights are best; None: the lowest held-out loss does."""
+        """The figure that is highest for the best weights; None: the best weights have the lowest held-out loss."""
         return self.stop.metric.figure if self.stop.patience > 0 else None
 
     @property
     def asks(self) -> bool:
-        """Whether evaluations ask the questions, as their answers say which weights are best."""
+        """Whether evaluations ask the questions, because the answers decide which weights are best."""
         return self.judged == StopMetric.exact_match.figure
 
     def _quality(self, figures: Mapping[str, float]) -> tuple[float, float]:
-        """(score, tie-breaker): the higher score is better, and among equal scores the higher tie-breaker."""
+        """The pair (score, tie-breaker). The higher score is better; of equal scores, the one with the higher
+        tie-breaker."""
         loss = -figures.get("eval/loss", math.inf)
         return (figures[self.judged], loss) if self.judged else (loss, 0.0)
 
     def _decide_interval(self, schedule: Schedule, evaluations: int) -> bool:
-        """Stretch the interval of evaluations, once, so that all evaluations of the run take no more than their share
-        of the time, the last evaluation included."""
+        """Lengthen the interval of evaluations once, so that all evaluations of the run, including the last, take no
+        more than their share of the time. Returns whether the interval was decided."""
         ending, step_seconds = self.state.ending, self.clock.step_seconds
         if not self.share or "interval" in ending or ending["evaluations"] < evaluations:
             return False
@@ -171,7 +174,7 @@ class RunEnd:
             each, before = self.clock.last_seconds["evaluation"], self.clock.figures()["time/evaluation_seconds"]
             seconds = self.share / (1 - self.share) * schedule.planned * step_seconds - before - each
             step, last = self.state.step, schedule.planned - 1
-            intervals = range(least, last + least + 1, least)  # with the longest no evaluation comes between
+            intervals = range(least, last + least + 1, least)  # with the longest only the last step is evaluated
             fitting = (steps for steps in intervals if (last // steps - step // steps) * each <= max(seconds, 0.0))
             chosen = next(fitting, intervals[-1])
         chosen = self.world.agree(chosen, "deciding when to evaluate")
@@ -183,9 +186,9 @@ class RunEnd:
         return schedule.branches and self.state.step >= schedule.decay_start
 
     def decide(self, schedule: Schedule, evaluated: bool, looks: bool) -> Decision | None:
-        """The decision to end the run otherwise than `schedule` says, the same on all ranks; None: go on.
+        """The decision to end the run in another way than `schedule`; None: go on. All ranks get the same decision.
 
-        `evaluated`: an evaluation has just ended. `looks`: it is time to look at the clock and for the file of
+        `evaluated`: whether an evaluation has just ended. `looks`: whether to look at the clock and for the file of
         `fxtune finish`.
         """
         if self.state.step >= schedule.last:
@@ -202,7 +205,8 @@ class RunEnd:
         if reason is Reason.none:
             return None
         if not schedule.branches or (not steps and not self._decays(schedule)):
-            # One more step, unless the weights have just been evaluated: the last step of a run is evaluated.
+            # The last step of a run is evaluated. So the run takes one more step, unless the current weights have just
+            # been evaluated.
             last = self.state.step + (0 if evaluated else 1)
             last = min(self.state.step + steps, schedule.last) if reason is Reason.deadline else last
             return self._decided(reason, schedule.ending(last), None, f": {self._unfinished(schedule, last)}")
@@ -213,14 +217,14 @@ class RunEnd:
         return self._decided(reason, schedule.ending(last), None, text)
 
     def _look(self, schedule: Schedule) -> tuple[Reason, int]:
-        """(the reason to end now, the number of steps that there is time for, or FOREVER if it is not known)."""
+        """(the reason to end now, for how many steps there is time). The number is FOREVER if it is not known."""
         decided = bool(self.state.ending.get("reason"))
         requested = Reason.finish if not decided and self.file.exists() else Reason.none
         if self.deadline is None:
             return requested, FOREVER
         seconds, step_seconds = self.deadline - self.clock.seconds - self.reserve, self._step_seconds(schedule)
         if step_seconds is None:
-            # Only the first step was measured. It took longer than others will, so it is a bound.
+            # Only the first step was measured. Later steps are faster, so its time is an upper bound.
             first = self.clock.first_step_seconds
             enough = seconds > (0.0 if first is None or self.compiles or decided else first)
             return (requested, FOREVER) if enough else (max(requested, Reason.deadline), 0)
@@ -228,23 +232,23 @@ class RunEnd:
         left = schedule.last - self.state.step
         if steps >= left:
             return requested, steps
-        if decided or self._decays(schedule):  # not for a small difference: each decision is saved
+        if decided or self._decays(schedule):  # small differences are ignored, as each decision is saved
             short = left - steps > max(1, SLACK * schedule.decay)
         else:
-            # The last moment is now if, after one more step, the decay would take too long.
+            # This is the last moment for a decision if, after one more step, there is no time for the decay.
             short = steps < 1 + (self._decay(schedule)[1] if schedule.branches else 1)
         return max(requested, Reason.deadline if short else Reason.none), steps
 
     def _step_seconds(self, schedule: Schedule) -> float | None:
-        """A step's time with its share of evaluations; None before a step was measured."""
+        """Seconds of a step, including its share of the evaluations' time; None before a step was measured."""
         if (step_seconds := self.clock.step_seconds) is None:
             return None
         interval = self.state.ending.get("interval") or self._least_interval(schedule)
         return step_seconds + (self.clock.last_seconds["evaluation"] / interval if interval else 0.0)
 
     def _next_look(self, schedule: Schedule, steps: int) -> int:
-        """The step after which to look again if there is time for `steps`: when half of the steps before the last
-        moment for a decision are done, and when a decay begins."""
+        """The step after which to look again if there is time for `steps` steps. Half of the steps before the last
+        moment for a decision are then done, or a decay begins."""
         step = self.state.step
         if steps >= FOREVER:
             return step + 1
@@ -255,21 +259,22 @@ class RunEnd:
 
     @property
     def reserve(self) -> float:
-        """Seconds after the last step: an evaluation, the questions, a checkpoint and the export."""
+        """Seconds that the run needs after its last step: for an evaluation, the questions, a checkpoint and the
+        export."""
         last, step_seconds = self.clock.last_seconds, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
         evaluation = last["evaluation"] or self.evaluation_steps * step_seconds
         return evaluation + last["questions"] + 2 * last["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
-        """(the step from whose weights a decay would begin now, the steps of the decay). It is the current step,
-        unless the latest evaluation has found earlier weights to be better."""
+        """(the step whose weights a decay would start from now, the number of steps of the decay). The decay starts
+        from the current step, unless the latest evaluation was not better than an earlier one."""
         best = self.state.branch_step
         origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
         assert origin is not None
         return origin, schedule.decay_from(origin - schedule.dropped)
 
     def _branch(self, schedule: Schedule, reason: Reason, steps: int) -> Decision:
-        """The decision to decay, over `steps` steps at most."""
+        """The decision to decay the learning rate over at most `steps` steps."""
         step, (origin, whole) = self.state.step, self._decay(schedule)
         decay = min(whole, steps)
         # The first step of a decay has the full rate.
@@ -313,7 +318,7 @@ class RunEnd:
         )
 
     def take(self, decision: Decision) -> None:
-        """Note the decision in the state, after the weights of its origin were restored."""
+        """Store the decision in the state. Call this after the weights of its origin were restored."""
         state, schedule = self.state, decision.schedule
         if schedule.branches and state.step == schedule.decay_start and decision.origin is None:
             state.branch_step = state.step
@@ -321,7 +326,8 @@ class RunEnd:
         state.schedule = schedule.saved()
 
     def end_time(self, schedule: Schedule) -> float | None:
-        """When the run will be done, in seconds since 1970; None without a deadline and a decision to end early."""
+        """When the run will be done, in seconds since 1970; None if it has neither a deadline nor a decision to end
+        early, or if no step was timed."""
         step_seconds = self.clock.step_seconds
         if step_seconds is None or (self.deadline is None and not self.state.ending.get("reason")):
             return None
@@ -331,13 +337,13 @@ class RunEnd:
         return time.time() + left
 
     def done(self) -> None:
-        """The run is finished: remove the file that told it to end."""
+        """Remove the file that told the run to end. Call this when the run is finished."""
         if self.world.main:
             with contextlib.suppress(OSError):
                 self.file.unlink(missing_ok=True)
 
     def require_time(self) -> None:
-        """Raise ConfigError if the deadline is over before the first step."""
+        """Raise ConfigError if the deadline has passed before the first step."""
         late = self.deadline is not None and self.state.step == 0 and self.clock.seconds >= self.deadline
         if self.world.agree(int(late), "looking at the deadline"):
             raise ConfigError(

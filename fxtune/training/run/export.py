@@ -1,4 +1,4 @@
-"""What a finished run leaves for its user: the proven export, and a page about the run."""
+"""Writes the results of a finished run: the proven export, and a page about the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fxtune.models.proof import Proof
 from fxtune.training.builder import RunBuilder
 
 MORE_TOKENS = 16
-"""How many tokens longer than the right answer the answer in the proof of the export may be."""
+"""In the proof of the export, the model's answer may be longer than the right answer by this number of tokens."""
 LARGE_METRICS = 200 * 2**20
-"""A run with more bytes in metrics.jsonl (some 300,000 log lines) writes no page when it ends."""
+"""If metrics.jsonl has more bytes (some 300,000 log lines), the run writes no page when it ends."""
 
 
 def export(
@@ -32,12 +32,12 @@ def export(
     output: Path,
     card: dict[str, Any],
 ) -> Proof:
-    """Write the trained model or adapter to `output`, a folder in the run's folder, with `card` in its model card.
-    `ends`: learned_ends() of `data`. Returns what was proven of the files."""
+    """Write the trained model or adapter to `output`, a folder in the run's folder. `card`: values for the model card.
+    `ends`: learned_ends() of `data`. Returns the proof of the written files."""
     proofs = list[Proof]()
 
     def answer() -> Answer:
-        """The trained model's, with the precision of training."""
+        """The trained model's answer, with the precision of training."""
         with builder.techniques.precision.context(builder.world.device):
             return Answer.of(prepared.module)
 
@@ -56,7 +56,8 @@ def export(
 
 
 def _ending_probe(data: PreparedData, ends: list[int]) -> EndingProbe | None:
-    """A question of the data for the plain model; None if there is none, or its images have changed."""
+    """A question of the data for the plain model; None if the data has no question or the question's images have
+    changed."""
     question, processor = short_question(data.tables, ends), data.images
     if question is None:
         return None
@@ -68,13 +69,13 @@ def _ending_probe(data: PreparedData, ends: list[int]) -> EndingProbe | None:
 
 
 def write_report(folder: Path) -> str:
-    """Write report.html. Returns a line that says where the page is, or why there is none."""
+    """Write report.html. Returns a line that says where the page is, or why it was not written."""
     from fxtune.reports import page
 
     try:
-        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # tens of seconds and gigabytes of memory
+        if (folder / METRICS).stat().st_size > LARGE_METRICS:  # a page takes tens of seconds and gigabytes of memory
             return f"{folder / METRICS} is large: `fxtune report {folder}` writes a page about the run"
         page.write_report([folder], folder / REPORT)
-    except Exception as error:  # noqa: BLE001  the run is done, whatever is wrong with a page about it
+    except Exception as error:  # noqa: BLE001  no error of the page may fail a finished run
         return f"The page {folder / REPORT} could not be written: {first_line(error)}"
     return f"A page about the run is in {folder / REPORT}"

@@ -1,7 +1,7 @@
 """The schedule of a run that starts, resumes, or is given more steps (train.max_steps, train.epochs).
 
-More steps extend the schedule. If the learning rate has decayed already, or the last step was short, the run goes on
-from the checkpoint before the decay or before that step.
+More steps extend the schedule. If the learning rate has decayed already, the run goes on from the checkpoint before
+the decay. If the last step was short, it goes on from the checkpoint before that step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from fxtune.training.run.state import RunState
 
 
 def require_extendable(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError for a run with another number of steps than at its start, if its recipe is laid out for a
-    number of steps."""
+    """Raise ConfigError if the run's number of steps was changed and its recipe depends on a fixed number of steps."""
     if not folder.extends:
         return
     changed = f"{folder.path} holds this run with another train.epochs or train.max_steps, and"
@@ -37,8 +36,9 @@ def require_extendable(folder: RunFolder, config: Config) -> None:
 
 
 def schedule_of_run(run_state: RunState, planned: Schedule, plan: Plan, recipe: dict[str, Any]) -> Schedule:
-    """The schedule of the run: `planned` by its config, as it was decided since the run started, or extended to all
-    steps of `plan`. The folder of an extended run then has the new `recipe`. Raises as extended()."""
+    """The schedule of the run: `planned` from the config with the decisions since the run started. An extended run's
+    schedule is extended to all steps of `plan`, and `recipe` is written to its folder. Raises ConfigError as
+    extended() does."""
     folder, schedule = run_state.folder, run_state.schedule(planned)
     if not folder.extends and schedule.planned == plan.steps:
         return schedule
@@ -50,11 +50,11 @@ def schedule_of_run(run_state: RunState, planned: Schedule, plan: Plan, recipe: 
 
 
 def extended(run_state: RunState, before: Schedule, new: Schedule, plan: Plan) -> tuple[Schedule, str]:
-    """The schedule `before` of a run that ended, extended to the steps of `plan` and noted in the state, and a line
-    about it. `new`: the schedule of a new run. The run goes back to the checkpoint from before its decay if the
-    learning rate has decayed, or from before a short last step.
+    """Extend the schedule `before` of a run that ended to the steps of `plan`, and store it in the run's state.
+    Returns the schedule and a line about it. `new`: the schedule of a new run. If the learning rate has decayed or the
+    last step was short, the run goes back to the checkpoint before the decay or before that step.
 
-    Raises ConfigError for a run that was started for more steps, or that lacks that checkpoint.
+    Raises ConfigError if the run was not started for fewer steps, or if that checkpoint is missing.
     """
     state, steps, path = run_state.state, plan.steps, run_state.folder.path
     if steps <= before.planned:
@@ -64,7 +64,7 @@ def extended(run_state: RunState, before: Schedule, new: Schedule, plan: Plan) -
         )
     origin: TrainState | None = state
     decayed = before.branches and state.step > before.decay_start
-    # The rows of the shorter run may not have filled its last step.
+    # The rows of the run before its extension may not have filled its last step.
     learned = plan.epoch(state.step - before.dropped)
     was_short = state.step == before.last and state.figures.get("train/epoch", learned) != learned
     before_what = "the decay" if decayed else "the short last step"

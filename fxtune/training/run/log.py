@@ -31,7 +31,7 @@ from fxtune.training.forecast.step_count import few_steps
 
 @dataclass
 class RunLog:
-    """The log of one run. Keeps the last value of each figure in `state.figures`."""
+    """The log of one run. It keeps the last value of each figure in `state.figures`."""
 
     folder: RunFolder
     screen: Display
@@ -40,7 +40,7 @@ class RunLog:
     startup: StartupTimer
     compile: Compile
     done: set[str] = field(default_factory=set)
-    """One-time notes that were printed."""
+    """The one-time notes that were printed already."""
 
     def log(self, figures: dict[str, Any]) -> None:
         self.state.figures.update({"train/step": self.state.step, **figures})
@@ -48,7 +48,8 @@ class RunLog:
         self.screen.log(self.state.step, figures)
 
     def started(self) -> dict[str, float]:
-        """Print once, after the first steps, where the start-up time went. Returns it as figures, once."""
+        """After the first steps, print once how long each part of the start-up took. The first call returns these
+        times as figures."""
         if "start-up" in self.done:
             return {}
         self.done.add("start-up")
@@ -57,15 +58,15 @@ class RunLog:
         return {f"startup/{part.replace(' ', '_')}_seconds": seconds for part, seconds in parts}
 
     def compiled(self, after: str) -> None:
-        """Log the compiler's report once after the first steps of each kind: `training`, `evaluation`, rows of another
-        length."""
+        """Log the compiler's report once after the first steps of each kind. `after`: the kind, such as `training`,
+        `evaluation`, or rows of a new length."""
         if after in self.done or not self.compile.enabled:
             return
         self.done.add(after)
         report = self.compile.report()
         try:
             self.folder.write("compile.json", asdict(report))
-        except StorageError as error:  # only a report is lost: training goes on
+        except StorageError as error:  # only a report is lost, so training goes on
             self.screen.note(str(error))
         figures = {
             "graphs": report.graphs,
@@ -78,7 +79,8 @@ class RunLog:
             self.screen.note(line)
 
     def stopped(self, steps: int, again: bool) -> str:
-        """How far the stopped run got and how to resume it. `again`: the same command resumes it."""
+        """A sentence on how far the stopped run got and how to resume it. `again`: whether the same command resumes
+        it."""
         step, folder = self.state.step, self.folder.path
         command = "The same command" + " with run.resume=auto" * (not again)
         if step == 0:
@@ -98,7 +100,7 @@ class RunLog:
 
 
 def next_commands(config: Config, folder: Path) -> list[str]:
-    """What a user does with the finished run in `folder`."""
+    """Commands that a user may give next for the finished run in `folder`."""
     name = shlex.quote(folder.name if folder.absolute().parent == RUNS.absolute() else str(folder))
     use = {
         "chat": config.objective.needs.writes,
@@ -109,8 +111,8 @@ def next_commands(config: Config, folder: Path) -> list[str]:
 
 
 def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any], proof: Proof) -> Iterator[str]:
-    """The last lines of a run: its held-out figures, and what may be wrong with them and with the exported model.
-    `proof`: of the export."""
+    """The last lines of a run: its held-out figures, and possible problems of these figures and of the exported model.
+    `proof`: the proof of the export."""
     for part, whose in (("eval", "held-out rows"), ("train", "training rows, in the last log line")):
         if (accuracy := figures.get(f"{part}/reward_accuracy")) is not None:
             margin = figures.get(f"{part}/reward_margin", math.nan)
@@ -130,7 +132,7 @@ def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any], p
 
 
 def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Iterator[str]:
-    """Lines on the values chosen for `auto` and null, and on the data."""
+    """Lines on the values that were chosen for `auto` and null, and on the data."""
     facts, device = builder.facts, builder.world.device
     loader, image_bytes = settle_loader(config.loader, builder.own(data.training), device)
     yield (

@@ -1,7 +1,7 @@
-"""Checks that a resumed run has the same decisions for each `auto`, base weights, data and machine as when it started.
+"""Checks that a resumed run has the same decisions for each `auto`, base weights, data and machine as at its start.
 
-run_folder.py compares the recipe. What the recipe leaves open is written to `setting.json` when a run starts and
-compared when it resumes, so that a resumed run ends with the same bits as an uninterrupted one:
+run_folder.py compares the recipe. Everything else that affects the run is written to `setting.json` when the run
+starts, and compared when it resumes. So a resumed run ends with the same bits as an uninterrupted one:
 
 - Each `auto` keeps its decision: a card with less free memory today would decide differently.
 - With other files of the base model or other tokens of a source the run is refused, with a line for each difference.
@@ -43,26 +43,28 @@ from fxtune.tracking import worker
 from fxtune.training.builder import RunBuilder
 
 SAMPLES = 64
-"""How many 4 KiB blocks of a weights file are hashed, with its size. Hashing all of 16 GB would take a minute."""
+"""How many 4 KiB blocks of a weights file are hashed, together with its size. Hashing a whole file of 16 GB would take
+a minute."""
 BLOCK = 4096
 CAUSES = {"data": ", its rows, the tokenizer or the chat template"}
 TRACKERS = {tracker.package for tracker in worker.TRACKERS.values()}
-"""Packages that do not affect numerics."""
+"""Packages of trackers. They do not affect numbers."""
 DRAWS = {"draws": "one seed a weight"}
-"""The record in setting.json of how stochastic rounding draws its random bits."""
+"""The entry in setting.json that says how stochastic rounding draws its random bits."""
 Options = TypeVar("Options")
 
 
 class ResumeCheck:
-    """The check of the run in `folder`. `resumes`: the run has a checkpoint, so `setting.json` is read, not written.
+    """The check of the run in `folder`. `resumes`: whether the run has a checkpoint. If so, `setting.json` is read and
+    not written.
 
-    Raises StorageError if the file exists and cannot be read.
+    Raises StorageError if `setting.json` exists and cannot be read.
     """
 
     def __init__(
         self, folder: Path, resumes: bool, strict: bool, note: Callable[[str], None], writes: bool = True
     ) -> None:
-        """`writes`: false on all ranks but one."""
+        """`writes`: whether this rank writes `setting.json`."""
         self.folder, self.strict, self.note, self.writes = folder, strict, note, writes
         self.now: dict[str, dict[str, str]] = {}
         self.before: dict[str, Any] = {}
@@ -76,16 +78,17 @@ class ResumeCheck:
                 ) from error
 
     def earlier_decisions(self, configured: Options, today: Options) -> Options | None:
-        """`configured` with each `auto` as decided when the run started; None if `today`, decided today, is the same.
+        """`configured` with each `auto` as decided when the run started; None if `today`, with today's decisions, is
+        the same.
 
-        The folder may come from a stranger: an explicit value of the recipe is kept, and a value that no recipe may
-        have raises StorageError.
+        The folder may come from a stranger. So explicit values of the recipe are kept, and a recorded value that no
+        recipe may have raises StorageError.
         """
         changes = {}
         recorded = self._section("techniques")
         for entry in dataclasses.fields(configured) if recorded else ():  # type: ignore[arg-type]
             technique = getattr(configured, entry.name)
-            if technique.enabled == AUTO and entry.name not in recorded:  # it could not act
+            if technique.enabled == AUTO and entry.name not in recorded:  # the technique could not act at the start
                 changes[entry.name] = dataclasses.replace(technique, enabled=False)
         for name, was in recorded.items():
             technique, decided = getattr(configured, name, None), getattr(today, name, None)
@@ -101,16 +104,16 @@ class ResumeCheck:
             }
             if different:
                 changes[name] = dataclasses.replace(technique, **different)
-                # What is decided on the built model is still `auto` today.
+                # Some values are decided on the built model. They are still `auto` today.
                 aside = {key: f" (today it would be {now})" * (now != AUTO) for key, now in decisions.items()}
                 values = (f"{key}={was[key]}{aside[key]}" for key in different)
                 self.note(f"{name}: as when the run was started, {', '.join(values)}")
         return dataclasses.replace(configured, **changes) if changes else None  # type: ignore[type-var]
 
     def earlier_rows(self, data: DataConfig) -> DataConfig:
-        """`data` with each `auto` as decided when the run started."""
+        """`data` with each `auto` decided as when the run started."""
         rows = self._section("rows")
-        if data.share_prompts == AUTO and self.before:  # a run of an earlier version had whole documents
+        if data.share_prompts == AUTO and self.before:  # runs of earlier versions shared no prompts
             data = dataclasses.replace(data, share_prompts=rows.get("share_prompts") is True)
         packing, buckets = rows.get("packing"), rows.get("buckets", [])
         if data.packing != AUTO or not isinstance(packing, bool):
@@ -120,9 +123,9 @@ class ResumeCheck:
         return dataclasses.replace(data, packing=packing, buckets=buckets)
 
     def earlier_rate(self, optimizer: OptimizerConfig) -> OptimizerConfig:
-        """`optimizer`, whose lr is `auto`, with the rate that was decided when the run started."""
+        """`optimizer` with the learning rate that was decided when the run started. `optimizer`: has lr=auto."""
         rate = self._section("rate").get("lr")
-        if rate is None:  # the file was removed
+        if rate is None:  # setting.json was removed
             return optimizer
         if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
             raise StorageError(f"{self.folder / SETTING}: rate.lr={rate} is no learning rate. Restore the file.")
@@ -130,14 +133,15 @@ class ResumeCheck:
         return dataclasses.replace(optimizer, lr=rate)
 
     def earlier_threads(self) -> int | None:
-        """The number of CPU threads at the run's start, which sums depend on. None for a new run, or on a GPU."""
+        """The number of CPU threads at the run's start, because sums depend on this number. None for a new run, or on
+        a GPU."""
         threads = str(self._section("machine").get("threads", ""))
         return int(threads) if threads.isdecimal() else None
 
     def earlier_determinism(self, wanted: Any, run: Any) -> bool | None:
-        """Whether the kernels of a resumed run are deterministic; None for a new run. `wanted`: run.deterministic of
-        today; `run`: the group `run` of the config at the run's start. Raises ConfigError if the recipe asks for other
-        kernels."""
+        """Whether the kernels of a resumed run are deterministic; None for a new run. `wanted`: today's
+        run.deterministic; `run`: the section `run` of the config at the run's start. Raises ConfigError if the recipe
+        now asks for other kernels."""
         if not self.before:
             return None
         asked = run.get("deterministic") if isinstance(run, dict) else None
@@ -151,7 +155,7 @@ class ResumeCheck:
         return first
 
     def _parse_recorded(self, name: str, technique: Any, key: str, value: Any) -> Any:
-        """A recorded value with the type of the technique's field: JSON has no enums."""
+        """A recorded value, converted to the type of the technique's field, because JSON has no enums."""
         validator = Validator(type(technique), lambda _: str(self.folder / SETTING))
         if (slot := validator.find((key,))) is not None:
             validator.check(slot, value, ("techniques", name, key))
@@ -166,7 +170,8 @@ class ResumeCheck:
     def check_config(
         self, model: ModelConfig, optimizer: OptimizerConfig, techniques: Mapping[str, Any], facts: Facts
     ) -> None:
-        """compare() everything known before rows and weights are read. `techniques`: options of the enabled ones."""
+        """compare() everything that is known before rows and weights are read. `techniques`: the options of the
+        enabled techniques."""
         self._compare_techniques(techniques)
         if optimizer.name is OptimizerName.adamw_8bit:
             self.compare("optimizer", {"library": library(optimizer, facts)})
@@ -192,11 +197,12 @@ class ResumeCheck:
         refuse: bool = True,
         defaults: Mapping[str, dict[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Compare a section with its values at the start of the run, and keep it for setting.json. Raises ConfigError
-        with each difference; without `refuse` it prints a note instead, unless the run is deterministic.
+        """Compare a section with its values at the start of the run, and keep its values for setting.json. Raises
+        ConfigError with each difference. Without `refuse` it prints a note instead, unless the recipe has
+        run.deterministic=true.
 
-        `defaults`: by technique, the values of options that setting.json lacks, because an earlier version did not
-        know them.
+        `defaults`: values by technique for options that setting.json lacks. It lacks options that the version of
+        fxtune at the run's start did not know.
         """
         self.now[section] = _as_json(dict(now))
         before = {
@@ -220,7 +226,7 @@ class ResumeCheck:
 
     def check_model(self, model: PreparedModel, techniques: Mapping[str, Any]) -> None:
         """compare() the built model. At the start of a run it writes `setting.json`. Raises StorageError."""
-        self._compare_techniques(techniques)  # again: an automatic choice that failed to compile has changed
+        self._compare_techniques(techniques)  # again: an automatic choice changes if it fails to compile
         self.compare("built", {"revision": model.base_revision})
         self.compare("products", {"by": model.gemm or "torch"}, refuse=False)
         if not self.before and self.writes:
@@ -232,7 +238,7 @@ class ResumeCheck:
 
 
 def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:
-    """The tokens of each training source, as setting.json has them."""
+    """A summary of the tokens of each training source, as setting.json stores it."""
     return {
         f"{number} {table.name}": f"{len(table):,} documents, {table.fingerprint[:16]}"
         for number, table in enumerate(tables)
@@ -240,7 +246,7 @@ def describe_tables(tables: Iterable[TokenTable]) -> dict[str, str]:
 
 
 def _machine(facts: Facts) -> dict[str, str]:
-    """The causes of other rounding: the device, torch and its threads, and the packages that compute."""
+    """What rounding depends on: the device, torch and its threads, and the packages that compute."""
     return {
         "device": facts.device_name if facts.device == "cuda" else "cpu",
         **({"threads": str(torch.get_num_threads())} if facts.device == "cpu" else {}),
@@ -250,8 +256,8 @@ def _machine(facts: Facts) -> dict[str, str]:
 
 
 def _weight_digests(model: ModelConfig) -> dict[str, str]:
-    """A digest of each weights file of a local base model, from its size and samples. Raises StorageError for one
-    that cannot be read. A model from the hub has a revision, which check_model() compares.
+    """A digest of each weights file of a local base model, from the file's size and samples of its content. Raises
+    StorageError if a file cannot be read. For a model from the hub, check_model() compares the revision.
     """
     digests = {}
     local = model.path and model.init is not Init.random and Path(os.path.expanduser(model.path))
@@ -272,13 +278,13 @@ def _weight_digests(model: ModelConfig) -> dict[str, str]:
 
 
 def _as_json(value: Any) -> Any:
-    """`value` as it is read back from JSON."""
+    """`value` as it would be after writing it to JSON and reading it back."""
     return json.loads(json.dumps(value, default=str))
 
 
 def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]) -> tuple[RunBuilder, ResumeCheck]:
-    """The builder of the run in `folder`, and the check that a resumed run is the same. In a resumed run each `auto`
-    keeps its decision from the start of the run.
+    """The builder of the run in `folder`, and the check that a resumed run is the same run. In a resumed run each
+    `auto` keeps its decision from the start.
     """
     resumes = folder.resumed and any(checkpoint_folder.paths(folder.path / CHECKPOINTS))
     check = ResumeCheck(folder.path, resumes, config.run.strict, note, writes=folder.lock is not None)
@@ -290,7 +296,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
         config = dataclasses.replace(config, optimizer=check.earlier_rate(config.optimizer))
     first = check.earlier_threads(), check.earlier_determinism(config.run.deterministic, folder.config.get("run"))
     builder = RunBuilder(config, False, *first)
-    # Checked for runs only: other commands use one rank.
+    # This is checked only for runs, because other commands use one rank.
     if reasons := list(config.parallel.degree_refusals(builder.world.degrees)):
         raise ConfigError("\n".join(reasons))
     require_equal_parts(builder.world.degrees, config.train.micro_batches)
@@ -307,7 +313,7 @@ def build_for_run(config: Config, folder: RunFolder, note: Callable[[str], None]
     if plugins := config.plugins():
         check.compare("plugins", plugins)
     check.compare("kernels", {"deterministic": builder.facts.deterministic})
-    if builder.techniques.quantize.enabled:  # another free memory may decide otherwise
+    if builder.techniques.quantize.enabled:  # this depends on the free memory
         check.compare("quantize", {"keeps_transposes": builder.techniques.quantize.keeps_transposes}, refuse=False)
     check.check_config(config.model, config.optimizer, builder.techniques.options(), builder.facts)
     return builder, check

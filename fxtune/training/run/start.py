@@ -1,4 +1,4 @@
-"""The start of a run on its ranks: all have the same recipe, and rank 0 finds the run's folder."""
+"""Starts a run on its ranks: checks that all have the same recipe, and lets rank 0 find the run's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_same_recipe(world: World, recipe: dict[str, Any]) -> None:
 
 
 def claim_folder(world: World, config: Config, recipe: dict[str, Any]) -> RunFolder:
-    """The run's folder: rank 0 finds and locks it, the other ranks get its path."""
+    """Find the run's folder. Rank 0 finds and locks it; the other ranks get its path."""
     run = config.run
 
     def work() -> RunFolder | None:

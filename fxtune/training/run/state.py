@@ -1,4 +1,5 @@
-"""The state of a run: saved to checkpoints as the run goes on, and loaded from the newest one when it resumes."""
+"""The state of a run. It is saved to checkpoints during the run, and loaded from the newest checkpoint when the run
+resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from fxtune.training.step import TrainStep
 from fxtune.training.step_monitor import StepMonitor
 
 PIECE = 2**22
-"""Numbers that are summed at once: torch makes a copy of them in float64."""
+"""How many numbers are summed at once. torch makes a copy of them in float64."""
 
 
 class RunState:
@@ -58,14 +59,15 @@ class RunState:
         """The last step for which a save was started."""
         self._saved_rows: dict[str, int] = {}
         self._holds_best = False
-        """Whether load_best() replaced the weights of `state`. They are not saved any more."""
+        """Whether the weights of `state` were replaced by the best or the averaged weights. Nothing is saved after
+        that."""
 
     @phase("Loading the checkpoint", announce=False, part="checkpoint")
     def load(self, fingerprint: str) -> TrainState:
         """Load weights, moments and state of the newest checkpoint. Without a checkpoint, make a new state.
 
-        `fingerprint`: of the data plan. Raises ConfigError if the checkpoint belongs to other data or if the ranks
-        differ, StorageError if there are checkpoints and none of them is complete.
+        `fingerprint`: the data plan's. Raises ConfigError if the checkpoint belongs to other data or if the ranks
+        differ, StorageError if there are checkpoints but none is complete.
         """
         self.state = self._load_newest(fingerprint)
         self._compare_ranks()
@@ -97,7 +99,8 @@ class RunState:
     def _load_rank_states(
         self, ranks: dict[int, dict[str, torch.Tensor]], moments: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> None:
-        """Restore `ranks`, the state that differs from rank to rank. `moments`: of rank 0, unless `ranks` has them."""
+        """Restore the state that differs from rank to rank. `ranks`: this state by rank. `moments`: used for rank 0 if
+        `ranks` does not have it."""
         if ranks and self.train_step.keeps_rank_state:
             states = {0: moments, **ranks}
             self.train_step.load_rank_states([states[rank] for rank in range(len(states))], scalars)
@@ -115,7 +118,8 @@ class RunState:
         self.loss_scale.load(saved.state.loss_scale)
 
     def schedule(self, planned: Schedule) -> Schedule:
-        """The schedule of the run: `planned` by its config, or as it was decided since the run was started."""
+        """The schedule of the run: `planned` from its config, or the schedule that was decided since the run
+        started."""
         if not self.state.schedule:
             self.state.schedule = planned.saved()
             return planned
@@ -128,15 +132,15 @@ class RunState:
             ) from error
 
     def go_back(self, step: int) -> TrainState | None:
-        """Restore weights, moments and the loss window of the checkpoint of `step`, which this run saved. The rest of
-        the state stays. Returns the state of the checkpoint, or None if it cannot be read.
+        """Restore weights, moments and the loss window from this run's checkpoint of `step`. The rest of the state
+        stays. Returns the state of the checkpoint, or None if it cannot be read.
         """
         try:
             saved = self.checkpoints.read(step, self.weights(), with_moments=True)
         except ValueError as reason:
             self.note(f"The checkpoint of step {step} cannot be read: {reason}.")
             return None
-        self.average()  # ends the local steps of the weights that are replaced
+        self.average()  # ends local steps before their weights are replaced
         self.checkpoints.wait_for_copy()
         with _readable(saved):
             self._restore(saved)
@@ -161,7 +165,8 @@ class RunState:
                 )
 
     def _sum_of_weights(self) -> float:
-        """The sum of all trained weights in float64, a few rows at a time, because a copy of all would be large."""
+        """The sum of all trained weights in float64. They are summed in pieces, because a copy of all weights in
+        float64 would be large."""
         divided: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for weight in self.weights().values():
@@ -172,7 +177,8 @@ class RunState:
         return float(sum(others, total))
 
     def save(self) -> None:
-        """Copy the state; the copy is written to the disk while the next steps run. All ranks call this together."""
+        """Save the state: copy it, and write the copy to the disk while the next steps run. All ranks call this
+        together."""
         assert not self.train_step.torn, "some weights are a step ahead of the state"
         since = time.perf_counter()
         self.world.heartbeat.doing(SAVING)
@@ -198,19 +204,19 @@ class RunState:
             self.train_step.average()
 
     def ensure_saved(self) -> None:
-        """Save the current state unless it is saved, and wait for the disk. Retries once. Raises StorageError. All
-        ranks call this together."""
+        """Save the current state unless it is saved already, and wait until it is on the disk. Retries a failed save
+        once. Raises StorageError. All ranks call this together."""
         failed = self.checkpoints.settle()
         unsaved = bool(failed or self.state.step > self.saved or self.state.rows != self._saved_rows)
-        if self.train_step.keeps_rank_state:  # all take part in a save
+        if self.train_step.keeps_rank_state:  # all ranks take part in a save
             unsaved = bool(self.world.agree(int(unsaved)))
         if self.state.step and not self._holds_best and unsaved:
             self.save()
         self.checkpoints.wait()
 
     def load_best(self) -> int:
-        """Load the best weights by train.stop.metric, for the export. Returns their step: the last one if there is no
-        checkpoint of them. Nothing is saved after this.
+        """Load the best weights by train.stop.metric for the export. Returns their step, or the last step if they have
+        no checkpoint. Nothing is saved after this.
         """
         step, best = self.state.step, self.state.best_step
         self.use_averages()
@@ -225,16 +231,16 @@ class RunState:
         return best
 
     def use_averages(self) -> None:
-        """Replace the weights by the optimizer's averages of them, if it has averages. Nothing is saved after this."""
+        """Replace the weights by the optimizer's averages of weights, if it has any. Nothing is saved after this."""
         if self.optimizer.averaging is not None and not self._holds_best:
-            self.checkpoints.wait_for_copy()  # of the weights that are replaced
+            self.checkpoints.wait_for_copy()  # the copy must have the old weights
             self.optimizer.use_averages()
             self._holds_best = True
 
     def check_room(self, steps: int, optimizer: OptimizerState, export_all: bool, evaluates: bool) -> None:
         """Raise StorageError if the disk has no room for the checkpoints of `steps` steps and the export: the whole
-        model with `export_all`, otherwise the trained weights. `optimizer`: what it keeps. `evaluates`:
-        whether evaluations tell which weights are the best.
+        model with `export_all`, otherwise the trained weights. `optimizer`: the state that it keeps. `evaluates`:
+        whether evaluations decide which weights are best.
         """
         if self.state.step < steps:
             size = sum(weight.nbytes for weight in self.weights().values())
@@ -246,21 +252,22 @@ class RunState:
             self.checkpoints.check_room(size + moments, self._export_bytes(export_all), saves, evaluates)
 
     def make_room(self, export_all: bool) -> None:
-        """Remove the oldest checkpoints if the export would not fit; never the best and the newest."""
+        """Remove the oldest checkpoints if the disk has no room for the export. The best and the newest checkpoint
+        stay."""
         self.checkpoints.make_room(self._export_bytes(export_all), self.state.best_step, self.state.branch_step)
 
     def _export_bytes(self, export_all: bool) -> int:
         return sum(weight.nbytes for weight in (self.model.parameters() if export_all else self.weights().values()))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name: the objects that the model had at the start. A divided module has other
-        objects while it has gathered its weights for a pass.
+        """The trained parameters by name, as the model had them at the start. A divided module has other parameter
+        objects while its weights are gathered for a pass.
         """
         return self._weights
 
     def _like_its_weight(self, full: str, moment: torch.Tensor) -> torch.Tensor:
-        """The moment named `full`, as a divided tensor if its weight is divided. The optimizer keeps the rows of this
-        rank."""
+        """The moment named `full`, as a divided tensor if its weight is divided. The optimizer itself keeps only this
+        rank's rows."""
         weight = self._weights[full.rpartition("/")[0]]
         if not is_divided(weight) or moment.dim() == 0:
             return moment
@@ -269,14 +276,14 @@ class RunState:
 
 
 def _sums(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Sums of `weight`, one for each PIECE of its numbers, float64 on its device."""
+    """Yield the sum of each PIECE numbers of `weight`, in float64 on its device."""
     for part in weight.detach().reshape(-1).split(PIECE):
         yield part.sum(dtype=torch.double)
 
 
 @contextmanager
 def _readable(saved: Checkpoint) -> Iterator[None]:
-    """Raise StorageError if the body cannot use the state of `saved`."""
+    """A context that raises StorageError if its body cannot use the state of `saved`."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -299,8 +306,8 @@ def copy_weights(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
 
 
 def weights_note(step: int, state: TrainState, metric: StopMetric) -> str:
-    """A phrase on the weights of `step`, which a run that ended with `state` exports. Empty without held-out data.
-    `metric`: the run's train.stop.metric."""
+    """A phrase about the exported weights, which are those of `step`. `state`: the state at the end of the run.
+    `metric`: the run's train.stop.metric. Empty if no evaluation has found best weights."""
     if state.best_step is None:
         return ""
     if state.best_match is not None:

@@ -1,1 +1,2 @@
-"""Decoders that also read images: the kind, its families, their vision encoders and what images are to a batch."""
+"""Decoders that also read images: the kind, its families, their vision encoders, and the tensors of images in a
+batch."""

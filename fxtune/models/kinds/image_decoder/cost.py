@@ -6,10 +6,11 @@ the projector is trained, gradients end in the projector.
 
 Memory is counted in bytes for each position of the vision encoder. h, q and i are the widths of hidden states, heads
 and MLP. A frozen vision encoder runs without gradients, on all images of a micro-batch at once, before the decoder
-keeps activations. So the peak is one layer: four copies of the hidden states, and either queries, keys and values (an
-eager layer of Qwen's vision encoders adds six copies in float32) or the intermediate results of the MLP. A vision
-encoder with gradients keeps the inputs of linears, norms and activations in each layer until the decoder's backward
-pass has ended; checkpointing keeps fewer. The pixels of two micro-batches and the features count for the whole step.
+keeps activations. So memory peaks within one layer: four copies of the hidden states, and either queries, keys and
+values (an eager layer of Qwen's vision encoders adds six copies in float32) or the intermediate results of the MLP. A
+vision encoder with gradients keeps the inputs of linears, norms and activations in each layer until the decoder's
+backward pass has ended; with checkpointing it keeps fewer. Features, and the pixels of two micro-batches, stay in
+memory for the whole step.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from fxtune.models.kinds.image_decoder.encoder_shape import EncoderShape, ImageW
 from fxtune.models.kinds.image_decoder.images import Images
 
 BATCHES = 2
-"""Micro-batches with pixels on a GPU: the current one, and the next one, which is copied ahead."""
+"""How many micro-batches have their pixels on a GPU: the current one, and the next one, because it is copied early."""
 
 
 @dataclass(frozen=True)
 class ImageCost:
-    """Model FLOPs of images, forward and backward."""
+    """Model FLOPs of images, in forward and backward passes."""
 
     shape: EncoderShape
     per_position: float
-    """Matmuls of the vision encoder, for each of its positions."""
+    """FLOPs of the vision encoder's matmuls, for each of its positions."""
     per_patch: float
-    """The patch embedding."""
+    """FLOPs of the patch embedding, for each patch."""
     per_feature: float
-    """Matmuls of the projector."""
+    """FLOPs of the projector's matmuls, for each feature."""
     per_pair: float
-    """Attention of a layer, for each pair of a query and a key."""
+    """FLOPs of attention in one layer, for each pair of a query and a key."""
 
     def flops(self, work: ImageWork) -> float:
         return (
@@ -68,7 +69,8 @@ class ImageParts:
 
     @staticmethod
     def of(images: Images, model: Any) -> ImageParts:
-        """The parts of a model that reads images, given without adapters around it; they may be inside."""
+        """The parts for images of `model`. It must not be wrapped in a PeftModel, but its modules may have
+        adapters."""
         projector = [module for part in images.projectors(model) for module in part.modules()]
         beside = {id(module) for module in projector}
         named = [pair for part in images.vision_encoders(model) for pair in part.named_modules()]
@@ -87,7 +89,7 @@ class ImageParts:
         yield from (*self.embedding, *self.encoder, *self.projector)
 
     def training_cost(self, forward_passes: int = 0) -> ImageCost:
-        """The cost of images in training of the weights that have a gradient. `forward_passes`: see
+        """The cost of images in training. Only weights with a gradient are trained. `forward_passes`: see
         tracking.throughput.training_cost()."""
 
         def is_trained(module: nn.Module) -> bool:
@@ -96,7 +98,7 @@ class ImageParts:
         return self.cost(is_trained, any(map(is_trained, self.encoder)), forward_passes)
 
     def cost(self, is_trained: Callable[[nn.Module], bool], reached: bool, forward_passes: int) -> ImageCost:
-        """`reached`: whether a module of the vision encoder is trained, so that gradients pass through it."""
+        """`reached`: whether gradients pass through the vision encoder, because one of its modules is trained."""
         in_encoder = reached or any(map(is_trained, self.embedding))
         in_projector = in_encoder or any(map(is_trained, self.projector))
 
@@ -146,13 +148,13 @@ class BesideOfImages(Beside):
     multiplies: bool = False
     """Whether the activation of these MLPs has a product: a gate, or x sigmoid(1.7 x)."""
     joins_qkv: bool = False
-    """Whether one product makes queries, keys and values, as in Qwen's vision encoders, which rotate in float32."""
+    """Whether one product makes queries, keys and values. Qwen's vision encoders do so, and rotate in float32."""
     norms: int = 0
-    """Sum of the widths of a layer's RMS norms. torch's layer norms keep no copies."""
+    """Sum of the widths of a layer's RMS norms. Layer norms do not count: torch's layer norms keep no copies."""
 
     @staticmethod
     def of(images: Images, model: Any, parameters: int) -> BesideOfImages:
-        """`parameters`: of all parts beside the decoder and the head."""
+        """`parameters`: the number of parameters outside the decoder and the head."""
         parts = ImageParts.of(images, model)
         names = [name for part in images.vision_encoders(model) for name, _ in part.named_modules()]
         is_gated = any(name.endswith(".gate_proj") for name in names)
@@ -239,7 +241,7 @@ class BesideOfImages(Beside):
 
 
 def _patch_numbers(embedding: nn.Module) -> int:
-    """Values of a patch that enter the product of a module of the patch embedding; 0 for a module without products."""
+    """How many values of a patch a module of the patch embedding multiplies; 0 for a module without a product."""
     if sizes := matmul_sizes(embedding):
         return sizes[0]
     own = embedding.named_parameters(recurse=False)
@@ -248,7 +250,7 @@ def _patch_numbers(embedding: nn.Module) -> int:
 
 def encoder_level(plan: RecomputePlan) -> str:
     """The checkpointing level of a vision encoder with gradients: the level of the decoder layer that keeps the least.
-    With a budget, which is the compiler's, the vision encoder keeps everything (see Checkpointing)."""
+    A budget applies to the compiler, so with a budget the vision encoder keeps everything (see Checkpointing)."""
     if plan.mix:
         return min((level for level, count in plan.mix if count), key=LEVELS.index, default="input")
     return "everything" if plan.level == "budget" else plan.level

@@ -1,7 +1,8 @@
-"""The work of a vision encoder for an image, computed from the image's number of features in a token table.
+"""The work of a vision encoder for an image, computed from the image's number of features in a table of tokens.
 
-A vision encoder attends within a sequence: the patches of a whole image, or of a tile of fixed size. Some add a class
-token to each sequence. A projector merges patches, so the decoder gets fewer features than the image has patches.
+A vision encoder attends within a sequence: the patches of a whole image, or of a tile of fixed size. Some vision
+encoders add a class token to each sequence. A projector merges patches, so the decoder gets fewer features than the
+image has patches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class ImageWork(NamedTuple):
     """Positions of all sequences: patches and class tokens."""
     patches: float
     features: float
-    """Outputs of the projector. Some families drop features later, or add line-end tokens."""
+    """Outputs of the projector. Some families later drop features or add line-end tokens."""
     pairs: float
     """Pairs of a query and a key, summed over layers. Windows at the edges of an image count as whole windows."""
 
@@ -44,19 +45,21 @@ class EncoderShape:
     tile: int = 0
     """Features of a tile; 0: the vision encoder takes whole images of any size."""
     extra: int = 0
-    """Positions of a sequence beside its patches: a class token."""
+    """Positions of a sequence that are no patches: 1 for a class token."""
     window: int = 0
     """Patches of an attention window; 0: no layer has windows."""
     full_layers: int = 0
     """Number of layers that attend to the whole image, in a vision encoder with windows."""
     levels: int = 1
-    """Features that the decoder gets for each group of merged patches: one at its input, the others in its layers."""
+    """Features that the decoder gets for each group of merged patches: one at the decoder's input, the others in its
+    layers."""
     tiles: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    """(heights, widths) of images in pixels -> tiles, if the number of features does not determine the tiles."""
+    """Computes the number of tiles of images from their heights and widths in pixels; None if the number of features
+    decides it."""
 
     def work(self, features: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> ImageWork:
-        """The work for images; int64 arrays with one entry an image. `features`: tokens that the vision encoder's
-        features replace; `heights`, `widths`: in pixels."""
+        """The work for images. The arguments are int64 arrays with one entry an image. `features`: how many tokens the
+        vision encoder's features replace; `heights`, `widths`: in pixels."""
         count, length, projected = np.ones_like(features), np.rint(features * self.merged).astype(np.int64), features
         if self.tile:
             count = features // self.tile if self.tiles is None else self.tiles(heights, widths)
@@ -69,5 +72,5 @@ class EncoderShape:
         return ImageWork(len(features), int(positions.sum()), int(patches), int(projected.sum()), float(pairs))
 
     def positions(self, features: float) -> float:
-        """Positions of the vision encoder for this number of features."""
+        """The number of positions in the vision encoder for this number of features."""
         return features * (self.merged + (self.extra / self.tile if self.tile else 0))

@@ -1,4 +1,4 @@
-"""Families of decoders that read images: names of their parts, and what the tensors of their images look like."""
+"""Families of decoders that read images: the names of their parts and the shapes of their image tensors."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ Tensors = dict[str, torch.Tensor]
 
 
 def concatenated(documents: Sequence[Tensors]) -> Tensors:
-    """The tensors of the images of all documents, one after the other along their first dimension."""
+    """Join the image tensors of all documents along the first dimension."""
     return {name: torch.cat([tensors[name] for tensors in documents]) for name in documents[0]}
 
 
 def padded_to_largest(documents: Sequence[Tensors]) -> Tensors:
-    """As concatenated(), for images, or sets of tiles, that are padded with zeros to one size: tensors whose other
-    dimensions differ are padded at their ends."""
+    """Join as concatenated() does, after padding images, or sets of tiles, with zeros at their ends to one size."""
     return {name: torch.cat(_alike([tensors[name] for tensors in documents], 1)) for name in documents[0]}
 
 
 def in_one_row(documents: Sequence[Tensors]) -> Tensors:
-    """The tensors of Idefics, [1, images, ...] for each document, as if one document had all images."""
+    """Join Idefics' tensors, [1, images, ...] for each document, as if one document had all images."""
     return {name: torch.cat(_alike([tensors[name] for tensors in documents], 2), 1) for name in documents[0]}
 
 
 def _alike(tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
-    """`tensors` with zeros behind the dimensions from number `first` on, so that they have one size there."""
+    """`tensors`, padded with zeros at their ends so that all dimensions from number `first` on have one size."""
     sizes = [max(sizes) for sizes in zip(*(tensor.shape[first:] for tensor in tensors), strict=True)]
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +45,7 @@ def _alike(tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
 
 
 def divided(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
-    """The inverse of concatenated() and padded_to_largest(): the next `counts` images for each document. Padding
+    """The inverse of concatenated() and padded_to_largest(). `counts`: how many images each document has. Padding
     stays."""
     parts = {name: tensor.split([*counts]) for name, tensor in images.items() if name != "batch_num_images"}
     found = [{name: of_documents[index] for name, of_documents in parts.items()} for index in range(len(counts))]
@@ -57,7 +56,7 @@ def divided(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
 
 
 def divided_patches(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
-    """As divided(), for patches of all images in one list."""
+    """Divide as divided() does, for tensors that list the patches of all images."""
     grids = images["image_grid_thw"].split([*counts])
     patches = images["pixel_values"].split([int(grid.prod(-1).sum()) for grid in grids])
     return [{"pixel_values": pixels, "image_grid_thw": grid} for pixels, grid in zip(patches, grids, strict=True)]
@@ -71,28 +70,28 @@ def divided_row(images: Tensors, counts: Sequence[int]) -> list[Tensors]:
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a family's models are, below `model.model`, and what its images look like."""
+    """Where the parts of a family's models are, below `model.model`, and the shapes of its image tensors."""
 
     encoder: str
     projector: tuple[str, ...]
-    """Modules. They may be inside the vision encoder."""
+    """Names of modules. They may be inside the vision encoder."""
     example: Callable[[Any], Tensors]
-    """From a config: arguments of forward() for one small image."""
+    """Makes the arguments of forward() for one small image from a config."""
     shape: Callable[[Any], EncoderShape]
-    """From a config."""
+    """Makes the vision encoder's shape from a config."""
     merge: Callable[[Sequence[Tensors]], Tensors] = concatenated
     divide: Callable[[Tensors, Sequence[int]], list[Tensors]] = divided
     token_types: str = ""
-    """The argument of forward() that says which tokens are of an image."""
+    """The name of the argument of forward() that says which tokens belong to an image."""
     casts_pixels: bool = True
-    """Whether forward() casts the pixels to the dtype of the vision encoder's weights first."""
+    """Whether forward() casts the pixels to the dtype of the vision encoder's weights."""
     m_rope: bool = False
     two_way: Callable[[Any], bool] = lambda config: False
-    """From a config: whether the tokens of an image see each other."""
+    """Decides from a config whether the tokens of an image see each other."""
 
 
 def _numbers(*shape: int) -> torch.Tensor:
-    """Pixels after normalization that are no picture: none is 0, and no two rows of patches are alike."""
+    """Made-up pixels, as after normalization. No pixel is 0, and no two rows of patches are alike."""
     return torch.sin(torch.arange(math.prod(shape)) * 0.7 + 0.5).view(shape)
 
 
@@ -138,7 +137,8 @@ def _listed_patches(config: Any) -> Tensors:
 
 
 def _merged_squares(config: Any) -> EncoderShape:
-    """Of Qwen's vision encoders: squares of patches become a feature. In Qwen2.5-VL most layers attend in windows."""
+    """The shape of Qwen's vision encoders: a square of patches becomes one feature. In Qwen2.5-VL most layers attend
+    in windows."""
     vision = config.vision_config
     side = vision.spatial_merge_size
     window = getattr(vision, "window_size", 0) // (side * vision.patch_size) * side
@@ -148,7 +148,8 @@ def _merged_squares(config: Any) -> EncoderShape:
 
 
 def _squares(config: Any) -> EncoderShape:
-    """Of vision encoders with images or tiles of one size, in which a square of patches becomes a feature."""
+    """The shape of vision encoders that take images or tiles of one size and make one feature of a square of
+    patches."""
     vision = config.vision_config
     if vision.model_type == "pixtral":
         return _encoder_shape(config, merged=float(getattr(config, "spatial_merge_size", 1) ** 2))
@@ -160,12 +161,12 @@ def _squares(config: Any) -> EncoderShape:
         joined = getattr(config, "scale_factor", None) or 1 / getattr(config, "downsample_ratio", 1)
         features = round(patches / joined**2)
     if getattr(config, "vision_feature_select_strategy", "default") == "full" and extra:
-        features += 1  # the class token's, too
+        features += 1  # the class token's feature
     return _encoder_shape(config, merged=patches / features, tile=features, extra=int(extra))
 
 
 def _tiled(config: Any) -> EncoderShape:
-    """Of LLaVA-OneVision: the image as one tile, and tiles of it that its size decides."""
+    """The shape of LLaVA-OneVision's encoder. An image is one tile as a whole, and more tiles by its size."""
 
     def tiles(heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         sizes, which = np.unique(np.stack([heights, widths], -1), axis=0, return_inverse=True)
@@ -225,4 +226,5 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": _IDEFICS,
     "idefics3": _IDEFICS,
 }
-"""By `model_type`; tests/models/kinds/image_decoder/test_images.py compares each with plain transformers."""
+"""The families by `model_type`. tests/models/kinds/image_decoder/test_images.py compares each family with plain
+transformers."""

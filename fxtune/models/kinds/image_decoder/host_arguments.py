@@ -1,9 +1,10 @@
-"""Arguments of vision encoders that take the patches of all images in one list: Qwen's and Pixtral's.
+"""Computes arguments of vision encoders on the host. It serves Qwen's and Pixtral's, which take the patches of all
+images in one list.
 
-They attend within each image, or within windows of an image. The sizes of the images determine the bounds of images
-and windows, and the positions of patches. transformers computes them on the device, and the host waits for the device
-several times. Here the host computes them with transformers' functions. The sizes are still on the host (ON_HOST of
-data/batches/batch.py).
+These vision encoders attend within each image, or within windows of an image. The sizes of the images determine the
+bounds of images and windows, and the positions of patches. transformers computes bounds and positions on the device,
+and the host waits for the device several times. Here the host computes them with transformers' functions from the
+sizes, which are still on the host (ON_HOST of data/batches/batch.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LEAST_BOUND = 64
-"""The smallest value that is passed as the upper bound of the lengths of images or windows."""
+"""The least upper bound that is passed for the lengths of images or windows."""
 
 
 def takes_bounds(encoder: Any) -> bool:
-    """Whether a vision encoder passes the bounds of images to attention with `flash` in its name, and FlashAttention
-    supports the size of its heads."""
+    """Whether a vision encoder passes the bounds of images to attention backends with `flash` in their names, and
+    FlashAttention supports its head size."""
     config = encoder.config
     family = config.model_type
     if family != "pixtral" and not family.startswith("qwen"):
@@ -31,7 +32,7 @@ def takes_bounds(encoder: Any) -> bool:
 
 
 def qwen_arguments(encoder: Any, grid: Tensor) -> dict[str, Any]:
-    """Arguments by name that a Qwen vision encoder would compute from `grid_thw` [images, 3], computed on the host
+    """Compute on the host the arguments that a Qwen vision encoder would compute from `grid_thw` [images, 3]
     (transformers.vision_utils). Upper bounds of lengths are powers of two, because compiled code and kernels may be
     specialized for their values."""
     from transformers import vision_utils
@@ -59,7 +60,8 @@ def qwen_arguments(encoder: Any, grid: Tensor) -> dict[str, Any]:
 
 def pixtral_bounds(encoder: Any, pixels: Tensor, sizes: Tensor | None) -> dict[str, Any]:
     """The bounds of images in Pixtral's vision encoder, as arguments of attention by name. transformers 5.17 passes no
-    bounds, 5.24 its own. `sizes` [images, 2]: heights and widths in pixels; None: images have the size of `pixels`."""
+    bounds; transformers 5.24 passes bounds that it computes itself. `sizes` [images, 2]: heights and widths in pixels;
+    None: images have the size of `pixels`."""
     sizes = torch.tensor([pixels.shape[-2:]] * len(pixels)) if sizes is None else sizes.cpu()
     bounds = F.pad((sizes // encoder.patch_size).prod(-1).cumsum(0, dtype=torch.int32), (1, 0))
     longest = _longest(bounds)

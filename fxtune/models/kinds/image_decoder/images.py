@@ -1,4 +1,4 @@
-"""What the rest of fxtune asks a model that reads images about its images."""
+"""How a model reads images: its parts for images, the tensors that it takes, and small images for proofs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxtune.models.kinds.image_decoder.positions import rope_positions
 from fxtune.system.process.oom import out_of_memory_reason
 
 OTHER_TOKENS = ("image_token_id", "video_token_id", "audio_token_id")
-"""Options of configs: tokens whose embeddings are replaced."""
+"""Options of configs that name tokens whose embeddings are replaced."""
 
 
 class Images:
     def projectors(self, model: Any) -> list[nn.Module]:
-        """The modules of a model without adapters between its vision encoders, or inside them, and its decoder."""
+        """The projectors of a model without adapters. They come after its vision encoders, or are inside them."""
         return [model.model.get_submodule(name) for name in FAMILIES[model.config.model_type].projector]
 
     def vision_encoders(self, model: Any) -> list[nn.Module]:
@@ -30,14 +30,14 @@ class Images:
         return [model.model.get_submodule(FAMILIES[model.config.model_type].encoder)]
 
     def parameters(self, model: Any) -> list[nn.Parameter]:
-        """The parameters of a model without adapters that images alone reach: of vision encoders, projectors and what
-        lies beside them."""
+        """The parameters of a model without adapters that images alone reach: parameters of vision encoders, of
+        projectors, and directly of the module that holds both."""
         parts = (*self.vision_encoders(model), *self.projectors(model))
         inside = (weight for part in parts for weight in part.parameters())
         return list(dict.fromkeys([*inside, *model.model.parameters(recurse=False)]))
 
     def layers(self, model: Any) -> list[nn.Module]:
-        """The layers of vision_encoders() of a model without adapters, first to last."""
+        """The layers of the vision encoders of a model without adapters, first to last."""
         beside = {part for projector in self.projectors(model) for part in projector.modules()}
         found: list[nn.Module] = []
         for encoder in self.vision_encoders(model):
@@ -51,19 +51,19 @@ class Images:
         return [config.vision_config]
 
     def shape(self, config: Any) -> EncoderShape:
-        """What the vision encoder of a model of this config computes for an image."""
+        """The sizes that decide how much the vision encoder of a model of this config computes for an image."""
         return FAMILIES[config.model_type].shape(config)
 
     def positions(self, config: Any, position_ids: torch.Tensor, rope_positions: torch.Tensor | None) -> torch.Tensor:
-        """What forward() takes as positions, from Batch.position_ids [rows, tokens] and Batch.rope_positions."""
+        """The positions for forward(). `position_ids` [rows, tokens] and `rope_positions` are fields of Batch."""
         if not FAMILIES[config.model_type].m_rope:
             return position_ids
         of_images = position_ids.expand(3, -1, -1) if rope_positions is None else rope_positions
         return torch.cat([position_ids[None], of_images])
 
     def rope_positions(self, config: Any) -> Callable[[torch.Tensor, Tensors], torch.Tensor] | None:
-        """For families with M-RoPE: from the ids of a document, int64 [tokens], and the tensors of its images to
-        int64 [3, tokens]. Picklable."""
+        """For families with M-RoPE: a function that computes positions, int64 [3, tokens], from a document's ids,
+        int64 [tokens], and the tensors of its images. It can be pickled. None for other families."""
         if not FAMILIES[config.model_type].m_rope:
             return None
         return partial(
@@ -71,16 +71,19 @@ class Images:
         )
 
     def merge(self, config: Any) -> Callable[[Sequence[Tensors]], Tensors]:
-        """From the tensors of the images of each document to the tensors of a micro-batch. Picklable."""
+        """A function that joins the image tensors of each document to the tensors of a micro-batch. It can be
+        pickled."""
         return FAMILIES[config.model_type].merge
 
     def pixel_dtype(self, config: Any, weights: torch.dtype) -> torch.dtype:
-        """The dtype in which pixels can be delivered to a model with such weights for the same bits as in float32."""
+        """The dtype of pixels that gives the same bits as float32 pixels. `weights`: the dtype of the model's
+        weights."""
         return weights if FAMILIES[config.model_type].casts_pixels else torch.float32
 
     def divided(self, model: Any, images: Tensors, documents: Sequence[torch.Tensor]) -> list[Tensors]:
-        """The tensors of each document's images, from merge() of them all: {} for a document without images.
-        `documents`: the ids of each. The model runs its vision encoder to count the features of the images."""
+        """Divide `images`, a result of merge(), into the tensors of each document's images: {} for a document without
+        images. `documents`: the ids of each document. The model runs its vision encoder to count the features of the
+        images."""
         base, family = _base(model), FAMILIES[model.config.model_type]
         with torch.no_grad():
             features = base.model.get_image_features(**images, return_dict=True).pooler_output
@@ -93,17 +96,18 @@ class Images:
         return [own if count else {} for own, count in zip(found, wanted, strict=True)]
 
     def token_types(self, config: Any, ids: torch.Tensor) -> Tensors:
-        """What a plain forward pass of this family must be told about `ids` with images, as its processor would."""
+        """The argument that marks the image tokens in `ids` for a plain forward pass, as the processor makes it. Empty
+        if this family has no such argument."""
         name = FAMILIES[config.model_type].token_types
         return {name: (ids == config.image_token_id).long()} if name else {}
 
     def sees_both_ways(self, config: Any) -> bool:
-        """Whether the tokens of an image see each other: blocks() is not None."""
+        """Whether the tokens of an image see each other. blocks() then returns a tensor."""
         return FAMILIES[config.model_type].two_way(config)
 
     def blocks(self, config: Any, ids: torch.Tensor) -> torch.Tensor | None:
-        """int64 [rows, tokens]: a number for the tokens of each image, which see each other, and 0 for text. None:
-        attention is causal in images, too."""
+        """int64 [rows, tokens]: one number for all tokens of an image, and 0 for text. Tokens of one image see each
+        other. None: attention is causal in images, too."""
         if not self.sees_both_ways(config):
             return None
         inside = ids == config.image_token_id
@@ -111,8 +115,8 @@ class Images:
         return torch.where(inside, begins.cumsum(-1), 0)
 
     def features(self, model: Any, images: int = 1) -> list[torch.Tensor]:
-        """What the vision encoders and projectors make of small images, all alike: the tensors that the decoder gets.
-        The model, without adapters or with adapters, must have weights."""
+        """The tensors that the decoder gets from vision encoders and projectors for small images, all alike. `model`:
+        with or without adapters; it must have weights."""
         base = _base(model)
         given = self.merge(base.config)([_example(base)] * images)
         found = base.model.get_image_features(**given, return_dict=True)

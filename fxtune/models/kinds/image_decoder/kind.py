@@ -1,10 +1,10 @@
 """Decoders that also read images: AutoModelForImageTextToText of transformers.
 
 A vision encoder turns the patches of an image into features, a projector brings the features to the width of the
-language model, and there they take the place of the embeddings of placeholder tokens. The language model is a decoder
-as any other, and techniques act on it alone. Rows without images pass through the language model and its head only.
+language model, and these features replace the embeddings of placeholder tokens. The language model is a decoder like
+any other, and techniques act on it alone. Rows without images pass through the language model and its head only.
 
-What the families differ in, beside the names of the parts:
+Besides the names of the parts, families differ in:
 
 - Positions. Rotary embeddings of Qwen's models have three axes (M-RoPE): a token of text counts on all axes, a token
   of an image has its time, row and column. transformers computes these positions for one document a row, so

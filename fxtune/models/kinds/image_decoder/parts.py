@@ -1,5 +1,4 @@
-"""The parts of a model, with adapters or without, that compute images only. Each list is empty for a
-model that reads no images."""
+"""The parts for images of a model, with adapters or without. Each list is empty for a model that reads no images."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def projectors(model: nn.Module) -> list[nn.Module]:
-    """The modules between the vision encoders, or inside them, and the decoder."""
+    """The modules between the vision encoders and the decoder. They may be inside a vision encoder."""
     return _ask(model, lambda images, base: images.projectors(base))
 
 
@@ -33,7 +32,7 @@ def image_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def for_images(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that images alone reach. An encoder of sound has others."""
+    """The parameters that images alone reach. Those of an encoder of sound are not among them."""
     return _ask(model, lambda images, base: images.parameters(base))
 
 

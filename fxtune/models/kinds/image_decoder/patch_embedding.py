@@ -1,10 +1,9 @@
 """Patch embeddings of vision encoders as one matrix product.
 
 A patch embedding is a convolution whose stride equals its kernel size. Patches do not overlap, so the convolution is a
-product of the flattened patches and the flattened kernel. The convolution may take a hundred times as long as the
-product: in bfloat16 cuDNN has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100 in
-sglang-omni#539). The vision encoders of families.py have no other convolution, so cuDNN's autotuner and channels-last
-memory have no use.
+product of the flattened patches and the flattened kernel. The product may be a hundred times faster: in bfloat16 cuDNN
+has no good kernel for the three dimensions of Qwen's patches (3.7 s a call on an H100 in sglang-omni#539). The vision
+encoders of families.py have no other convolution, so cuDNN's autotuner and channels-last memory would change nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from fxtune.models.replacement import InPlaceOf, places, put
 
 
 class PatchEmbedding(InPlaceOf):
-    """Replaces a convolution without overlap. The weight keeps the convolution's shape [width, channels, *kernel], in
-    files, too."""
+    """Replaces a convolution without overlap. The weight keeps the convolution's shape [width, channels, *kernel],
+    also in files."""
 
     kernel_size: tuple[int, ...]
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pixels [images, channels, *sizes] to [images, width, *counts]. `counts`: whole patches on each side."""
+        """Turn pixels [images, channels, *sizes] into [images, width, *counts]. `counts`: whole patches along each
+        side."""
         images, channels, *sizes = pixels.shape
         counts = [size // side for size, side in zip(sizes, self.kernel_size, strict=True)]
         for dimension, (count, side) in enumerate(zip(counts, self.kernel_size, strict=True), 2):

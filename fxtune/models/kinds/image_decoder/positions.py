@@ -10,8 +10,9 @@ from fxtune.models.kinds.image_decoder.families import Tensors
 def rope_positions(ids: torch.Tensor, images: Tensors, image_token: int, merged: int) -> torch.Tensor:
     """M-RoPE positions, int64 [3, tokens], of one document: time, row and column.
 
-    Each token of text is one step on all axes. The tokens of an image share the position where it begins, plus their
-    row and their column; the text goes on after the larger of its height and width (arXiv 2409.12191, 2.1).
+    Each token of text is one step on all axes. A token of an image has the position where the image begins, plus its
+    row and its column. The text after an image begins at that position plus the larger of the image's height and
+    width.
 
     Args:
         ids: int64 [tokens].

@@ -23,7 +23,7 @@ SINKS = {"flint", "gpt_oss", "granite_swa", "granitemoe_swa"}
 """Models with an extra learned score in each softmax."""
 
 Reason = tuple[str, str]
-"""The cause and the change that helps, both without a full stop."""
+"""(cause, change that helps), both without a full stop."""
 
 
 @dataclass(frozen=True)
@@ -31,49 +31,49 @@ class Backend:
     """The requirements and features of one backend. The defaults describe a fused kernel on a GPU."""
 
     name: str
-    """As a recipe names it."""
+    """The backend's name in recipes."""
     implementation: str
-    """Its name in transformers' registry of attention functions."""
+    """The backend's name in transformers' registry of attention functions."""
     what: str
-    """Its name in messages."""
+    """The backend's name in messages."""
     ran: str = ""
-    """A pattern of the name that its operator or its kernel has in the profiler."""
+    """A pattern for the name of the backend's operator or kernel in the profiler."""
     operators: tuple[str, ...] = ()
-    """Its operators, as rules of activation checkpointing name them."""
+    """The backend's operators, as rules of activation checkpointing name them."""
     core: Core | None = None
-    """Its attention over packed documents, if fxtune registers it with transformers (packed.py)."""
+    """The backend's attention over packed documents, if fxtune registers it with transformers (packed.py)."""
     package: Package | None = None
-    """The package that it needs."""
+    """The package that the backend needs."""
     capability: tuple[tuple[int, int], tuple[int, int]] = ((8, 0), (99, 0))
-    """The first compute capability that it supports, and the first that it does not."""
+    """The first compute capability that the backend supports, and the first higher one that it does not support."""
     gpu: bool = True
     half: bool = True
-    """Whether it computes in float16 and bfloat16 only."""
+    """Whether the backend computes only in float16 and bfloat16."""
     head_dim: int = 256
-    """The largest width of a head; 0: any."""
+    """The largest width of a head. 0 means any width."""
     window: bool = True
     softcap: bool = False
     dropout: bool = False
     sinks: bool = False
     pieces: bool = True
-    """Whether ranks may share its rows (parallel.context)."""
+    """Whether the backend works with rows that ranks share (parallel.context)."""
     deterministic: bool = True
-    """Whether its backward pass can give the same bits each time."""
+    """Whether the backward pass can give the same bits each time."""
     shares: bool = False
-    """Whether its core takes bounds of keys, so that documents share tokens (shared_prompts.py of data/batches)."""
+    """Whether `core` takes bounds of keys, so that documents can share tokens (data/batches/shared_prompts.py)."""
     recordable: bool = False
-    """Whether a CUDA graph can record it: the host never reads where documents begin."""
+    """Whether a CUDA graph can record the backend: the host never reads the bounds of documents."""
     fused: bool = True
-    """Whether it stores no scores, and repeats no keys and values for each query head."""
+    """Whether the backend stores no scores, and does not copy keys and values for each query head."""
     flag: str = "_supports_flash_attn"
     """The attribute of transformers' model classes that says whether a model can call this backend."""
     part_of: str = ""
-    """The implementation that may call the same operator."""
+    """The implementation of another backend that may call the same operator."""
     elsewhere: bool = False
-    """Whether parts of a model beside attention run the same operator."""
+    """Whether other parts of a model than attention run this operator, too."""
 
     def refusals(self, facts: Facts) -> Iterator[Reason]:
-        """Each reason why this cannot run under `facts`."""
+        """Yield each reason why this backend cannot run under `facts`."""
         model, kind = facts.text, kind_of(facts)
         first, end = self.capability
         if self.gpu and facts.device != "cuda":
@@ -124,40 +124,40 @@ class Backend:
             yield heads, "Use eager, or auto"
 
     def more_refusals(self, facts: Facts) -> Iterator[Reason]:
-        """Further reasons, which no field expresses."""
+        """Yield the reasons that no field expresses."""
         yield from ()
 
     def why_passed_over(self, facts: Facts) -> str | None:
-        """Why `auto` does not choose this under `facts`."""
+        """Why `auto` does not choose this backend under `facts`, or None if it may."""
         return next((cause for cause, _ in self.refusals(facts)), None)
 
     def running(self, facts: Facts) -> Backend:
-        """The backend that runs where a recipe asks for this one."""
+        """The backend that runs if a recipe asks for this one."""
         return self
 
     def records(self, facts: Facts) -> bool:
-        """Whether a CUDA graph can record it under `facts`."""
+        """Whether a CUDA graph can record this backend under `facts`."""
         return self.recordable
 
     def prepare(self) -> None:
-        """Make the implementation known to transformers, before the model exists."""
+        """Register the implementation with transformers. Call this before the model is built."""
         if self.core is not None:
             packed.register(self.implementation, self.core, self.sinks)
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """Counts calls that the profiler does not see; only for backends with such calls."""
+        """Count calls that the profiler does not see. Only backends with such calls override this method."""
         yield [0]
 
     @property
     def given_bounds(self) -> bool:
-        """Whether transformers passes the bounds of documents to it."""
+        """Whether transformers passes the bounds of documents to this backend."""
         return self.core is not None or self.flag == "_supports_flash_attn"
 
     def given_mask(self, seen: Tensor) -> Optional[Tensor]:
-        """The mask that transformers hands on to it, from bool [rows, 1, length, length], where a token attends.
+        """The mask that transformers passes on to this backend, or None if the backend takes no mask.
 
-        None: it takes no mask."""
+        `seen`: bool [rows, 1, length, length], true where a token attends."""
         return seen if self.core is not None else None
 
     @property
@@ -165,7 +165,7 @@ class Backend:
         return self.given_mask(torch.ones(1, 1, 1, 1, dtype=torch.bool)) is not None
 
     def row_mask(self, query: Tensor, cu_seqlens: Tensor, window: int) -> Optional[Tensor]:
-        """The mask of whole rows that the backend takes beside `cu_seqlens`; None if it reads `cu_seqlens`."""
+        """The mask of whole rows that the backend needs, or None if it separates documents by `cu_seqlens`."""
         return None
 
 
@@ -183,14 +183,14 @@ def _without_package(package: Package, facts: Facts) -> Iterator[Reason]:
 
 
 def offers(kind: str, flag: str) -> bool:
-    """Whether transformers' class for this model type has the flag. Classes that come with their model have only
-    sdpa's."""
+    """Whether transformers' class for this model type has the flag. A model with code of its own counts as having only
+    sdpa's flag."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     if kind not in CONFIG_MAPPING:
         return flag in ("", "_supports_sdpa")
     config: Any = CONFIG_MAPPING[kind]
-    # The decoder of a model that reads images may be no model with a head by itself.
+    # The decoder of a model that reads images may have no class with a head.
     classes = next((classes for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if config in classes), None)
     if classes is None:
         return flag in ("", "_supports_sdpa")
@@ -207,7 +207,7 @@ def head_widths(facts: Facts) -> set[int]:
 
 
 def _window(facts: Facts) -> int:
-    """The sliding window; 0 if no row is longer or no layer has one."""
+    """The sliding window, or 0 if no row is longer than the window or no layer has one."""
     window = max((each.window for each in Shape.of(facts.model).attentions), default=0)
     return window if facts.sequence_length > window else 0
 

@@ -1,4 +1,4 @@
-"""cuDNN's attention, in torch. It runs packed rows document by document, so `auto` skips it there."""
+"""cuDNN's attention, in torch. It runs packed rows document by document, so `auto` skips it for packed rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.upstream.torch import attention_operator
 
 STEPS = 8
-"""cuDNN prepares a plan for each length. So lengths are padded: between two powers of two there are this many."""
+"""cuDNN prepares a plan for each length. So documents are padded to one of this many lengths between two powers of
+two."""
 _UNTRACED: dict[str, Callable[..., Tensor]] = {}
 
 
@@ -39,7 +40,8 @@ class _Cudnn(Backend):
 
     def prepare(self) -> None:
         super().prepare()
-        # If it were traced, it would be compiled for each batch's lengths. disable() takes a second: not at import.
+        # A traced _documents() would be compiled for each batch's lengths. disable() takes a second, too long for
+        # import.
         _UNTRACED["documents"] = torch.compiler.disable(_documents)
 
 
@@ -59,10 +61,10 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One call for each document: torch disables its call for all documents together, because its backward pass uses
-    wrong addresses for the sums of each softmax (run_cudnn_SDP_fprop_nestedtensor of aten/.../cudnn/MHA.cpp).
+    """Attention with one call for each document. torch has a call for all documents together, but disables it: its
+    backward pass reads softmax sums at wrong addresses (run_cudnn_SDP_fprop_nestedtensor of aten/.../cudnn/MHA.cpp).
 
-    Padding follows a document, so causal attention does not read it, and its results are cut off.
+    Padding follows a document, so causal attention does not read it. The results of padding are cut off.
     """
     lengths = [length for length in cu_seqlens.diff().tolist() if length]  # the host waits here
     parts = []
@@ -75,7 +77,7 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
 
 
 def padded_length(length: int) -> int:
-    """`length` rounded up to a multiple of 64 or, if larger, of 1/STEPS of the power of two below it."""
+    """`length` rounded up to a multiple of a step: 1/STEPS of the next lower power of two, and at least 64."""
     step = max(64, (1 << (length - 1).bit_length()) // (2 * STEPS))
     return -(-length // step) * step
 

@@ -1,4 +1,4 @@
-"""Plain operations. They store the scores, which take rows x heads x length^2 memory, and support everything."""
+"""Attention by plain operations. They support everything, and store rows x heads x length^2 scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxtune.techniques.attention.packed import document_mask
 
 class _Eager(Backend):
     def more_refusals(self, facts: Facts) -> Iterator[Reason]:
-        # Scores in bfloat16 without the mask and with it, and a float32 softmax: 8 bytes each.
+        # A score takes 8 bytes: in bfloat16 without the mask, in bfloat16 with the mask, and a float32 softmax.
         heads = max((each.heads for each in Shape.of(facts.model).attentions), default=0)
         scores = 8 * heads * mask_bytes(facts)
         if facts.device == "cuda" and facts.memory and scores > facts.memory:
@@ -34,7 +34,7 @@ class _Eager(Backend):
 
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers that are added to the scores."""
+    """The mask `seen` as numbers that are added to the scores."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 

@@ -1,4 +1,5 @@
-"""FlashAttention-2, built from source in an hour; torch has it built in (sdpa.py). transformers calls it."""
+"""FlashAttention-2 as a package. A build from source takes an hour; torch has the kernel built in (sdpa.py).
+transformers calls the package."""
 
 from __future__ import annotations
 

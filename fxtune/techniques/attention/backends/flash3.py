@@ -1,4 +1,4 @@
-"""FlashAttention-3 for Hopper, built from source. transformers calls it."""
+"""FlashAttention-3 for Hopper, a package built from source. transformers calls the package."""
 
 from __future__ import annotations
 

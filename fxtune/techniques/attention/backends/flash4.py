@@ -1,4 +1,4 @@
-"""FlashAttention-4: the fastest on Hopper and Blackwell, and the only fused kernel that takes sinks."""
+"""FlashAttention-4: the fastest backend on Hopper and Blackwell, and the only fused kernel that takes sinks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from fxtune.techniques.attention.packed import one_document_a_row
 from fxtune.techniques.smoke_tests import require_attention
 
 WRONG_ON_HOPPER = {72, 80}
-"""Heads whose gradients are 7 % off (flash-attn-4 4.0.0b36, H200); with heads of 64 and 88 they are right."""
+"""Widths of heads whose gradients are 7 % off (flash-attn-4 4.0.0b36, H200). The gradients of widths 64 and 88 are
+right."""
 
 
 class _Flash4(Backend):
     def refused_heads(self, facts: Facts) -> Iterator[Reason]:
-        """Hopper supports 8 to 256. Blackwell supports 8 to 128, DeepSeek's 192 with 128, and 256
-        (flash_attn/cute/interface.py)."""
+        """Hopper supports heads of 8 to 256. Blackwell supports heads of 8 to 128, of 256, and DeepSeek's (keys of 192
+        with values of 128). Source: flash_attn/cute/interface.py."""
         widths, generation = head_widths(facts), (facts.capability or (9, 0))[0]
         if generation == 9 and widths & WRONG_ON_HOPPER:
             yield f"has wrong gradients for heads of {min(widths & WRONG_ON_HOPPER)} on Hopper", "Use sdpa, or auto"
@@ -51,19 +52,19 @@ def attend(
     cu_seqlens_k: Optional[Tensor] = None,
 ) -> Tensor:
     rows, length = q.shape[:2]
-    if sinks is not None and q.dtype != torch.float32:  # the package takes sinks in bfloat16 only, also over float16
+    if sinks is not None and q.dtype != torch.float32:  # the package takes bfloat16 sinks only
         sinks = sinks.to(torch.bfloat16)
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
     if cu_seqlens_k is None and one_document_a_row(rows, cu_seqlens):
         return flash4(q, k, v, None, length, scale, window, softcap, sinks)[0]
-    # In training [heads, length] is a view of [length, heads], so flatten() copies nothing.
+    # In training q, k and v are views of [rows, length, heads, d] tensors, so flatten() copies nothing.
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     out = flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks, cu_seqlens_k)[0]
     return out.unflatten(0, (rows, length))
 
 
 def smoke_test(device: torch.device, heads: Heads) -> str:
-    """Causal attention to documents of a packed row, as the run calls it."""
+    """Run causal attention to documents of a packed row, by the call that training makes."""
     bounds = torch.tensor([0, 256], dtype=torch.int32, device=device)
 
     def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

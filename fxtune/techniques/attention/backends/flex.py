@@ -12,11 +12,11 @@ from fxtune.techniques.attention.backends.backend import Backend
 
 class _Flex(Backend):
     def prepare(self) -> None:
-        use_cache_folder()  # transformers compiles it
+        use_cache_folder()  # for the kernel that transformers compiles
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """Counts calls of transformers' function, which is not an operator in eager mode."""
+        """Count calls of transformers' function. In eager mode the function is no operator of the profiler."""
         from transformers import AttentionInterface
 
         original = AttentionInterface()[self.implementation]

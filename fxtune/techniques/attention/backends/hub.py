@@ -31,7 +31,7 @@ class _Hub(Backend):
 
 
 def hub(backend: str) -> Backend:
-    """The backend of `hub:NAME`."""
+    """The backend that a recipe names by `hub:NAME`."""
     name = backend.removeprefix(HUB)
     return _Hub(
         backend,

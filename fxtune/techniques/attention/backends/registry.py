@@ -1,4 +1,4 @@
-"""The attention backends that a recipe may name. All that fxtune knows about a backend is in its file."""
+"""The attention backends that a recipe may name. A backend's own file has all that fxtune knows about it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ BACKENDS = {
         EAGER,
     )
 }
-"""The fastest first."""
+"""Name in a recipe -> backend, the fastest backend first."""
 ALL = (*BACKENDS.values(), BY_DOCUMENTS, ON_CPU)
-"""With what runs in sdpa's place."""
+"""BACKENDS, and the two backends that may run in place of sdpa."""
 
 
 def backend_of(name: str) -> Backend | None:
@@ -35,7 +35,7 @@ def backend_of(name: str) -> Backend | None:
 
 
 def called(implementation: str) -> Backend:
-    """The backend with this name in transformers; a name that no backend has is a kernel of the hub."""
+    """The backend with this name in transformers. A name that no backend has is the name of a kernel on the hub."""
     for backend in ALL:
         if backend.implementation == implementation:
             return backend

@@ -1,5 +1,5 @@
-"""torch's scaled_dot_product_attention. On a GPU in half precision torch's built-in FlashAttention-2 runs in its place
-and reads where documents begin; elsewhere transformers builds a mask. On a CPU, answers that share a prompt run
+"""torch's scaled_dot_product_attention. On a GPU in half precision, torch's built-in FlashAttention-2 runs instead and
+reads the bounds of documents. In other cases transformers builds a mask. On a CPU, answers that share a prompt run
 one by one, by the plain reference of kernels/flash4.py.
 """
 
@@ -19,7 +19,7 @@ from fxtune.techniques.attention.packed import document_mask, one_document_a_row
 from fxtune.upstream.torch import attention_operator
 
 LARGEST_MASK = GIB
-"""The most bytes for transformers' mask of packed rows."""
+"""The largest mask of packed rows, in bytes, that transformers may build on a GPU."""
 
 
 def attend(
@@ -40,7 +40,7 @@ def attend(
     flat = [x.flatten(0, 1) for x in (q, k, padded)]
     if cu_seqlens_k is None:
         bounds = (cu_seqlens, cu_seqlens, length, length)
-    else:  # no document has more keys than k; the backward pass leaves out keys beyond this bound
+    else:  # the limit of keys is all of k, because the backward pass leaves out keys beyond the limit
         bounds = (cu_seqlens, cu_seqlens_k, length, len(flat[1]))
     windows = {"window_size_left": left, "window_size_right": right}
     out: Tensor = attention_operator("_flash_attention_forward")(
@@ -72,7 +72,7 @@ ON_CPU = Backend(
     shares=True,
     flag="_supports_sdpa",
 )
-"""For documents that share a prompt."""
+"""Runs documents that share a prompt on a CPU."""
 
 
 class _Sdpa(Backend):

@@ -140,7 +140,7 @@ class _Splitter:
         """Add the pieces of `units`, lists of messages that stay together. `head`: messages that begin each piece.
 
         If some units teach nothing (data.learn.last_turn_only), pieces are filled from the end. So a learned answer
-        keeps as much of the context before it as fits, and messages after the last learned answer are in no piece.
+        keeps as much of the context before it as fits. Messages that are context of no learned answer are in no piece.
         """
         taught = [any(self.chat.supervised[message] for message in unit) for unit in units]
         if not all(taught):

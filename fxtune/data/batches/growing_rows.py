@@ -33,7 +33,7 @@ from fxtune.data.stages import StepRows
 from fxtune.errors import DataError
 
 _ORDER, _ROWS = 5, 6
-"""Keys that make permutations for different purposes differ. epochs.py has other keys."""
+"""Keys of permutations for different purposes. epochs.py has other keys."""
 
 
 @dataclass(frozen=True)

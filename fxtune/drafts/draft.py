@@ -25,7 +25,7 @@ from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 EPOCHS = ((1_000, 3), (10_000, 2))
 """(a number of rows, epochs for files with fewer rows). Larger files get 1 epoch."""
 STEPS = 100
-"""A run should have at least this many steps. A step has 32 documents, or fewer if the run is shorter otherwise."""
+"""A run should have at least this many steps. A step has 32 documents, or fewer to reach this number."""
 ROOM = 0.9
 """The share of the card's free memory that a proposed micro-batch may take."""
 HELD_OUT = 200

@@ -114,7 +114,7 @@ def read_rows(path: str, columns: Mapping[str, str]) -> Rows:
 
 
 def _labelled(head: list[dict[str, Any]], names: list[str], path: str) -> dict[str, str]:
-    """The columns that make a text the question and its label, a word, the answer; empty for other rows."""
+    """{column: new name}, by which a text becomes a question and its label in words the answer; {} for other rows."""
     texts, labels = (
         [name for name in ("text", "sentence") if name in names],
         [name for name in LABELS if name in names],

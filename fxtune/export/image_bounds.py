@@ -13,7 +13,7 @@ from fxtune.models.kinds.decoder import PROCESSORS
 from fxtune.upstream.transformers import read_processor
 
 BOUNDS = {"min": "shortest_edge", "max": "longest_edge"}
-"""{key of data.image_tokens: key of an image processor's `size`, which is the number of pixels of an image}."""
+"""{key of data.image_tokens: key of an image processor's `size`}. The values of `size` are numbers of pixels."""
 OLD = ("min_pixels", "max_pixels")
 """Older keys of the processor files. They override `size`."""
 

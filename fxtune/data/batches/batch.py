@@ -38,9 +38,9 @@ class Batch:
     """Positions begin at 0 in each document, or continue the prompt that two documents share. The padding of a packed
     row counts as a document. In a row that is not packed positions go on through the padding."""
     cu_seqlens: torch.Tensor
-    """int32 [slots + 1]: the first token of each document among the flattened [rows x length] tokens, also with
-    `pieces` those of whole rows. Unused slots repeat the total, so that compiled code sees no new shape. A row that is
-    not packed is one document, padding included."""
+    """int32 [slots + 1]: the position of each document's first token in the flattened [rows x length] tokens of whole
+    rows, also if the batch has pieces. Unused slots repeat the total, so that compiled code sees no new shape. A row
+    that is not packed is one document, padding included."""
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
@@ -147,7 +147,7 @@ class Batch:
         return self._with_each_tensor(torch.Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that `stream` reads these tensors, which another stream wrote."""
+        """Tell the allocator that `stream` reads these tensors. Another stream wrote them."""
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(stream)
@@ -173,8 +173,8 @@ class BatchSpec:
     packed: bool
     pad_id: int
     slots: int
-    """The number of documents in packed rows for which `cu_seqlens` has room, with the padding of each row as one
-    more. Rows that are not packed always have one slot each: attention recognizes them by this number."""
+    """`cu_seqlens` of packed rows has room for this many documents. The padding of a row counts as a document. Rows
+    that are not packed have one slot each; attention recognizes them by this."""
     piece: int = 0
     pieces: int = 1
     """Each row is cut into `pieces` pieces, and the batch has number `piece` of them. `pieces` divides `width`."""

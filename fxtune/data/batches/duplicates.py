@@ -36,11 +36,11 @@ SHINGLE = 5
 """Tokens of a shingle."""
 PERMUTATIONS = 128
 FREQUENT, SAMPLED = 0.1, 2000
-"""A shingle is not compared if the share FREQUENT of a sample of SAMPLED documents has it."""
+"""A shingle is not compared if at least the share FREQUENT of a sample of SAMPLED documents has it."""
 FEW = 50
 """Among fewer documents every shingle is compared."""
 _CATCH = 0.99
-"""The least chance to become candidates for two documents that have exactly the required similarity."""
+"""Two documents with exactly the required similarity become candidates with at least this chance."""
 _COMPARED = 100
 """A document is compared with at most this many earlier documents."""
 _BLOCK = 1 << 20

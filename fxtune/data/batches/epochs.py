@@ -97,7 +97,7 @@ class RowSequence(ABC):
 
     tables: tuple[TokenTable, ...]
     segments: Segments
-    """The segments of all tables, which rows consist of."""
+    """The segments of all tables. Rows consist of segments."""
     source: np.ndarray
     """int64 [segments]: index of each segment's table."""
     has_equal_epochs: bool

@@ -1,6 +1,6 @@
 """The endless sequence of rows of a run whose rows grow in stages (data.length_schedule, stages.py).
 
-An epoch takes each document once. If an epoch lasts over several stages, each stage draws documents at random that no
+An epoch takes each of its segments once. If it lasts over several stages, each stage draws documents at random that no
 earlier stage of the epoch has taken:
 
 - A stage that ends within the epoch fills its steps exactly. Documents that fit a row whole come before others. Longer
@@ -10,7 +10,7 @@ earlier stage of the epoch has taken:
 
 A piece begins with the last token of the piece before it, as context. So each supervised token of an epoch is a target
 exactly once. Chats and groups are never cut, and other documents are cut only with data.on_long=split. A run is
-refused if no stage of an epoch takes an uncut document whole.
+refused if a document must not be cut and no stage of its epoch takes it whole.
 
 All this is a function of (stream, stages, epoch). Epochs that begin in the last stage have the rows of a run without
 stages.
@@ -42,7 +42,7 @@ class CutSegments:
 
     segments: Segments
     source: np.ndarray
-    """int64 [segments and pieces]: the index of each one's table."""
+    """int64 [segments and pieces]: the index of the table of each segment and piece."""
     is_cut: np.ndarray
     """bool [segments]: whether a segment may be cut."""
     first: dict[int, np.ndarray]
@@ -100,7 +100,7 @@ class GrowingRows(RowSequence):
         self.tables, self.shared = stream.tables, stream.shared
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
-        """{stage: the number of rows of each epoch inside the stage}, for stages whose epochs have equal numbers."""
+        """{stage: the number of rows of an epoch inside the stage}, for stages whose epochs all have this number."""
 
     def share(self, epoch: int, row: int) -> float:
         begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
@@ -162,7 +162,7 @@ class GrowingRows(RowSequence):
         block = self._rows(chosen, length, room, key)
         if len(block.rows) == room:
             return _Block(block.rows, np.concatenate([block.left, spare, long]))
-        # A document is in the stage's rows with all its pieces, or not at all.
+        # If a document is cut, all its pieces are taken. So the epoch has each document whole or in all its pieces.
         missing = self._capacity(room, length) - self._fills(whole)
         of_segment = np.repeat(np.arange(len(counts)), counts)
         taken, _ = self._until_full(pieces, missing)

@@ -20,7 +20,7 @@ class BatchSizes:
     """How rows are divided into steps and micro-batches."""
 
     micro_batch_size: int
-    """Rows in a micro-batch of the longest rows. Shorter rows are more in a micro-batch, so that it has as many
+    """Rows in a micro-batch of the longest rows. A micro-batch of shorter rows has more rows and the same number of
     tokens."""
     global_batch_size: int
     max_steps: Optional[int] = None
@@ -51,9 +51,9 @@ class Layout:
     count: int
     """Rows of the run."""
     fullest: tuple[int, ...]
-    """For each stage that the run reaches: the most documents in a row, among its rows in its first epoch."""
+    """For each stage that the run reaches: the most documents in any row of the stage's first epoch."""
     most_shared: tuple[int, ...]
-    """For each stage that the run reaches: the most tokens that documents of a row share with other documents."""
+    """For each stage that the run reaches: the most tokens that documents share in any row of its first epoch."""
 
     @staticmethod
     def of(rows: RowSequence, step_rows: StepRows, count: int) -> Layout:
@@ -102,7 +102,7 @@ def lay_out(stream: EpochStream, sizes: BatchSizes) -> Layout:
             found = layout(StepRows.of(stages, most))
             if found.step_rows.first_row(most) <= found.count:
                 return found
-    # Begin with the number of steps if all rows had the longest length. Shorter rows may need a few more.
+    # Begin with the number of steps for rows of the longest length. Shorter rows may need a few more steps.
     equal = [stage._replace(rows=stage.rows * stage.length // longest) if packing else stage for stage in stages]
     rows = int(_count_rows(stream, 1.0 if sizes.epochs is None else sizes.epochs, math.inf))
     low, high = 0, most

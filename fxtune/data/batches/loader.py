@@ -2,8 +2,8 @@
 
 The main process sends a worker a BatchSpec, which is small. The worker copies the tokens from the memory maps and
 sends tensors back. It has no state except open tables, so it can start at any step. On a GPU a separate stream copies
-a batch while the previous batch is computed. The number of targets is rounded up there (Batch.with_rounded_targets),
-so that steps have few shapes.
+a batch while the previous batch is computed. For a GPU the number of targets is also rounded up
+(Batch.with_rounded_targets), so that steps have few shapes.
 
 A fork server starts the workers: a process without threads that imports torch once. A fork of the main process can
 hang, because torch and the tokenizer have started threads, and spawn takes seconds. A batch of 4 x 4096 tokens takes
@@ -57,8 +57,8 @@ SHUTDOWN_SECONDS = 2.0
 @dataclass
 class LoaderConfig:
     num_workers: Optional[int] = field(default=None, metadata={"min": 0, "max": 1024})
-    """Processes that build batches. Null: 0 on a CPU, at most 2 for a GPU, or at most 8 if rows have images, which
-    must be decoded."""
+    """Processes that build batches. Null: 0 on a CPU, at most 2 for a GPU, or at most 8 if rows have images to
+    decode."""
     prefetch_factor: int = field(default=4, metadata={"min": 1, "max": 1024})
     """Batches that a worker keeps ready. If their images would take more than a quarter of the free memory or half of
     /dev/shm, the loader takes fewer batches, and fewer workers."""
@@ -104,8 +104,8 @@ class StepBatches:
     """The number of this step in a run that drops no steps (BatchSizes.dropped). It seeds dropout and stochastic
     rounding, so an extended run has the same bits as a run of the full length."""
     micro_batches: Iterator[Batch]
-    """The micro-batches in order. The next step skips those that were not taken. They end with the iterator of
-    steps."""
+    """The micro-batches in order. The next step skips micro-batches that were not taken. None can be taken after the
+    iterator of steps has ended."""
     counted: Optional[int] = None
     """The number of micro-batches, from the first on, that count in sums (Plan.counted_micro_batches); None: all."""
     wait_seconds: float = 0.0
@@ -164,7 +164,7 @@ class Loader:
         before = multiprocessing.active_children()
         try:
             return iter(self._loader)
-        except BaseException:  # a signal came while workers start; only their list shows them yet
+        except BaseException:  # a signal came while workers start, and nothing refers to the new processes yet
             _kill(set(multiprocessing.active_children()).difference(before))
             raise
 

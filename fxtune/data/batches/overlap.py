@@ -60,7 +60,7 @@ def require_no_overlap(
     if (questions := data.applicable_questions()).path is not None:
         held_out.append(_tokenized_questions(questions, data, tokenizer, images))
     shares = data.held_out_shares
-    if len(set(shares)) > 1:  # a row may be in two sources, trained on in one and held out in the other
+    if len(set(shares)) > 1:  # a row may be in two sources: one trains on it, the other holds it out
         for source, table, share in zip(data.sources, tables, shares, strict=True):
             mask = is_on_side(Side.held_out, table.held_out_by, share)
             held_out.append(_HeldOut("data.sources", source, table.held_out_by, table, mask))

@@ -6,8 +6,8 @@ fullest row that has room. Only lengths matter, so this file works on a histogra
 placed together, and rows with the same room left are one entry with a count. The paper's placement is an
 approximation of best-fit decreasing; this one is exact.
 
-Packing has two steps. packing_pattern() decides which lengths share a row, from the lengths alone. assign_documents()
-gives each slot of this pattern a document, in each epoch by another permutation.
+Packing has two steps. packing_pattern() decides from the lengths alone which lengths share a row. assign_documents()
+gives each slot of this pattern a document. Each epoch assigns documents by another permutation.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _OpenRows:
         self.groups[room].append((fill, rows))
 
     def take(self, length: int) -> Optional[tuple[int, Optional[_Fill], int]]:
-        """Remove rows with equal contents, of those with the least room that is at least `length`. Returns (room,
-        content, number of rows); None if no row has room."""
+        """Remove equal rows with the least room that still holds `length`. Returns (room, content, number of rows);
+        None if no row has room."""
         at = bisect_left(self.ascending, length)
         if at == len(self.ascending):
             return None

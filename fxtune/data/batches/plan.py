@@ -201,7 +201,7 @@ class Plan:
         return images, int(np.bincount(rows[images.document], images.features).max(initial=0))
 
     def epoch(self, steps: int) -> float:
-        """The number of epochs after `steps` steps, with the share of the last epoch."""
+        """The number of epochs that `steps` steps take. A part of an epoch counts as a fraction."""
         done = self.step_rows.first_row(steps - self.sizes.dropped)
         epoch, row = self.row_sequence.locate(min(done, self._row_count))
         return epoch + self.row_sequence.share(epoch, row) if row else float(epoch)

@@ -23,7 +23,8 @@ WINDOW = 2_000
 TAIL = 32
 """The number of tokens before a border that are compared, if the window does not begin with an added token."""
 GUARD = "\U0010fad2"
-"""A private-use character put before an answer. A tokenizer that begins each text with a space puts it before this."""
+"""A private-use character put before an answer. Some tokenizers begin each text with a space: it is put before this
+character."""
 CACHED = 256
 """The tokens of texts with at most this many characters are kept, for about this many texts."""
 

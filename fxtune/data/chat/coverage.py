@@ -269,8 +269,8 @@ def reasoning_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_no_repetition(column: str, value: Any, chat: Conversation, text: str) -> bool:
-    """Whether the column `prompt` or `text` has words that the chat lacks. Its value may be a part of the chat's text,
-    or a list of some messages of the chat; `text` may also be the whole chat as another template writes it."""
+    """Whether the column `prompt` or `text` has words that the chat lacks. A part of the chat's text, or a list of its
+    messages, has none. `text` has none either if it is the whole chat as another template writes it."""
     if isinstance(value, list) and is_chat(value):
         return any(_is_lost(turn.get("content", turn.get("value")), text) for turn in value)
     if column == "text" and isinstance(value, str) and _is_lost(value, text):

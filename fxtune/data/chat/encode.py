@@ -137,12 +137,12 @@ class Encoder:
         self.system, self.variables, self.on_rewritten = system, dict(variables or {}), on_rewritten
         self.images, self._placeholders = images, Placeholders(images)
         self.folders: dict[str, Path] = {}
-        """{name of a data file: the folder for the paths of images in its rows}."""
+        """{name of a data file: the folder in which the paths of its images begin}."""
         self.longest: int | None = None
         """Chats with more tokens are split, and rows of preferences lose the beginning of their prompt; None: no
         limit."""
         self.packing = True
-        """Whether all documents of a row of preferences together may have `longest` tokens, or each of them."""
+        """Whether `longest` limits the documents of a row of preferences together. False: it limits each document."""
         self.by_question = False
         """Whether split() makes a document of each question with a rewritten answer."""
         self.beginning = _leading_special_ids(tokenizer)

@@ -21,15 +21,15 @@ MAX_SHAPES = 10_000
 
 
 class Rewriting:
-    """Tries what a chat template rewrites. Picklable."""
+    """Finds what a chat template rewrites. Picklable."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def turns(self, messages: Messages, supervised: Sequence[bool], tools: Tools = None) -> list[int]:
-        """The learned turns for which the template changes the text up to their end when more messages follow. Tried
-        with the messages up to the next learned turn, or after the last learned turn with all messages."""
+        """The learned turns for which the template changes the text up to their end when more messages follow. A turn
+        is tried with the messages up to the next learned turn, the last learned turn with all messages."""
         turns = [index for index, learned in enumerate(supervised) if learned]
         ends = sorted({*turns, len(messages) - 1}) if turns else []
         return [turn for turn, later in pairwise(ends) if self._try(self._is_rewritten, messages, turn, later, tools)]
@@ -78,7 +78,7 @@ PLAIN_TOOL = {
 
 
 def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """What a template may look at in a message, besides its words."""
+    """The features of a message that a template may test, besides its words."""
     content, calls = message.get("content"), message.get("tool_calls", ())
     return (
         message["role"],

@@ -24,13 +24,13 @@ MAX_TEMPLATE_BYTES = 1 << 20
 CLOCK = "strftime_now"
 """The function by which a template asks for the time."""
 MAX_TEMPLATES = 100
-"""Rows are refused when they give more different sets of template variables."""
+"""Rows may give about this many different sets of template variables."""
 _TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
 _NO_TIME_CALL = re.compile(CLOCK + r"\s+is\s+(?:not\s+)?defined|\{#.*?#\}", re.DOTALL)
 
 
 def read_template(path: str) -> str:
-    """The Jinja text of `data.chat_template`. Raises DataError if it cannot be read."""
+    """The Jinja text of `data.chat_template`. Raises DataError if the file cannot be read."""
     try:
         file = Path(os.path.expanduser(path))
         require_file(file)

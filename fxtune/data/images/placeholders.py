@@ -1,7 +1,7 @@
 """Puts the tokens of images in place of the placeholders that a chat template writes.
 
-The processor writes characters around some images (Gemma 3: two newlines). They are tokenized with the text. Only then
-the tokens of each image replace its placeholder. Tokens of images are never supervised.
+The processor writes characters around some images (Gemma 3: two newlines). They are tokenized with the text. After
+that, the tokens of each image replace its placeholder. Tokens of images are never supervised.
 """
 
 from __future__ import annotations

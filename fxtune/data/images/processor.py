@@ -25,7 +25,7 @@ Tensors = dict[str, "torch.Tensor"]
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """Outputs of a processor that belong to the text. The other outputs belong to the images."""
 KNOWN_SIZES = 10_000
-"""The cache of ids is emptied when it has more sizes of images."""
+"""The cache of ids is emptied when it has more than this many sizes of images."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fxtune.data.images.decode import measure
 from fxtune.errors import FILE, kind_of, shortened
 
 MAX_BYTES = 128 << 20
-"""A larger file is refused."""
+"""A file with more bytes is refused."""
 EMBEDDED = "an image in the row"
 """The name of an image without a path, for messages."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{100,}={0,2}\s*$")

@@ -167,9 +167,8 @@ ENDING_SECONDS = 30.0
 
 
 def _overdue(failures: list[Failure], beats: dict[int, Beat], now: float) -> set[int]:
-    """The ranks that should have ended ENDING_SECONDS after a failure was announced: the rank that announced it, and
-    after an error all ranks that are not writing files, whose GPUs may wait for a rank that is gone. `now`:
-    time.time()."""
+    """The ranks that should have ended ENDING_SECONDS after a failure: the rank that announced it, and after an error
+    all ranks that are not writing files. (Their GPUs may wait for a rank that is gone.) `now`: time.time()."""
     late = [announced for announced in failures if now - announced.at > ENDING_SECONDS]
     failed = {announced.rank for announced in late}
     stuck = {rank for rank, beat in beats.items() if beat.doing not in WRITING}

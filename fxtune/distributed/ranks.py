@@ -50,8 +50,7 @@ def meeting_time() -> timedelta:
 
 
 def act_alone() -> bool:
-    """Return whether this process is rank 0. Rank 0 then counts as a single process, for work that ranks cannot
-    share."""
+    """Return whether this process is rank 0. Rank 0 is a single process from then on, for work without other ranks."""
     rank = process_rank().rank
     process_rank.cache_clear()  # process_rank() has removed the variables, so the next call finds no launcher
     return rank == 0

@@ -318,8 +318,7 @@ class World:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Raise LostRankError if torch loses a connection to another rank in the body, which may gather weights, for
-        example."""
+        """Raise LostRankError if torch loses a connection to another rank in the body, as while it gathers weights."""
         try:
             yield
         except RuntimeError as error:
@@ -335,8 +334,8 @@ class World:
         )
 
     def facts(self, strict: bool = False) -> MachineFacts:
-        """The device, the memory and the installed packages of rank 0, with the free memory of the fullest device. All
-        ranks get the same facts.
+        """The device, the memory and the installed packages of rank 0, with the free memory of the device that has the
+        least. All ranks get the same facts.
 
         `strict`: count all memory as free except the driver's. Then `auto` settings, which depend on free memory, are
         the same whatever other processes use.
@@ -372,7 +371,7 @@ def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether `error` of a collective says that another rank is gone, and not that this rank has no more memory."""
+    """Whether `error` of a collective says that another rank is gone. (It may also say that memory ran out.)"""
     if out_of_memory_reason(error):
         return False
     texts = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")

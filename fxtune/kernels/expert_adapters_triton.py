@@ -1,4 +1,4 @@
-"""Triton kernels of gated_experts.py and fp8_experts.py for the adapters of experts, which are of low rank.
+"""Triton kernels of gated_experts.py and fp8_experts.py for the products of experts' adapters, which have low rank.
 
     project           multiplies the state of each row's token by a narrow matrix of the row's expert
     expand            multiplies narrow rows by a matrix of their expert

@@ -59,8 +59,8 @@ def flash4(
         q: [tokens, heads, d], or [rows, length, heads, d] if `cu_seqlens` is None and each row is one document;
             float16 or bfloat16, any strides, but the last is 1.
         k, v: the same with kv_heads (a divisor of heads); v may have another d.
-        cu_seqlens: int32 [documents + 1], where each document begins, then the number of tokens. Documents may be
-            empty.
+        cu_seqlens: int32 [documents + 1]: where each document begins, and at the end the number of tokens. Documents
+            may be empty.
         max_seqlen: an upper bound on the documents' lengths. Not read without `cu_seqlens`.
         scale: the factor of the scores, usually d^-0.5.
         window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: no limit.

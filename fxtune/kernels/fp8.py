@@ -160,7 +160,7 @@ def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = N
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x W^T, differentiable in x alone. `x`: [..., in] of any floating dtype, which the result [..., out] also has."""
+    """x W^T, differentiable in x alone. `x`: [..., in] of any floating dtype. The result [..., out] has x's dtype."""
     back = None if weight.back is None else weight.back.t()
     y: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
     return y

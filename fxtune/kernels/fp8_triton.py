@@ -63,8 +63,7 @@ def transpose(x: Tensor, into: Tensor) -> None:
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, into: Tensor) -> Tensor:
-    """Write `codes` (e4m3 [rows, width]) times `scales` (float32 [rows]) to `into` and return `into`. All are
-    contiguous."""
+    """Write `codes` (e4m3 [rows, width]) times `scales` (float32 [rows]) to `into`, all contiguous. Returns `into`."""
     rows, width = codes.shape
     assert all(tensor.is_contiguous() for tensor in (codes, scales, into))
     if rows:

@@ -14,10 +14,9 @@ fp8                 the two or four tensors of its fp8.Weight     two fp8 operan
 product needs x in another form), and name the class in fused_lora.base_of().
 
 M = [[W, B], [A, 0]], [out + R, in + R]. [x | x A^T] M[:out]^T is x W^T + (x A^T) B^T, accumulated in float32 and
-rounded once. [dy | dy B] M[:, :in] is dx. In the first steps an adapter adds less than the bits of a bfloat16 result
-can hold. Added to a rounded result, (x A^T) B^T would be lost. Added to a result with the residual stream, it would
-decide rounding ties, and change the result by more than its size. So rounding once is worth copying an x without
-padding.
+rounded once. [dy | dy B] M[:, :in] is dx. In the first steps (x A^T) B^T is smaller than the last bit of a bfloat16
+result. Added to a rounded result, it would be lost. Added to a result with the residual stream, it would decide
+rounding ties, and change the result by more than its size. So rounding once is worth copying an x without padding.
 
 Where the activation kernels (kernels/swiglu.py) multiply x A^T by B, or dy B by A, the product with M also computes
 x A^T or dy B: x M[:, :in]^T is [x W^T | x A^T], and dy M[:out] is [dy W | dy B]. The extra columns are nearly free,

@@ -397,7 +397,7 @@ def _reads_in_place(states: Tensor, ranks: int) -> bool:
 
 
 def _expert_of(back: Tensor, ends: Tensor) -> Tensor:
-    """The expert of each entry of `back`, which belongs to a token and one of its experts."""
+    """For each entry of `back` the expert of that row."""
     return torch.searchsorted(ends, back.to(ends.dtype), right=True)
 
 

@@ -4,8 +4,8 @@ Rows are sorted by group, and `ends` [groups] says where each group ends. A grou
 never reads `ends`, so it does not wait for the device, and no shape depends on the data.
 
 - `fxtune::grouped_mm`: each row times its group's matrix.
-- `fxtune::grouped_outer`: the sum of outer products of each group's rows, which is the gradient of its matrix. It is
-  computed only for matrices that are trained, so frozen experts cost no weight gradients.
+- `fxtune::grouped_outer`: the sum of outer products of each group's rows. This is the gradient of the group's matrix,
+  and is computed only for trained matrices.
 
 On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`, from compute capability 8.0 on), or quack's
 on Hopper. The loops below are their reference, and run elsewhere. torch has a kernel for bfloat16 on Hopper and
@@ -53,8 +53,8 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
     """[rows, out]: row i of x [rows, in] times the matrix of its group in `matrices` [groups, in, out], plus row i of
     `plus` if given. `plus` may be overwritten. Autograd does not see the product.
 
-    `gemm`: CUTE: quack's kernel, if prepare() ran and the shapes are aligned; quack adds `plus` before it rounds.
-    Otherwise torch's kernel, which rounds before it adds `plus`.
+    `gemm=CUTE`: use quack's kernel, if prepare() ran and the shapes are aligned. It adds `plus` before it rounds.
+    Otherwise torch's kernel is used. It rounds before it adds `plus`.
     """
     if not matrices.shape[2]:  # an adapter of rank 0
         return x.new_empty(len(x), 0)
@@ -328,7 +328,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """pick(rows, back), whose gradient is a permutation too."""
+    """pick(rows, back). Its gradient is also a permutation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, back: Tensor, order: Tensor, complete: bool) -> Tensor:

@@ -62,7 +62,7 @@ class HeadOptions:
     """GEMM backend of 16-bit products without a bias (matmul.py)."""
 
     def compute_dtype(self, weight: Tensor) -> torch.dtype:
-        """The dtype of the matmuls: autocast's, or else the weight's."""
+        """The dtype of the matmuls: autocast's dtype, or the weight's without autocast; bfloat16 for an fp8 head."""
         return compute_dtype(weight) if self.fp8_scales is None else torch.bfloat16
 
 

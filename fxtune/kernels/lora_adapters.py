@@ -94,10 +94,10 @@ def project(
     ones: int | None = None,
     value: float = 1.0,
 ) -> Tensor:
-    """The product x F, where F is `factor` [width, R]: lora_triton.project() for any dtype and R.
+    """The product x F for F = `factor` [width, R]. This is lora_triton.project() for any dtype and R.
 
-    `left`, `right`: the parts of a matmul's operand into which x and the product are also written. `ones`: the column
-    of the product that is `value` instead.
+    x is also written to `left`, and the product to `right`: the parts of a matmul's operand. Column `ones` of the
+    product is replaced by `value`.
     """
     if by_triton(x, factor.shape[1]):
         from fxtune.kernels.lora_triton import project as launch

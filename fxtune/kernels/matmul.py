@@ -50,7 +50,7 @@ def mm(
 
     Rows may have gaps between them; `right` may be a transpose. `plus` [rows, columns] must not be `out`. The CuTe
     kernel (only if `right` is a transpose) and a CPU add `plus` to the float32 sums and round once. cuBLAS adds it to
-    the rounded product. `gemm`: CUBLAS, or after prepare() CUTE, which is_served() limits. No autograd.
+    the rounded product. `gemm`: CUBLAS, or CUTE after prepare(); see is_served(). Not for autograd.
     """
     if gemm == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out

@@ -19,8 +19,8 @@ SIGN = tl.constexpr(-(2**31))
 
 
 def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write the numbers of `codes` (uint8, two in each) to `out`, which has twice as many. `scales`: uint8, one for
-    each 16 bytes of codes. All tensors are contiguous, but rows or matrices of `out` may have gaps between them."""
+    """Write the numbers of `codes` (uint8 with two numbers each) to `out`. `scales`: uint8, one for each 16 bytes of
+    codes. All tensors are contiguous, but rows or matrices of `out` may have gaps between them."""
     assert codes.is_contiguous()
     assert scales.is_contiguous()
     assert out.numel() == 2 * codes.numel() == 32 * scales.numel()

@@ -29,8 +29,8 @@ CHUNK = 4096
 
 @torch.no_grad()
 def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize a weight into `out` [out, in], which is contiguous. MXFP4 also takes an `out` [experts, out, in]
-    whose rows or matrices have gaps between them.
+    """Dequantize a weight into a contiguous `out` [out, in]. With MXFP4 `out` may be [experts, out, in], with gaps
+    between rows or matrices.
 
     `kind`: MXFP4, or a linear's `stored_as`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
     for the weight; the codes may have any shape.

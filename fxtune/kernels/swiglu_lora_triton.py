@@ -150,7 +150,7 @@ def _walk(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The forward pass for `program_rows` rows and a block of columns, whose part of b stays in registers."""
+    """The forward pass for `program_rows` rows and a block of columns. The block's part of b stays in registers."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
     b_at, in_b = b[0] + column.to(tl.int64) * b[1] + rank[:, None], (rank[:, None] < ranks) & (column < width)

@@ -83,7 +83,8 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     """Products of fp8 matrices of several experts on a GPU.
 
     What: torch._scaled_grouped_mm.
-    Why: fxtune has scales in one form for the products of linears and of experts.
+    Why: torch.nn.functional.scaled_grouped_mm describes scales by recipes. This function takes them as scaled_mm()
+    does.
     """
     product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
     return product(*operands, **options)
@@ -302,8 +303,7 @@ def default_compiler_cache() -> Path:
     """The folder in which Inductor keeps compiled code unless a variable names another one.
 
     What: torch._inductor's default_cache_dir.
-    Why: torch writes its default into the variable that users set. Only this function tells a default from a user's
-    folder.
+    Why: torch writes its default into the variable that users set. Only this function tells the two apart.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

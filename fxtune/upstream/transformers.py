@@ -145,8 +145,8 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 # Names of tensors in a checkpoint's files.
 #
 # What: `_weight_conversions`, the conversions by which a model was read; revert_weight_conversion(), which undoes
-# them;   get_model_conversion_mapping(), which lists for each tensor of a model its tensors in the files, the
-# operations   that join these, and older names;
+#   them; get_model_conversion_mapping(), which lists for each tensor of a model its tensors in the files, the
+#   operations that join these, and older names;
 #   `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
@@ -280,10 +280,9 @@ def import_code_of_models() -> None:
 
 # The processor of a vision model.
 #
-# What: check_argument_for_proper_class() of processors, which accepts only video processors of transformers' own
-# class. Why: transformers' video processors need torchvision, which is not in every environment (PyPI's does not load
-# beside   the CPU build of torch). The processors of Qwen's models cannot be made without a video processor, although
-# images   do not need it.
+# What: check_argument_for_proper_class() of processors, which accepts only video processors of transformers' class.
+# Why: transformers' video processors need torchvision, which is not in every environment (PyPI's does not load beside
+#   the CPU build of torch). The processors of Qwen's models cannot be made without one, although images need none.
 
 
 class _NoVideo(dict[str, Any]):

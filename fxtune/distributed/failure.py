@@ -188,7 +188,7 @@ def read(folder: Path) -> list[Failure]:
     for path in folder.glob("failure-*"):
         try:
             failures.append(Failure(**json.loads(path.read_text())))
-        except ValueError:  # the rank was killed as it wrote
+        except ValueError:  # the rank was killed while it wrote this file
             continue
     return sorted(failures, key=lambda failure: failure.at)
 

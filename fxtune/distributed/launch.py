@@ -111,7 +111,7 @@ def launch(ranks: int, argv: list[str]) -> int:
                 elastic_launch(config, sys.executable)("-m", "fxtune", *argv)
         except ChildFailedError as error:
             return _conclude(error.failures, failure.read(folder), heartbeat.read(folder), watch.ended)
-        except SignalException as stop:  # the agent has sent it to the ranks
+        except SignalException as stop:  # the agent has sent the signal to the ranks
             raise _first_cause(failure.read(folder), Stopped(signal.Signals(stop.sigval))) from None
         finally:
             del os.environ[HEARTBEATS], os.environ[LAUNCHER], os.environ[PROCESSES]

@@ -177,8 +177,8 @@ def divide_by_expert(experts: nn.Module, world: World) -> None:
 
 
 class _CodesWithoutGradients(TorchFunctionMode):
-    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 sets requires_grad on them, which
-    raises RuntimeError, before it resets it in the next line. torch 2.12 does not (pytorch#177948)."""
+    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 sets requires_grad on such
+    parameters, which raises RuntimeError, and resets it in the next line. torch 2.12 does not (pytorch#177948)."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.requires_grad_ and not args[0].dtype.is_floating_point:

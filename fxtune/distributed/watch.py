@@ -62,7 +62,7 @@ class Watch:
             why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
             return rank, _sentence(rank, beat, why)
         if is_stopped(beat):
-            return None  # the rank is ended soon, and named then
+            return None  # the rank will be ended soon, with a line that names it
         if beat.since > self._named:
             self._named = now
             print(

@@ -182,7 +182,7 @@ class World:
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost. Each slice
-        (`mesh["shard"]`) has a process group. Made on first use, by all ranks together; for several ranks only."""
+        (`mesh["shard"]`) has a process group. All ranks make the mesh together, on first use. One rank has no mesh."""
         assert self.size > 1, "one rank has no mesh"
         if not _mesh.cache_info().currsize:  # agree() fails at once if a rank is gone; torch waits hours
             self.agree(0, "making a mesh of the ranks")

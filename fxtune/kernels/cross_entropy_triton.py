@@ -1,4 +1,4 @@
-"""Triton kernel of linear_cross_entropy.py: it computes each row's loss and replaces its logits by their gradient.
+"""Triton kernel of linear_cross_entropy.py: computes each row's loss and replaces the row's logits by their gradient.
 
 One program handles a row. It reads the row for the maximum and the sum of exponentials. It then goes backwards from
 the end of the row, which is still in the cache, and writes softmax - onehot in place. All arithmetic is float32,

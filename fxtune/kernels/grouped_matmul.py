@@ -94,7 +94,7 @@ def outer(x: Tensor, y: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
     from fxtune.kernels.gated_experts_triton import clear_empty
 
     result = result.contiguous()
-    clear_empty(result, ends)  # it is not documented what these kernels write for a group without rows
+    clear_empty(result, ends)  # no documentation says what these kernels write for a group without rows
     return result
 
 

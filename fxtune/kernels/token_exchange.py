@@ -1,4 +1,4 @@
-"""Experts that are divided over ranks: each rank holds some experts whole, and tokens travel to them and back.
+"""Exchanges tokens between ranks that divide the experts of a layer: each rank holds some experts whole.
 
 Every rank gets the hidden states, the chosen experts and the weights of all tokens of its group (gather_tokens). It
 computes the rows of the experts that it holds (own_rows), and sends each rank the partial sums of that rank's tokens.

@@ -18,7 +18,7 @@ AVAILABLE = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available"
 
 @contextlib.contextmanager
 def alone() -> Iterator[Any]:
-    """Yield the module peft. In the body it finds only libraries of quantized weights that are already imported.
+    """Yield the module peft. In the body peft finds only libraries of quantized weights that are already imported.
 
     peft imports each installed library of quantized linears. bitsandbytes takes one to three seconds, because its
     import loads torch's compiler. A model with quantized linears has already imported their library. peft has no

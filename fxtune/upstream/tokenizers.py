@@ -14,7 +14,7 @@ def panics_as_errors() -> Iterator[None]:
     """Raise ConfigError if the library's Rust code panics in the body, as at a regular expression that never ends.
 
     What: PanicException of pyo3, a BaseException that no module exports.
-    Why: the library raises nothing else for a regular expression that it gives up on.
+    Why: if the library gives up on a regular expression, it raises only this.
     """
     try:
         yield

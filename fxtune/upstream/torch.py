@@ -83,8 +83,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     """Products of fp8 matrices of several experts on a GPU.
 
     What: torch._scaled_grouped_mm.
-    Why: torch.nn.functional.scaled_grouped_mm describes scales by recipes. This function takes them as scaled_mm()
-    does.
+    Why: torch.nn.functional.scaled_grouped_mm wants a recipe for the scales. This function takes scales alone.
     """
     product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
     return product(*operands, **options)

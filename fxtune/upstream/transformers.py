@@ -131,7 +131,7 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
 # The tiles of an image of LLaVA-OneVision.
 #
 # What: `image_size_to_num_patches` of its modeling file.
-# Why: it searches the config's `image_grid_pinpoints`, and the processor does not return the result.
+# Why: the function searches the config's `image_grid_pinpoints`, and the processor does not return the result.
 
 
 def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> int:

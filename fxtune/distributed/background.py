@@ -40,7 +40,7 @@ class BackgroundGroup:
         return self.rank == 0
 
     def gather(self, value: Result, doing: str) -> list[Result]:
-        """The `value` of every rank, by rank, on every rank. Raises LostRankError if a rank is gone."""
+        """Return a list of every rank's `value`, by rank, on all ranks. Raises LostRankError if a rank is gone."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

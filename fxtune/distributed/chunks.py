@@ -19,7 +19,7 @@ coordinates hold the same chunk. A plain tensor has no coordinates."""
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a tensor, held or stored separately. Each field has an entry for each dimension."""
+    """A rectangular part of a tensor, held or stored separately. Each field has a number for each dimension."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -83,7 +83,7 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
 
 
 def coordinates(tensor: torch.Tensor) -> Coordinates:
-    """Which chunk of `tensor` this rank holds: equal on all ranks that hold the same chunk."""
+    """The coordinates of this rank's chunk of `tensor`, equal on all ranks that hold the same chunk."""
     if not is_divided(tensor):
         return ()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]

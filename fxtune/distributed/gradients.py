@@ -53,7 +53,7 @@ class Bucket:
     """Gradients that are sent together."""
 
     number: int
-    """Buckets are sent in this order."""
+    """The place of this bucket in the order in which buckets are sent."""
     members: list[int]
     """The numbers of the parameters whose gradients are in the bucket."""
     buffer: torch.Tensor

@@ -202,7 +202,7 @@ class World:
     def sum(
         self, tensor: torch.Tensor, doing: str = "adding up", group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """`tensor` summed over the ranks (of `group`), in place. The host does not wait for a GPU."""
+        """Sum `tensor` over the ranks (of `group`), in place, and return it. The host does not wait for a GPU."""
         if self.size > 1:
             with self.waiting(doing):
                 dist.all_reduce(tensor, group=group)
@@ -222,8 +222,8 @@ class World:
         return work
 
     def agree(self, mine: int, doing: str = "deciding together") -> int:
-        """The largest `mine` of all ranks: one rank's decision (a signal, memory that ran out) becomes the decision of
-        all. The hosts wait for each other, not for their GPUs."""
+        """Return the largest `mine` of all ranks, so that one rank's decision (a signal, memory that ran out) becomes
+        the decision of all. The hosts wait for each other, not for their GPUs."""
         if self.size == 1:
             return mine
         value = torch.tensor(mine)
@@ -241,7 +241,7 @@ class World:
         return [values.tolist() for values in everyone]
 
     def broadcast(self, value: Result, doing: str = "following rank 0") -> Result:
-        """Rank 0's `value`, which can be pickled, on every rank."""
+        """Return rank 0's `value` on every rank. It must be picklable."""
         if self.size == 1:
             return value
         values = [value]
@@ -266,7 +266,7 @@ class World:
         return result
 
     def gather(self, value: Result, doing: str = "collecting from all ranks") -> list[Result]:
-        """The `value` of every rank, by rank, on every rank."""
+        """Return a list of every rank's `value`, by rank, on all ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

@@ -35,7 +35,7 @@ def blank(image_processor: Any, height: int, width: int) -> Any:
 
 
 def _blank(height: int, width: int) -> np.ndarray:
-    """uint8 [3, height, width], stored as one byte."""
+    """A black image, uint8 [3, height, width], that takes one byte of memory."""
     return np.broadcast_to(np.uint8(0), (3, height, width))
 
 

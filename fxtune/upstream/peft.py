@@ -1,4 +1,4 @@
-"""Private parts of peft, and what it imports beside itself. See the package's docstring for the form of an entry."""
+"""Private parts of peft, and its imports of other libraries. See the package's docstring for the form of an entry."""
 
 from __future__ import annotations
 

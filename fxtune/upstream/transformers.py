@@ -117,12 +117,13 @@ def load_hub_attention(name: str) -> None:
 
 
 def recorded_outputs(decoder: nn.Module) -> Mapping[str, Any]:
-    """The modules of a decoder that return what transformers records, by the name of the output."""
+    """For each output that transformers records, by its name, the modules of a decoder that return it."""
     return getattr(decoder, "can_record_outputs", None) or {}
 
 
 def router_loss(model: nn.Module) -> Callable[..., Any] | None:
-    """The auxiliary loss of a mixture: (logits of all routers, number of experts, experts used); None: no loss."""
+    """A mixture's function of the auxiliary loss: (logits of all routers, number of experts, experts used). None if
+    there is no such loss."""
     # torch gives a model with divided weights a subclass of the family's class, defined in a module of torch.
     files = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     return next((loss for file in files if (loss := getattr(file, "load_balancing_loss_func", None))), None)
@@ -229,7 +230,7 @@ def other_conversions(model: Any) -> set[str]:
 
 
 def words(operations: Iterable[tuple[Any, ...]]) -> str:
-    """Operations of a conversion as transformers' documentation writes them."""
+    """A conversion's operations as a text, written as in transformers' documentation."""
     return ", ".join(f"{name}({', '.join(map(str, arguments))})" for name, *arguments in operations)
 
 

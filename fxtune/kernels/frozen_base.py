@@ -62,7 +62,7 @@ class Operand(NamedTuple):
     """Activations, prepared for a product with weights of one kind."""
 
     x: Tensor
-    """[rows, width] in the compute dtype. Rows may have gaps between them."""
+    """The activations [rows, width] in the compute dtype. Rows may have gaps between them."""
     prepared: Any = None
     """What forward() and backward() of the kind need besides x."""
 

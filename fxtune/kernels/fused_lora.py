@@ -67,7 +67,7 @@ def lora_linear(
 
 
 def padding_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
-    """Numbers of padding that lora_linear() of such a group can use behind each row of the output's gradient."""
+    """How many numbers of padding lora_linear() can use behind each row of its output's gradient."""
     return padded_rank(ranks, bias) if is_dense(kind) else 0
 
 
@@ -203,9 +203,9 @@ def _(
     schema=f"(Tensor x, {_MLP_PARTS}, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mlp(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [rows, hidden] -> y, and for the backward pass gate_up, x A^T and p A^T, which are empty unless `keep`.
+    """x [rows, hidden] -> y, and for the backward pass gate_up, x A^T and p A^T. The three are empty without `keep`.
 
-    `residual` [rows, hidden]: as for _linear().
+    `residual` [rows, hidden]: see _linear().
     """
     *parts, residual = arguments
     mlp = _Mlp(*parts)
@@ -312,7 +312,7 @@ def _tiles(rows: int, tiles: int) -> Iterator[slice]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` with contiguous rows; there may be gaps between them."""
+    """`x`, copied if its rows are not contiguous. There may be gaps between rows."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

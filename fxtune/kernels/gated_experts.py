@@ -309,8 +309,8 @@ def _matrices(
 
 
 def with_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
-    """A copy of `matrices` [experts, out, in] with the order of its strides, in memory that has space for `rank` more
-    rows (dim 1) or columns (dim 2) of each matrix. `rank` times the size of an element is a multiple of 16 bytes."""
+    """A copy of `matrices` [experts, out, in] in memory that has space for `rank` more rows (dim 1) or columns (dim 2)
+    of each matrix. The strides keep their order. `rank` times the size of an element is a multiple of 16 bytes."""
     sizes = list(matrices.shape)
     sizes[dim] += rank
     across = matrices.stride(1) == 1
@@ -355,7 +355,7 @@ def _pair(like: Tensor, wide: int, narrow: int, beside: bool) -> tuple[Tensor, T
 
 
 def gather(states: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """[rows, d]: the states [tokens, d] of each row's token. `order`, `back`: see Routing."""
+    """[rows, d]: the state of each row's token, from `states` [tokens, d]. `order`, `back`: see Routing."""
     if states.is_cuda:
         from fxtune.kernels.gated_experts_triton import scatter
 
@@ -364,7 +364,7 @@ def gather(states: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 
 def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
-    """[rows, r]: the states [tokens, d] of each row's token times the `factor` [experts, d, r] of its expert."""
+    """[rows, r]: each row's state from `states` [tokens, d] times the expert's `factor` [experts, d, r]."""
     if not factor.shape[2]:
         return states.new_empty(len(token), 0)
     if _reads_in_place(states, factor.shape[2]):
@@ -493,7 +493,7 @@ def _whole(g: Tensor, r1: Tensor, b1: Tensor, bias: Tensor | None, expert: int) 
 
 
 def _halves(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
-    """gate and up as views of g or its gradient."""
+    """gate and up as views of `inner`, which is g or its gradient."""
     if act.interleaved:
         return inner[..., ::2], inner[..., 1::2]
     gate, up = inner.chunk(2, -1)

@@ -153,7 +153,7 @@ def _is_served(x: Tensor, other: Tensor) -> bool:
 
 
 def _launch(columns: int) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """Tile, cluster, and whether two warp groups take turns (pingpong): the fastest that was measured on an H200 for
+    """The tile, the cluster, and whether two warp groups take turns (pingpong). They were the fastest on an H200 for
     results of `columns` columns."""
     if columns <= NARROW:
         return (128, 32 if columns <= 32 else 64), (1, 1), True
@@ -301,7 +301,7 @@ class OwnRouting(Routing):
         self.tokens, self.k = back.shape
         self.order, self.back, self.ends = order, back.flatten(), ends
         self.elsewhere = back < 0
-        """[tokens, k]: whether the pair has no row."""
+        """[tokens, k]: whether the pair of a token and an expert has no row."""
         numbers = torch.arange(order.shape[0], dtype=ends.dtype, device=ends.device)
         self.expert = torch.searchsorted(ends, numbers, right=True)
 

@@ -137,7 +137,7 @@ def project(
 def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
     """x^T t as partial sums, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
 
-    `into`: the result of an earlier call, with any number of rows; the sums are added to its parts.
+    `into`: the result of an earlier call, with any number of rows. This call adds its sums to the parts of `into`.
     """
     (rows, width), columns = x.shape, t.shape[1]
     assert x.dtype.itemsize == 2, x.dtype

@@ -106,7 +106,7 @@ def int8_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # Cached, because each setLevel() clears the caches of all loggers, and a step calls this once for each weight.
 @functools.cache
 def bitsandbytes() -> Any:
-    """The package bitsandbytes. It takes a second to import, and logs missing kernels that fxtune does not use."""
+    """Import bitsandbytes, without its warnings of missing kernels that fxtune does not use. This takes a second."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes
 

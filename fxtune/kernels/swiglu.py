@@ -55,9 +55,9 @@ class FusedSums:
     """Sums over rows that gated_backward() computes from its results: g^T xa and p^T dyb, with g = [dgate | dup]."""
 
     xa: Tensor
-    """[rows, R]: first the columns for dgate, then the columns for dup."""
+    """x A^T [rows, R]: the columns for dgate, followed by the columns for dup."""
     dyb: Tensor
-    """[rows, Q]."""
+    """dy B of down [rows, Q]."""
     ranks: tuple[int, int, int]
     """The number of columns of xa for dgate, of xa for dup, and of dyb. Other columns of the sums have no meaning."""
     keep_p: bool

@@ -85,7 +85,8 @@ def _block(ranks: int) -> int:
 
 @triton.jit
 def _add_product(total, left, right, row, column, rows, width, ranks, RANKS: tl.constexpr):
-    """total + left right, [rows, ranks] by [ranks, width]; `row` and `column` as int64 [ROWS, 1] and [1, COLUMNS].
+    """`total` plus a tile of `left` [rows, ranks] times `right` [ranks, width]. `row` and `column` are the tile's
+    place, int64 [ROWS, 1] and [1, COLUMNS].
 
     `right` has two strides: between ranks and between columns.
     """

@@ -47,12 +47,12 @@ class Exchange(NamedTuple):
         return OwnRouting(*own_rows(index, *self[1:], self.group))
 
     def gather(self, states: Tensor, routing: OwnRouting) -> Tensor:
-        """[tokens of all ranks, ...]: the `states` [tokens, ...] of each rank's tokens."""
+        """[tokens of all ranks, ...]: all ranks' `states` [tokens, ...], one rank after the other."""
         gathered: Tensor = gather_tokens(states, routing.tokens, self.group)
         return gathered
 
     def sum(self, states: Tensor, tokens: int) -> Tensor:
-        """[tokens, d]: the sum over ranks of the `states` [tokens of all ranks, d] of this rank's tokens."""
+        """[tokens, d]: for this rank's tokens the sum of all ranks' `states` [tokens of all ranks, d]."""
         summed: Tensor = sum_tokens(states, tokens, self.group)
         return summed
 
@@ -106,7 +106,7 @@ def gather_tokens(states: Tensor, rows: int, group: str) -> Tensor:
 
 @torch.library.custom_op("fxtune::sum_tokens", mutates_args=())
 def sum_tokens(states: Tensor, tokens: int, group: str) -> Tensor:
-    """[tokens, ...]: the sum over ranks of the `states` of this rank's tokens. `states` [rows, ...]: a partial sum for
+    """[tokens, ...]: for this rank's tokens the sum of all ranks' `states`. `states` [rows, ...]: a partial sum for
     each token of all ranks, one rank after the other. `tokens`: how many tokens this rank has."""
     counts = _TOKENS[group]
     received = states.new_empty(len(counts) * tokens, *states.shape[1:])

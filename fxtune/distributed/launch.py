@@ -76,7 +76,7 @@ def launch(ranks: int, argv: list[str]) -> int:
     """Run `fxtune argv` in `ranks` processes on this host and return the exit code of the run.
 
     Raises the UserError or Stopped that ended a rank, or RankError for a rank that was killed or stalled. A
-    code above 0 is returned only if a rank has printed a traceback.
+    code above 0 is returned only if a rank has printed the reason, such as a traceback.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

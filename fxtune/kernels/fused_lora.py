@@ -14,8 +14,8 @@ too. With `tiles` > 1 an MLP handles its rows tile by tile, forward and backward
 
 Forward and backward passes are operators, not autograd functions. So torch.compile takes them as they are,
 checkpointing policies can name them, and a recomputation skips an operator whose results nobody uses. Gradients of A
-and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in the compute
-dtype, autocast's or x's. Any number of rows works, zero included.
+and B are accumulated in float32 and returned in the dtypes of A and B. y and dx are in the compute dtype, autocast's
+or x's. Any number of rows works, zero included.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def gated_backward(
     act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, sums: FusedSums | None = None
 ) -> Tensor:
     """Write [dgate | dup] to `out` [rows, 2 width] and return it. `dp` [rows, width], p's gradient, is overwritten
-    with p.
+    with p (with `sums`, if they keep p).
 
     `share`: see gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp` before the gradients are
     computed. `sums`: also compute these sums. Their xa is that of `share`, and their dyb is ya.

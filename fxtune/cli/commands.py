@@ -138,7 +138,7 @@ COMMANDS = {
             "--steps": _value("N", "steps of the test", whole_number(20)),
             "--lowest": _value("LR", "the rate of the first step", positive_number("the rate of the first step")),
             "--highest": _value("LR", "the rate of the last step", positive_number("the rate of the last step")),
-            "--plot": _value("FILE.png", "draw the curve (.png, .svg or .pdf)", Path),
+            "--plot": _value("FILE.svg", "draw the curve", Path),
         },
         ranks=True,
     ),

@@ -1,1 +1,1 @@
-"""Rows to batches: read, chat, tokenized, batches."""
+"""From rows to batches, in four packages: read, chat, tokenized, batches."""

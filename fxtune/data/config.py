@@ -73,27 +73,29 @@ class SourceConfig:
     format: str = field(default=AUTO, metadata={"kind": str, "words": FormatNames()})
     """The rows' format; `auto` detects it from the first rows and prints it. Plugins add others (docs/plugins.md)."""
     weight: Optional[float] = field(default=None, metadata={"above": 0})
-    """Share of the supervised tokens, relative to the other sources. Null for all sources:
-    every row once per epoch."""
+    """Share of the supervised tokens, relative to the weights of the other sources. If no source has a weight, an
+    epoch has every row once."""
     split: str = "train"
     """A split, or a slice of one in the notation of the datasets library: train, test, train[:10%], train[100:200],
-    train[-5%:]. A folder's README.md declares its splits, or the names of its files give them (docs/data.md)."""
+    train[-5%:]. The splits of a folder are declared in its README.md, or follow from the names of its files
+    (docs/data.md)."""
     subset: Optional[str] = None
     """Configuration name of a hub dataset, or of a folder whose README.md declares configurations."""
     revision: Optional[str] = None
     """Branch, tag or commit of a hub dataset."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Renames columns before the format is detected: {name in the data: name that fxtune reads}. conv.messages is a
-    key of the objects in column conv."""
+    """Renames columns before the format is detected: {name in the data: name that fxtune reads}. `conv.messages` means
+    the key messages of the objects in column conv."""
     unused: list[str] = field(default_factory=list)
-    """Columns, and fields of turns, to leave unused. Any other part of a row that does not reach the text is an
-    error."""
+    """Columns, and fields of turns, that are left out on purpose. It is an error if another part of a row does not
+    reach the text."""
     text_unit: TextUnit = TextUnit.document
-    """For .txt and .md files: what one row is."""
+    """What one row of a .txt or .md file is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Use only the first `limit` rows. Blank lines of a JSONL file do not count."""
     eval_fraction: Optional[float] = field(default=None, metadata={"min": 0, "below": 1})
-    """Hold out this share of the source's documents; null: data.eval_fraction, or none with data.eval_sources."""
+    """Hold out this share of the source's documents. Null: the share is data.eval_fraction, or 0 if there are
+    data.eval_sources."""
 
     @property
     def plugin_format(self) -> str:
@@ -105,26 +107,26 @@ class SourceConfig:
 class QuestionsConfig:
     path: Optional[str] = None
     """Held-out chat rows in any chat format that data.sources takes. The last assistant turn is the reference answer,
-    the turns before it are the question; of a pair of preferences, the chosen answer is the reference answer. The
-    model answers before and after training. Null: no questions."""
+    and the turns before it are the question. In a pair of preferences the chosen answer is the reference answer. The
+    model answers the questions before and after training. Null: no questions."""
     limit: int = field(default=100, metadata={"min": 1})
     """Use the first `limit` rows."""
     show: int = field(default=3, metadata={"min": 0})
-    """How many questions are printed with both answers."""
+    """The number of questions that are printed with both answers."""
     max_new_tokens: int = field(default=64, metadata={"min": 1})
-    """The length at which an answer is cut off."""
+    """The number of tokens after which an answer is cut off."""
     metrics: list[str] = field(default_factory=list)
-    """Metrics of plugins for the answers, beside exact_match; each is logged as questions/NAME (docs/plugins.md)."""
+    """Metrics of plugins for the answers, beside exact_match. Each is logged as questions/NAME (docs/plugins.md)."""
 
 
 @dataclass
 class MixConfig:
-    """Short and long documents in every step, so that a model learns long documents and keeps its quality on short
-    ones. A document is measured after data.on_long has split or cut it."""
+    """Put short and long documents into every step, so that a model learns long documents and keeps its quality on
+    short documents. Lengths are counted after data.on_long has split or cut documents."""
 
     long_share: Optional[float] = field(default=None, metadata={"above": 0, "below": 1})
-    """Share of the tokens of each optimizer step that come from long documents, to within one
-    row. Null: as in the data."""
+    """Share of each step's tokens that come from long documents, exact to one row. Null: the share that the data
+    has."""
     threshold: int = field(default=8192, metadata={"min": 1})
     """Documents with more tokens than this are long. Set it to the context length that the base model
     was trained with."""
@@ -132,8 +134,8 @@ class MixConfig:
 
 @dataclass
 class ImageTokensConfig:
-    """Bounds for the tokens of an image, which is made smaller or larger to have them. Null: the model's own bounds.
-    For families whose images have as many tokens as their size asks for (Qwen-VL)."""
+    """Bounds for the tokens of an image. An image outside the bounds is made smaller or larger. Null: the bounds of
+    the model. Only for families whose images have more tokens if they are larger (Qwen-VL)."""
 
     min: Optional[int] = field(default=None, metadata={"min": 1})
     """A smaller image is enlarged to this many tokens."""
@@ -152,71 +154,72 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     """What the model is trained on: a list of sources, each with its own keys."""
     eval_sources: list[SourceConfig] = field(default_factory=list)
-    """Held-out sources for evaluation. With them data.eval_fraction is not used, but the eval_fraction of a single
-    source is."""
+    """Held-out sources for evaluation. If there are any, data.eval_fraction has no effect; the eval_fraction of a
+    single source still has."""
     eval_fraction: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """Hold out this share of the documents of `sources`. A document's content decides, so adding rows moves no
-    document between training and evaluation, and copies of a document are on the same side. In preferences the prompt
-    decides."""
+    """Hold out this share of the documents of `sources`. The content of a document decides whether it is held out. So
+    new rows move no document between training and evaluation, and copies of a document are on the same side. In
+    preferences the prompt decides."""
     eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
-    """Evaluate on at most this many of the documents that eval_fraction holds out of each source."""
+    """Evaluate on at most this many of the held-out documents of each source of `sources`."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     sequence_length: int = field(default=2048, metadata={"min": 2, "max": 2**24})
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)
-    """Let rows grow: [[0.0, 8192], [0.3, 16384], [0.6, 65536]] has rows of 8,192 tokens at first, and of 65,536 from
-    60 % of the run's steps on. The last length is sequence_length, and every earlier length divides it. If rows are n
-    times shorter, a step has n times as many rows, and so as many tokens. A document longer than a row waits for a
-    later stage of the epoch in which it fits whole. Text is cut if no such stage follows, or if shorter documents do
-    not fill the steps."""
+    """Let rows grow: with [[0.0, 8192], [0.3, 16384], [0.6, 65536]] rows have 8,192 tokens at first, and 65,536 tokens
+    from 60 % of the run's steps on. The last length must be sequence_length, and every earlier length must divide it.
+    A step with n times shorter rows has n times more rows, so all steps have room for the same tokens. A document
+    longer than a row waits for a later stage of the epoch whose rows hold it whole. Text is cut if no such stage
+    follows, or if shorter documents do not fill the steps."""
     packing: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
     """Put several documents into one row; they cannot attend to each other. False: one document a row, with padding.
-    `auto`: true if the model and its attention keep documents apart and there are no `buckets`, else false, with a
-    line that says why."""
+    `auto`: true if the model and its attention keep documents apart and there are no `buckets`. Otherwise false, and a
+    line says why."""
     buckets: list[int] = field(default_factory=list, metadata={"min": 1})
     """Without packing: the lengths to pad to, ascending. Empty: pad to the longest document of the micro-batch; with
     packing=auto and the compiler, to an eighth, a quarter, a half or all of sequence_length."""
     share_prompts: Any = field(default=AUTO, metadata={"kind": bool, "words": (AUTO,)})
-    """Pairs of answers: compute their common prompt once, for both answers, which see it and not each other. The
-    numbers are the same. `auto`: true where rows are packed and the attention can, else false, with a line that says
-    why."""
+    """Compute the common prompt of a pair of answers only once. Both answers see the prompt, and not each other. The
+    numbers stay the same. `auto`: true if rows are packed and the attention supports shared prompts. Otherwise false,
+    and a line says why."""
     on_long: OnLong = OnLong.split
-    """What to do with a document longer than sequence_length. `split`: text anywhere, chats at their turns, with the
-    system prompt in each piece. A row of preferences is decided as a whole: `truncate` cuts the beginning of its
-    prompt, never an answer, and `split` is an error."""
+    """What to do with a document longer than sequence_length. `split` divides text anywhere, and chats at their turns,
+    with the system prompt in each piece. In a row of preferences `truncate` cuts the beginning of the prompt, never an
+    answer. Such a row cannot be divided: with `split` a long row is an error."""
     image_tokens: ImageTokensConfig = field(default_factory=ImageTokensConfig)
     mix: MixConfig = field(default_factory=MixConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     on_overlap: OnOverlap = OnOverlap.error
-    """What to do with rows of `sources` that `eval_sources` or `questions` also have, which their tokens decide, or in
-    preferences the tokens of the prompt. `drop`: leave these rows out of training. `keep`: train on them."""
+    """What to do with rows of `sources` that `eval_sources` or `questions` also have. Rows are compared by their
+    tokens, rows of preferences by the tokens of their prompts. `drop`: leave these rows out of training. `keep`: train
+    on them."""
     dedup: Dedup = Dedup.off
-    """Use each document of `sources` once. `exact`: leave out copies, which have the same tokens. `near`: leave
-    out also documents that are similar to an earlier document, or to a document of eval_sources. A document that is
-    left out is neither trained on nor held out."""
+    """Use each document of `sources` once. `exact`: leave out documents with the same tokens as an earlier one.
+    `near`: also leave out documents that are similar to an earlier document, or to a document of eval_sources. A
+    document that is left out is neither trained on nor held out."""
     dedup_similarity: float = field(default=0.8, metadata={"above": 0, "max": 1})
     """With `near`: documents are similar if their sets of 5-grams of tokens have this Jaccard similarity or more."""
     on_bad_row: OnBadRow = OnBadRow.error
     """What to do with a row that cannot be used. `quarantine` writes it to quarantine.jsonl in
     the run folder and goes on."""
     on_rewritten: OnRewritten = OnRewritten.split
-    """What to do with turns that the chat template rewrites when another turn follows: the templates of Qwen3 and
-    gpt-oss drop the reasoning of earlier answers. `split`: one document for each question, which ends with the
-    answer, as in generation. `context`: do not learn such turns. `keep`: learn them as the whole chat has them."""
+    """What to do with turns that the chat template rewrites when another turn follows (Qwen3 and gpt-oss: it drops the
+    reasoning of earlier answers). `split`: make a document for each question, which ends with the answer, as in
+    generation. `context`: do not learn such turns. `keep`: learn such turns as the whole chat has them."""
     chat_template: Optional[str] = None
     """A Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, in training, evaluation and questions: {enable_thinking: false}. A row
-    with a column chat_template_kwargs sets its own."""
+    can set other values in a column chat_template_kwargs."""
     template_time: Optional[str] = None
-    """The date and time that a chat template writes with strftime_now, such as 2026-11-25T09:00. Null: the time when
-    the run was first started, which a resumed run keeps."""
+    """The date and time that a chat template writes with strftime_now, such as 2026-11-25T09:00. Null: the time of the
+    run's first start. A resumed run keeps this time."""
     system: Optional[str] = None
     """A system message for each chat that has none, in training, evaluation and questions. Null: none is added."""
     workers: int = field(default=0, metadata={"min": 0, "max": 1024})
     """Processes that tokenize; 0: one per core."""
     cache_dir: Optional[str] = None
-    """Where tokenized sources are kept; null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
+    """The folder that keeps the tokens of sources. Null: $XDG_CACHE_HOME/fxtune, or ~/.cache/fxtune."""
     cache_days: Optional[int] = field(default=30, metadata={"min": 1})
     """When new tokens are cached, remove tokens that no run has used for this many days, and
     print a line. Null: keep all."""
@@ -233,13 +236,13 @@ class DataConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a row has the prompt of a pair once. An undecided `auto` counts as false, and unpacked rows have
-        whole documents."""
+        """Whether a row has the prompt of a pair only once. An undecided `auto` counts as false. Rows that are not
+        packed have whole documents."""
         return self.share_prompts is True and self.packs
 
     @property
     def held_out_shares(self) -> tuple[float, ...]:
-        """The share of the documents of each of `sources` that is held out of training."""
+        """For each of `sources`, the share of its documents that is held out of training."""
         common = 0.0 if self.eval_sources else self.eval_fraction
         return tuple(common if source.eval_fraction is None else source.eval_fraction for source in self.sources)
 
@@ -255,7 +258,7 @@ class DataConfig:
         return bool(self.eval_sources) or any(shares)
 
     def applicable_questions(self) -> QuestionsConfig:
-        """`questions`; without a path if they are about the data that ships with fxtune, and no source is."""
+        """`questions`. They lose their path if they ship with fxtune and data.sources names no data that does."""
         shipped = any(source.path.startswith("builtin:") for source in self.sources)
         foreign = (self.questions.path or "").startswith("builtin:") and not shipped
         return replace(self.questions, path=None) if foreign else self.questions

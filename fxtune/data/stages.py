@@ -1,9 +1,9 @@
-"""Stages of a run: how many rows each step takes, and how long they are.
+"""Stages of a run: how many rows a step takes, and how many tokens a row has.
 
 `train.batch_ramp` lets the batch grow, and `data.length_schedule` lets rows grow. A stage begins at a share of the
-run's steps, so the plan must know their number: with train.epochs the smallest number that covers the epochs.
+run's steps, so the plan must know the number of steps. With train.epochs it is the fewest steps that cover the epochs.
 
-If rows of a stage are n times shorter than rows of the last stage, its steps take n times as many rows. So each step
+A stage whose rows are n times shorter than the rows of the last stage takes n times more rows in a step. So each step
 and each micro-batch has room for the same tokens: memory, the time of the matmuls and the noise of a gradient stay
 about the same, and attention becomes cheaper. "Dataset Decomposition" (arXiv 2405.13226) also keeps a step's tokens.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 class Stage(NamedTuple):
     share: float
-    """The share of the run's steps at which it begins; 0 for the first stage."""
+    """The share of the run's steps at which the stage begins; 0 for the first stage."""
     rows: int
     """Rows of a step."""
     length: int
@@ -28,7 +28,7 @@ class Stage(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first step and row of a stage, its rows a step, and its tokens a row."""
+    """A stage's first step, its first row, the rows of each of its steps, and the tokens of each of its rows."""
 
     step: int
     row: int
@@ -38,12 +38,12 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of each step, laid out for a number of steps."""
+    """The rows of each step of a run."""
 
     starts: tuple[Start, ...]
-    """The last stage has no end."""
+    """The start of each stage. The last stage has no end."""
     planned: int = field(default=0, compare=False)
-    """The number of steps."""
+    """The number of steps of the run. Stages begin at shares of this number."""
 
     @staticmethod
     def of(stages: Sequence[Stage], steps: int = 0) -> StepRows:
@@ -52,7 +52,7 @@ class StepRows:
         starts = [Start(0, 0, rows, length)]
         for share, rows, length in stages[1:]:
             before = starts[-1]
-            first = math.ceil(share * steps - 1e-9)  # 0.7 x 10 is above 7
+            first = math.ceil(share * steps - 1e-9)  # in floating point 0.07 x 100 is above 7
             if first == before.step:
                 starts.pop()
             starts.append(Start(first, before.row + (first - before.step) * before.rows, rows, length))
@@ -60,8 +60,8 @@ class StepRows:
 
     @staticmethod
     def holding(rows: int, stages: Sequence[Stage], max_steps: int | None) -> StepRows:
-        """The layout of the fewest steps for `rows` rows, at most `max_steps`; approximate if later steps have fewer
-        rows."""
+        """`stages` laid out for the fewest steps that take `rows` rows, but for at most `max_steps`. The number of
+        steps is approximate if later steps have fewer rows."""
         low, high = 1, -(-rows // min(stage.rows for stage in stages))
         while low < high:
             middle = (low + high) // 2
@@ -82,11 +82,11 @@ class StepRows:
         return StepRows((self.starts[0], *changes), self.planned)
 
     def stage(self, step: int) -> int:
-        """The index of the stage of `step` in `starts`."""
+        """The index in `starts` of the stage that has step `step`."""
         return bisect_right(self.starts, step, key=lambda start: start.step) - 1
 
     def stage_of_row(self, row: int) -> int:
-        """The index of the stage of row number `row` in `starts`."""
+        """The index in `starts` of the stage that has row number `row`."""
         return max(bisect_right(self.starts, row, key=lambda start: start.row) - 1, 0)
 
     def first_row(self, step: int) -> int:
@@ -99,16 +99,16 @@ class StepRows:
         return self.starts[self.stage(step)].length
 
     def steps(self, rows: int) -> int:
-        """How many steps `rows` rows fill; the last one may be short."""
+        """The number of steps for `rows` rows. The last step may have fewer rows than the others of its stage."""
         start = self.starts[self.stage_of_row(rows - 1)]
         return start.step - (start.row - rows) // start.rows
 
     def end(self, stage: int) -> int | None:
-        """The number of rows up to the end of a stage; None: it has no end."""
+        """The number of rows up to the end of a stage; None for the last stage, which has no end."""
         return self.starts[stage + 1].row if stage + 1 < len(self.starts) else None
 
     def tokens(self, row: int) -> int:
-        """How many tokens the rows before `row` have room for."""
+        """The number of tokens for which the rows before `row` have room."""
         total = 0
         for stage in range(self.stage_of_row(row) + 1):
             start, end = self.starts[stage], self.end(stage)
@@ -125,7 +125,7 @@ class StepRows:
         raise AssertionError("the last stage has no end")
 
     def text(self, stage: int) -> str:
-        """The rows of a step of a stage."""
+        """Words for a stage: the rows of a step, and the tokens of a row if stages differ in them."""
         start = self.starts[stage]
         return f"{start.rows:,} rows of {start.length:,} tokens" if self.has_lengths else f"{start.rows} rows"
 
@@ -177,7 +177,7 @@ def length_refusals(schedule: Sequence[Sequence[Any]], sequence_length: int) -> 
 
 
 def _are_pairs(stages: Sequence[Sequence[Any]]) -> bool:
-    """Whether each is a number and a whole number."""
+    """Whether each of `stages` is a pair of a number and a whole number."""
     return not any(
         [type(number) in (int, float) for number in stage] != [True, True] or stage[1] % 1 for stage in stages
     )
@@ -192,7 +192,8 @@ def _wrong_shares(name: str, shares: list[float]) -> list[str]:
 def stages(
     global_batch_size: int, sequence_length: int, ramp: Sequence[Sequence[Any]] = (), schedule: Sequence[Any] = ()
 ) -> tuple[Stage, ...]:
-    """The stages of a run with train.batch_ramp and data.length_schedule, both without conflicts."""
+    """The stages of a run with `ramp` (train.batch_ramp) and `schedule` (data.length_schedule), which must be free of
+    the faults that ramp_refusals() and length_refusals() find."""
     batches = [(0.0, global_batch_size), *((float(share), int(rows)) for share, rows in ramp)]
     lengths = [(0.0, sequence_length), *((float(share), int(length)) for share, length in schedule)]
     found = []

@@ -1,1 +1,1 @@
-"""Ranks: the device of each, what they decide and sum together, and how they are started and watched."""
+"""Ranks: their devices, their common decisions and sums, and how they are started and watched."""

@@ -1,13 +1,13 @@
 """Local steps: each rank trains alone for K steps, then all weights are averaged (local SGD, arXiv 1805.09767).
 
 Only weights are sent, once in K steps, so a step sends 1/K of the bytes of summed gradients. Every rank multiplies its
-gradient by the number of ranks, which makes it the mean over the rank's rows; without momentum, K = 1 would be the
-plain step. Optimizer states differ between ranks from the first step on and are not averaged, so a checkpoint has the
-state of every rank.
+gradient by the number of ranks, because losses are divided by the tokens of all ranks. Without momentum, K = 1 would
+give the same weights as summed gradients. Optimizer states differ between ranks from the first step on and are not
+averaged, so a checkpoint has the state of every rank.
 
 torch's averager for post-local SGD (torch.distributed.algorithms.model_averaging) has the same arithmetic, and a test
-compares the results. It is not used, because it moves every weight to a new buffer, which breaks CUDA graphs, skips
-weights whose gradient was dropped, and counts steps outside of checkpoints.
+compares the results. fxtune does not use it: it moves every weight to a new buffer (this breaks CUDA graphs), skips
+weights whose gradient was dropped, and does not put its count of steps into checkpoints.
 
 Averages are taken in float32. In bfloat16 each average would round the weights.
 """
@@ -34,7 +34,7 @@ class WeightAverage:
         """Local steps since the last average. 0: all ranks have the same weights."""
 
     def stepped(self) -> None:
-        """A step was taken, or skipped on all ranks."""
+        """Count a step that was taken, or skipped on all ranks. Average if `every` steps are complete."""
         self.steps += 1
         if self.steps == self.every:
             self.average()

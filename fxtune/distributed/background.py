@@ -1,8 +1,8 @@
 """Exchanges values between ranks from a thread beside the training loop.
 
-The collectives of a process group must come in the same order on every rank, and the collectives of a thread have no
-fixed place among the collectives of the loop. So the thread has a separate gloo group: CPU connections, which never
-wait for a GPU. A rank that dies closes its connections, and the others get a LostRankError at once.
+Every rank must call the collectives of a process group in the same order, and a thread's collectives have no fixed
+place among the collectives of the loop. So the thread has a separate gloo group. Its connections are between CPUs, and
+never wait for a GPU. A rank that dies closes its connections, and the other ranks get a LostRankError at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Result = TypeVar("Result")
 
 
 class BackgroundGroup:
-    """The ranks of `world` for one thread at a time; None: this process alone. All ranks make it together."""
+    """A group of the ranks of `world`, for one thread at a time. All ranks make it together. Without `world`: a group
+    of this process alone."""
 
     def __init__(self, world: World | None = None) -> None:
         self.rank, self.size = (world.rank, world.size) if world else (0, 1)
         self._heartbeat = world.heartbeat if world else None
-        if world and world.size > 1:  # fails at once if a rank is gone; new_group would wait hours for it
+        if world and world.size > 1:  # agree() fails at once if a rank is gone; new_group() waits for hours
             world.agree(0, "making a group of the ranks")
         self._group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if self.size > 1 else None
         hosts = self.gather(socket.gethostname(), "counting the ranks of each host")
@@ -39,7 +40,7 @@ class BackgroundGroup:
         return self.rank == 0
 
     def gather(self, value: Result, doing: str) -> list[Result]:
-        """The `value` of every rank, by rank, on every rank. Raises LostRankError if a rank is gone."""
+        """Return a list of every rank's `value`, by rank, on all ranks. Raises LostRankError if a rank is gone."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -53,10 +54,10 @@ class BackgroundGroup:
         return values
 
     def together(self, work: Callable[[], Result], doing: str, expected: type[Exception] = OSError) -> list[Result]:
-        """The results of work() on every rank, by rank.
+        """Run work() on every rank, and return the results of all ranks, by rank.
 
-        All ranks raise an `expected` error of any rank, with the same text. Another error is raised by the rank that
-        had it, and the other ranks raise LostRankError.
+        If work() raises an `expected` error on a rank, all ranks raise it, with the same text. After any other error
+        only its rank raises it, and the other ranks raise LostRankError.
         """
         if self.size == 1:
             return [work()]
@@ -64,7 +65,7 @@ class BackgroundGroup:
         result: Any = None
         try:
             result = work()
-        except BaseException as problem:  # noqa: BLE001  the other ranks wait for it
+        except BaseException as problem:  # noqa: BLE001  the other ranks wait for the outcome
             error = problem
         mine = None if error is None else (isinstance(error, expected), str(error) or type(error).__name__)
         outcomes = self.gather((result, mine), doing)
@@ -82,7 +83,7 @@ class BackgroundGroup:
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """In the body the training loop waits for the thread, and so for other ranks."""
+        """Note that in the body the training loop waits for the thread, and so for other ranks."""
         if self._heartbeat is None or self.size == 1:
             yield
             return

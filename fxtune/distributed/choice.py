@@ -1,4 +1,4 @@
-"""A choice of rank 0 for all ranks, before they have a process group: the folder of a sweep's next run."""
+"""Lets rank 0 choose for all ranks before they have a process group, such as the folder of a sweep's next run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fxtune.distributed.ranks import meeting_time, process_rank
 from fxtune.errors import LostRankError, RankError, UserError, first_line
 
 _STORES: list[Any] = []
-"""The stores of earlier choices. A store that rank 0 opened lives as long as its object."""
+"""The stores of all choices. They are kept here, because rank 0's store closes when its object is freed."""
 
 
 def of_rank_0(choose: Callable[[], str]) -> str:
-    """choose() of rank 0, on all ranks, which call this in the same order. Raises choose()'s UserError on
-    rank 0, and LostRankError on the others; RankError if the ranks cannot reach each other.
+    """Call choose() on rank 0, and return its result on all ranks. All ranks call this function in the same order.
 
-    Rank 0 waits until the others have read the choice, because the store ends with rank 0, which opened it.
+    If choose() raises a UserError, rank 0 raises it and the others raise LostRankError. Raises RankError if the ranks
+    cannot reach each other. Rank 0 waits until the others have read the choice, because its end closes the store.
     """
     rank, size, _ = process_rank()
     if size == 1:

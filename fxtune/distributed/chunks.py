@@ -1,8 +1,8 @@
 """Tensors divided over ranks: the part that a rank holds, and the whole tensor.
 
 A divided parameter is torch's DTensor, as `fully_shard` makes it. A plain tensor counts as a single chunk.
-`torch.distributed.tensor` is imported where it is used, because the import takes half a second, which the command line
-does not need.
+`torch.distributed.tensor` is imported where it is used: the import takes half a second, and the command line does not
+need it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 Coordinates = tuple[tuple[str, int, int], ...]
-"""(placement, size, position) for each dimension of the mesh that divides a tensor; empty for a plain tensor. Ranks
-with the same coordinates hold the same chunk."""
+"""(placement, size, position) for each dimension of the mesh along which a tensor is divided. Ranks with the same
+coordinates hold the same chunk. A plain tensor has no coordinates."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a tensor, held or stored separately. Each field has an entry for each dimension."""
+    """A rectangular part of a tensor, held or stored separately. Each field has a number for each dimension."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -44,7 +44,7 @@ class Chunk:
         return None if any(length <= 0 for length in size) else Chunk(self.shape, begin, size)
 
     def within(self, other: Chunk) -> tuple[slice, ...]:
-        """The slices of this chunk in a tensor that holds the larger chunk `other`."""
+        """The slices by which this chunk is read from a tensor that holds the larger chunk `other`."""
         starts = [mine - theirs for mine, theirs in zip(self.offset, other.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
@@ -83,7 +83,7 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
 
 
 def coordinates(tensor: torch.Tensor) -> Coordinates:
-    """Which chunk of `tensor` this rank holds: equal on all ranks that hold the same chunk."""
+    """The coordinates of this rank's chunk of `tensor`, equal on all ranks that hold the same chunk."""
     if not is_divided(tensor):
         return ()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def coordinates(tensor: torch.Tensor) -> Coordinates:
 
 @torch.no_grad()
 def divided_like(chunk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor with the shape and the layout of `weight`; `chunk` is this rank's part."""
+    """A tensor with the shape and the layout of `weight`, of which `chunk` is this rank's part."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(weight, DTensor):

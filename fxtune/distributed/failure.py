@@ -1,14 +1,14 @@
-"""The failure that ends a run of several ranks: all ranks end with the exit code of the rank that failed,
-and its message is printed once.
+"""Finds the failure that ends a run of several ranks. All ranks end with the exit code of the rank that failed, and
+the message of that rank is printed once.
 
-A rank that fails announces its failure before it closes its connections. The others lose their connections to it and
+A rank that fails announces its failure before it closes its connections. The other ranks lose these connections, and
 take the announced failure as the cause. The place of the announcement depends on the program that started the ranks:
 
     fxtune's launcher    A file in the launcher's folder. The launcher prints it, because it also knows if a rank was
                          killed and announced nothing.
     torchrun, srun       The store through which the ranks found each other. The first rank to write there prints its
-                         failure; each other host prints a line with the name of that host. Ranks that fail before
-                         they have found each other (a mistake in a recipe) connect to the store for this.
+                         failure; each other host prints a line with the name of that host. A rank that fails before
+                         the ranks have met (a mistake in a recipe) connects to the store to announce its failure.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fxtune.distributed.ranks import HEARTBEATS, process_rank
 from fxtune.errors import LostRankError, Stopped, UserError, first_line
 
 PATIENCE = timedelta(seconds=5)
-"""How long a rank waits for the announcement of a rank that it has lost, and how long rank 0, if it has the store,
-waits until the others have read its announcement."""
+"""How long a rank waits for the announcement of a rank that it has lost. Rank 0, if it holds the store, waits this
+long for the others to read the failure."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Failure:
     message: str
     exit_code: int
     signal: Optional[int] = None
-    """The signal that ended it; `message` is what was saved."""
+    """The signal that ended the rank, if one did. `message` then says what was saved."""
     lost: bool = False
     """Whether another rank's end was the cause."""
     bug: bool = False
-    """Whether the error is no UserError: the rank prints a traceback."""
+    """Whether the error is a bug and no UserError. The rank prints a traceback."""
     at: float = 0.0
     """time.time() of the announcement."""
     host: str = ""
     first: int = 0
-    """The name of the rank's host, and the first rank there."""
+    """`host`: the name of the rank's host. `first`: the first rank on this host."""
 
     @staticmethod
     def of(error: BaseException) -> Failure:
@@ -68,16 +68,16 @@ class Failure:
 
 
 _STORES: list[Any] = []
-"""The torch.distributed.Store of each run of this process (a sweep has several): the last one is the current run's."""
+"""The torch.distributed.Store of each run of this process. The last is the current run's. A sweep has several runs."""
 _ENDING: list[Failure] = []
-"""The failure that ends this run, once it is known here."""
+"""The failure that ends this run, as soon as this process knows it."""
 _LEFT: list[bool] = []
 """Not empty from the end of a sweep's run until the ranks meet for the next one."""
 
 
 def find_store(limit: timedelta, opens: bool = True) -> Any:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT within `limit`; rank 0 opens it, unless torchrun has
-    opened it or `opens` is false. It waits for no other rank. Raises RuntimeError or ValueError."""
+    """Connect to the store at MASTER_ADDR and MASTER_PORT within `limit`, without waiting for other ranks. Rank 0
+    opens the store, unless torchrun has opened it or `opens` is false. Raises RuntimeError or ValueError."""
     from torch.distributed import TCPStore
 
     rank, size, _ = process_rank()
@@ -91,7 +91,7 @@ def find_store(limit: timedelta, opens: bool = True) -> Any:
         except (RuntimeError, ValueError) as error:
             answer.put(error)
 
-    # In a thread, because torch waits without limit for the answer of another program that listens there.
+    # A thread connects: if another program listens at the address, torch waits for its answer without a limit.
     threading.Thread(target=connect, name="fxtune-store", daemon=True).start()
     try:
         store = answer.get(timeout=limit.total_seconds() + 1)
@@ -104,7 +104,7 @@ def find_store(limit: timedelta, opens: bool = True) -> Any:
 
 
 def begin_run(store: Any) -> Any:
-    """A part of `store`, which all ranks share, for the run that begins. Its failure is announced there."""
+    """Return a part of `store` for the run that begins. All ranks share this part, and announce failures in it."""
     from torch.distributed import PrefixStore
 
     _STORES.append(PrefixStore(f"run {len(_STORES)}", store))
@@ -114,7 +114,8 @@ def begin_run(store: Any) -> Any:
 
 
 def leave_run() -> None:
-    """Between two runs of a sweep: a later error is another failure, also if the ranks do not meet again."""
+    """Forget the failure of a run of a sweep that is over. A later error is another failure, even if the ranks do not
+    meet again."""
     _ENDING.clear()
     _LEFT[:] = [True]
 
@@ -125,12 +126,12 @@ def runs() -> int:
 
 
 _KEPT: list[bool] = []
-"""Not empty: see keep_connections()."""
+"""Not empty after keep_connections()."""
 
 
 def keep_connections() -> None:
-    """Note that this process must end by os._exit(): its run failed and it kept its process group, or a thread still
-    waits inside torch for a connection, where a normal exit would abort."""
+    """Note that this process must end by os._exit(), because a normal exit would abort. Either its run failed and it
+    kept its process group, or a thread still waits inside torch for a connection."""
     _KEPT.append(True)
 
 
@@ -162,7 +163,7 @@ def announce(error: BaseException) -> Failure:
 
 
 def conclude(error: BaseException) -> tuple[bool, int]:
-    """(whether this rank prints `error`, which ends it; its exit code)."""
+    """Return whether this rank prints `error`, and the exit code with which it ends."""
     rank, size, local_rank = process_rank()
     mine = Failure.of(error)
     if size == 1:
@@ -171,7 +172,8 @@ def conclude(error: BaseException) -> tuple[bool, int]:
     if HEARTBEATS in os.environ:
         return False, ending.exit_code
     if not _wait_for_readers(rank, size) and (mine.lost or (mine.signal and _STORES)):
-        # The process with the store is gone: rank 0, which has printed if it could, or torchrun, whose end stops all.
+        # The process with the store is gone. It was rank 0, which has printed if it could, or torchrun, whose end
+        # stops all ranks.
         return local_rank == 0 or (mine.lost and rank == 1), mine.exit_code
     if local_rank == 0 and ending.first != rank:
         print(
@@ -181,18 +183,18 @@ def conclude(error: BaseException) -> tuple[bool, int]:
 
 
 def read(folder: Path) -> list[Failure]:
-    """The failures that the ranks of fxtune's launcher announced in `folder`, the earliest first."""
+    """The failures that the ranks of fxtune's launcher announced in `folder`, in the order of time."""
     failures = []
     for path in folder.glob("failure-*"):
         try:
             failures.append(Failure(**json.loads(path.read_text())))
-        except ValueError:  # the rank was killed as it wrote
+        except ValueError:  # the rank was killed while it wrote this file
             continue
     return sorted(failures, key=lambda failure: failure.at)
 
 
 def _first(mine: Failure) -> Failure | None:
-    """The first failure in the store: an earlier failure of another rank, or now `mine`. None without a store."""
+    """The first failure in the store. If the store has none, `mine` becomes the first. None without a store."""
     try:
         store = _STORES[-1] if _STORES and not _LEFT else begin_run(find_store(PATIENCE))
         if mine.lost:
@@ -202,7 +204,7 @@ def _first(mine: Failure) -> Failure | None:
                 if "timeout" not in str(error).lower():
                     raise
         return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(mine)))))
-    except (RuntimeError, ValueError, KeyError):  # no store, or rank 0 is gone with it
+    except (RuntimeError, ValueError, KeyError):  # there is no store, or its process is gone
         return None
 
 

@@ -1,4 +1,4 @@
-"""Files that an option names, such as --json FILE, written by rank 0."""
+"""Writes files that an option names, such as --json FILE, on rank 0."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def as_json(value: Any) -> str:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write `value` as JSON, on rank 0 only. Raises StorageError."""
+    """Write `value` as JSON, on rank 0 only. Raises StorageError if the file cannot be written."""
     write_text(file, as_json(value))
 
 
 def write_text(file: Path, text: str, option: str = "--json") -> None:
-    """Write `file`, the value of `option`, on rank 0 only. Raises StorageError."""
+    """Write `file`, the value of `option`, on rank 0 only. Raises StorageError if the file cannot be written."""
     if process_rank().rank:
         return
     try:
@@ -32,13 +32,13 @@ def write_text(file: Path, text: str, option: str = "--json") -> None:
 
 
 def require_writable(file: Path, option: str = "--json") -> None:
-    """Raise StorageError if `file`, the value of `option`, cannot be written. Called before minutes of work; keeps the
-    file's content."""
+    """Raise StorageError if `file`, the value of `option`, cannot be written. Call this before minutes of work. The
+    file keeps its content."""
     existed = file.exists()
     try:
         file.open("a").close()
         if not existed:
-            file.unlink(missing_ok=True)  # another rank may have removed it
+            file.unlink(missing_ok=True)  # another rank may have removed the file
     except OSError as error:
         raise _not_writable(file, error, option) from error
 

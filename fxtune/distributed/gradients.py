@@ -1,28 +1,27 @@
 """Adds up the gradients of replicas: every rank holds the whole model and has seen other rows of the same step.
 
-The sum is taken once an optimizer step. Earlier micro-batches send nothing. All ranks get the same bits, so clipping,
-the skipping of non-finite steps and the update have the same result on all ranks without further agreement.
+Gradients are summed once in each step. Micro-batches before the last send nothing. All ranks get the same bits, so
+clipping, the skipping of non-finite steps and the update have the same result on all ranks without further agreement.
 
 Gradients are copied into flat buckets, in the order in which the backward pass finishes them: last layer first. In the
 backward pass of the last micro-batch a hook on each weight marks its gradient as final, and the sum of a complete
 bucket starts while the pass goes on (on a GPU on NCCL's stream). Buckets start in a fixed order, because all ranks
-must call their collectives in one order. The last bucket is complete when the pass is over. It starts after the ranks
-have agreed on the step, with the losses and metrics, so the sum of a single bucket never overlaps with the pass.
+must call their collectives in one order. The last bucket is complete when the pass is over. Its sum starts with those
+of losses and metrics, after the ranks have agreed on the step. So a single bucket is never summed during the pass.
 Adapters do not need the overlap: at rank 16 the gradients of 8B's adapters are 168 MB, 0.6 ms over NVLink in a step of
 930 ms.
 
-One rank alone may run out of memory in its last backward pass, while the others are already summing. This rank starts
-its remaining sums (start_remaining()) with the present content of its buckets, which takes no memory, and only then do
-the ranks agree. So no rank waits for a sum that another rank has not started, and if the ranks agree that the step has
-failed, all drop the result.
+A rank may run out of memory in its last backward pass while the others are already summing. It then starts its
+remaining sums (start_remaining()) with whatever its buckets hold. This takes no memory. Only after that the ranks
+agree on the step. So no rank waits for a sum that another rank has not started. If the step has failed, all drop them.
 
 Overlap needs a hook that runs when the gradient is final. A replayed CUDA graph runs no hooks, and with float16 a
 gradient is final only after the pass, when the loss scale is divided out. Ranks that share rows cannot overlap either:
 their backward passes call other collectives, and two collectives at once may wait for each other.
 
 `compression=bfloat16` halves what is sent. Each gradient is rounded to 8 significant bits (by at most 1/256 of its
-value), and so is each partial sum: N ranks round N - 1 times more. The range is float32's, so nothing overflows.
-Losses and metrics stay float32.
+value). Each partial sum is rounded, too, N - 1 times on N ranks. bfloat16 has the range of float32, so nothing
+overflows. Losses and metrics stay float32.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from fxtune.upstream import torch as upstream
 Item = TypeVar("Item")
 
 WORK = "adding up gradients"
-"""What a rank is doing, for the message if another rank never comes."""
+"""What a rank is doing while it sums, for the message about a lost rank."""
 
 
 @dataclass
@@ -54,13 +53,13 @@ class Bucket:
     """Gradients that are sent together."""
 
     number: int
-    """Buckets are sent in this order."""
+    """The place of this bucket in the order in which buckets are sent."""
     members: list[int]
-    """Which parameters, by their number."""
+    """The numbers of the parameters whose gradients are in the bucket."""
     buffer: torch.Tensor
-    """Flat, as large as all members together."""
+    """A flat tensor with space for the gradients of all members."""
     parts: list[torch.Tensor]
-    """The part of the buffer of each member, in its shape."""
+    """For each member a view of its part of the buffer, in the parameter's shape."""
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy the gradients of the members into the buffer; None counts as zeros."""
@@ -74,11 +73,11 @@ class Bucket:
 
 
 class GradientSum:
-    """Sums the gradients of `parameters` over the ranks of `world`. Takes the memory of all gradients once more, in
-    the dtype that is sent.
+    """Sums the gradients of `parameters` over the ranks of `world`. The buckets take as much memory as all gradients,
+    in the dtype that is sent.
 
-    For each step: backward passes of the micro-batches of arming(), then start_remaining(), then finish(), or drop()
-    if the step is given up.
+    In each step, run the backward passes of the micro-batches that arming() yields, and call start_remaining(). Then
+    call finish(), or drop() if the step is given up.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class GradientSum:
         overlap: bool = True,
     ) -> None:
         """`parameters`: parameter -> name, in the model's order. `bucket_bytes`: about how large a bucket is; 0: one
-        bucket. `overlap`: whether sums may start in the backward pass: it runs hooks, and their gradients are final.
+        bucket. `overlap`: sums may start in the backward pass, because it runs hooks on gradients that are final.
         """
         self.world, self.names = world, list(parameters.values())
         self.parameters = list(parameters)
@@ -101,10 +100,10 @@ class GradientSum:
         self._sums: list[dist.Work] = []
         """The sums that were started and not waited for, in the order of the buckets."""
         self._started_buckets = 0
-        """How many buckets of this step have a sum that was started."""
+        """The number of buckets whose sums were started in this step."""
         self._missing: list[set[int]] = []
-        """The members of each bucket whose gradient is not final. Empty: no backward pass is watched."""
-        # Hooks live as long as the model. A strong reference would keep the buffers of a step that was replaced.
+        """For each bucket the members whose gradient is not final yet. Empty: hooks do nothing."""
+        # Hooks live as long as the model. A strong reference would keep the buffers of an older GradientSum.
         mark_final = weakref.WeakMethod(self._mark_final)
         for bucket in self.buckets if self.overlaps else ():
             for member in bucket.members:
@@ -124,14 +123,14 @@ class GradientSum:
         yield from held_back
 
     def start_remaining(self) -> None:
-        """Start the sums of all buckets but the last that have not started. Every rank calls this once its backward
-        passes are over, also if they failed, and before the ranks agree on anything."""
+        """Start the sums that have not started yet, except that of the last bucket. Every rank calls this after its
+        backward passes, even if they failed, and before the ranks agree on anything."""
         self._missing = []
         while self.overlaps and self._started_buckets < len(self.buckets) - 1:
             self._start_next()
 
     def drop(self) -> None:
-        """Forget this step. Waits for the sums in flight, on the device."""
+        """Forget the sums of this step. On a GPU only the device waits for sums in flight."""
         self._missing, self._started_buckets = [], 0
         with self.world.waiting(WORK):
             while self._sums:
@@ -141,11 +140,11 @@ class GradientSum:
     def finish(
         self, gradients: Sequence[torch.Tensor | None], metrics: torch.Tensor
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        """The sums over the ranks of each gradient, in the dtype that is sent, and of `metrics`, float32 [metrics].
-        The next step overwrites them.
+        """The sum of each gradient over the ranks, in the dtype that is sent, and the sums of `metrics`, float32
+        [metrics]. The next step overwrites the results.
 
-        None is a gradient that this rank does not have, such as of an expert that got no token. The sum is None if no
-        rank has the gradient, as in one process. Only if a gradient is None does the host wait for the device.
+        A gradient is None if this rank does not have it: an expert got no token, for example. Its sum is None if no
+        rank has it, as in one process. The host waits for the device only if a gradient is None.
         """
         self._missing = []
         while self._started_buckets < len(self.buckets):
@@ -170,15 +169,15 @@ class GradientSum:
                 sums[member] = part
         if any(gradient is None for gradient in gradients):
             for member, count in enumerate(counts_and_metrics[: len(sums)].tolist()):
-                # PowerSGD sends the rest of earlier gradients late.
+                # PowerSGD may still send errors of earlier gradients.
                 if not count and (self.compression is None or not sums[member].any()):  # type: ignore[union-attr]
                     sums[member] = None
         return sums, counts_and_metrics[len(sums) :]
 
     @torch.no_grad()
     def _start_next(self, gradients: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Start the sum of the next bucket. `gradients`: of its members; None: the gradients that the parameters have.
-        Signals wait, so that _started_buckets counts every sum that was started."""
+        """Start the sum of the next bucket. `gradients`: those of its members. None: take the parameters' gradients.
+        Signals are held back, so that _started_buckets counts every sum that was started."""
         with SIGNALS.held():
             bucket = self.buckets[self._started_buckets]
             bucket.fill(gradients or [self.parameters[member].grad for member in bucket.members])
@@ -186,7 +185,7 @@ class GradientSum:
             self._started_buckets += 1
 
     def _mark_final(self, bucket: int, member: int) -> None:
-        """The gradient of `member` is final. Start the complete buckets in their order, except the last bucket."""
+        """Note that the gradient of `member` is final, and start complete buckets in their order, except the last."""
         if not self._missing:
             return
         if bucket < self._started_buckets:
@@ -200,13 +199,13 @@ class GradientSum:
 
 
 def _call_if_alive(mark_final: weakref.WeakMethod[Any], bucket: int, member: int, _: torch.Tensor) -> None:
-    """A hook of autograd."""
+    """A parameter's hook: calls `mark_final` if its GradientSum still exists."""
     if (method := mark_final()) is not None:
         method(bucket, member)
 
 
 def _buckets(parameters: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, size: int) -> list[Bucket]:
-    """The parameters in buckets of about `size` bytes (0: one), the last parameter in the first bucket."""
+    """The parameters in buckets of about `size` bytes (0: one bucket), the last parameter in the first bucket."""
     groups: list[list[int]] = [[]]
     used = 0
     for member in reversed(range(len(parameters))):

@@ -1,8 +1,9 @@
-"""Each rank's present work, in a small file that the launcher reads when a rank dies or hangs.
+"""Notes each rank's present work in a small file. The launcher reads the files to find a rank that hangs, and to say
+what a dead rank was doing.
 
 The file is a memory map of 256 bytes, so a note costs a microsecond and survives a SIGKILL of its writer. A thread
-raises a count in the file every second. A count that stands still means that the process or the machine is stopped, or
-that a call holds Python's lock.
+increments a count in the file every second. If the count stands still, the process or the machine is stopped, or a
+call holds Python's lock.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ PULSE_SECONDS = 1.0
 SAVING_SECONDS = 600
 """How long ranks may take to save after a signal before they are killed."""
 FORWARD_BACKWARD = "forward and backward"
-"""What a rank does in a step, until the rank has its gradients."""
+"""The note of a rank in a step, until the rank has its gradients."""
 SAVING, EXPORTING = "saving", "exporting"
 WRITING = (SAVING, EXPORTING)
-"""What a rank does when it writes files that must become complete."""
+"""The notes of a rank that is writing files, which must become complete."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Beat:
     """The last note of a rank."""
 
     step: int = 0
-    """Optimizer steps begun."""
+    """The number of optimizer steps that the rank has begun."""
     doing: str = "starting"
     waits: bool = False
     """Whether the rank waits for other ranks."""
@@ -49,7 +50,7 @@ class Beat:
     """time.monotonic() of the note; all processes of a host share this clock."""
     process: int = 0
     pulse: int = 0
-    """The thread's count, one per PULSE_SECONDS."""
+    """The count of the rank's thread, which grows by 1 every PULSE_SECONDS."""
     host: str = HOST
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """In the body this rank waits for others in a collective named `what`."""
+        """Note that in the body this rank waits for others in a collective named `what`."""
         self._write(what, waits=True)
         try:
             yield
@@ -104,7 +105,7 @@ class Heartbeat:
             self._map[_NOTE:] = struct.pack("q", pulse)
             time.sleep(PULSE_SECONDS)
             orphaned_seconds += PULSE_SECONDS * (os.getppid() != launcher)
-            if orphaned_seconds > SAVING_SECONDS:  # this rank would have ended, unless it waits for a dead rank
+            if orphaned_seconds > SAVING_SECONDS:  # the launcher is gone, and this rank may wait for a dead rank
                 os._exit(RankError.exit_code)
 
 

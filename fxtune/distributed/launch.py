@@ -1,8 +1,8 @@
 """Starts the ranks of a run on this host through torch's elastic agent, and reports a rank that died or hangs.
 
-Each rank is the same command again, with RANK, WORLD_SIZE and LOCAL_RANK in its environment, as with `torchrun`. The
-agent ends all ranks when one fails, and does not restart them: a scheduler or a user gives the same command, which
-resumes from the last checkpoint.
+Each rank runs the same command, with RANK, WORLD_SIZE and LOCAL_RANK in its environment, as with `torchrun`. The agent
+ends all ranks when one fails, and does not restart them. A scheduler or a user gives the same command again, and the
+run resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fxtune.system.process.threads import PROCESSES
 def ranks_here(gpus: str, cpu: bool) -> list[int]:
     """The numbers of ranks that `run.gpus` allows on this host, the largest first. `cpu`: ranks run on the CPU.
 
-    Raises HardwareError.
+    Raises HardwareError if this host has too few GPUs.
     """
     cuda = torch.cuda.is_available() and not cpu
     cards = torch.cuda.device_count() if cuda else 1
@@ -76,18 +76,18 @@ def launch(ranks: int, argv: list[str]) -> int:
     """Run `fxtune argv` in `ranks` processes on this host and return the exit code of the run.
 
     Raises the UserError or Stopped that ended a rank, or RankError for a rank that was killed or stalled. A
-    code above 0 is returned only if a rank has printed a traceback.
+    code above 0 is returned only if a rank has printed the reason, such as a traceback.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its lines are for its developers
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its log is for its developers
     with tempfile.TemporaryDirectory(prefix="fxtune-ranks-") as name:
         folder = Path(name)
         os.environ.update({HEARTBEATS: name, LAUNCHER: str(os.getpid()), PROCESSES: str(ranks)})
-        # torch 2.11 ignores this and waits 30 seconds.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL warns of groups that a failed rank leaves open
+        # torch 2.11 ignores this variable and waits 30 seconds.
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
         config = LaunchConfig(
             min_nodes=1,
@@ -99,8 +99,8 @@ def launch(ranks: int, argv: list[str]) -> int:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            # Ranks have separate sessions, so a terminal signals the launcher alone. Signals that nohup ignores stay
-            # ignored.
+            # Ranks have separate sessions, so a terminal signals only the launcher. A signal that nohup has set to be
+            # ignored stays ignored.
             signals_to_handle=",".join(
                 number.name for number in HANDLED if signal.getsignal(number) != signal.SIG_IGN
             ),
@@ -111,7 +111,7 @@ def launch(ranks: int, argv: list[str]) -> int:
                 elastic_launch(config, sys.executable)("-m", "fxtune", *argv)
         except ChildFailedError as error:
             return _conclude(error.failures, failure.read(folder), heartbeat.read(folder), watch.ended)
-        except SignalException as stop:  # the agent has passed it on
+        except SignalException as stop:  # the agent has sent the signal to the ranks
             raise _first_cause(failure.read(folder), Stopped(signal.Signals(stop.sigval))) from None
         finally:
             del os.environ[HEARTBEATS], os.environ[LAUNCHER], os.environ[PROCESSES]
@@ -119,8 +119,8 @@ def launch(ranks: int, argv: list[str]) -> int:
 
 
 def _first_cause(failures: list[Failure], otherwise: BaseException) -> BaseException:
-    """The error of the first of `failures`, without bugs and errors that another rank's exit caused;
-    `otherwise` if there is none."""
+    """The error of the first of `failures` that is neither a bug nor the result of another rank's end. If there is no
+    such failure, `otherwise`."""
     for announced in failures:
         if announced.signal is not None:
             return Stopped(signal.Signals(announced.signal), announced.message)
@@ -132,7 +132,7 @@ def _first_cause(failures: list[Failure], otherwise: BaseException) -> BaseExcep
 
 
 def _conclude(deaths: dict[int, Any], failures: list[Failure], beats: dict[int, Beat], ended: str) -> int:
-    """The exit code of a run in which a rank failed; raises the error to print, if there is one.
+    """Return the exit code of a run in which a rank failed, or raise the error to print.
 
     `deaths`: torch's ProcessFailure of each rank that did not end with 0, `failures`: what ranks announced, `ended`:
     why the launcher ended a rank. When one rank fails torch sends the others a SIGTERM, and later a SIGKILL.
@@ -167,8 +167,8 @@ ENDING_SECONDS = 30.0
 
 
 def _overdue(failures: list[Failure], beats: dict[int, Beat], now: float) -> set[int]:
-    """The ranks that should have ended: ranks that announced a failure, and after an error also ranks that are not
-    writing files, because their GPUs may wait for a rank that is gone. `now`: time.time()."""
+    """The ranks that should have ended ENDING_SECONDS after a failure: the rank that announced it, and after an error
+    all ranks that are not writing files. (Their GPUs may wait for a rank that is gone.) `now`: time.time()."""
     late = [announced for announced in failures if now - announced.at > ENDING_SECONDS]
     failed = {announced.rank for announced in late}
     stuck = {rank for rank, beat in beats.items() if beat.doing not in WRITING}
@@ -188,7 +188,7 @@ class _LauncherWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._over, self.ended = folder, threading.Event(), ""
-        """`ended`: why a rank was ended."""
+        """`ended`: why the watch ended a rank; empty if it ended none."""
         self._thread = threading.Thread(target=self._watch, name="fxtune-rank-watch", daemon=True)
 
     def __enter__(self) -> _LauncherWatch:

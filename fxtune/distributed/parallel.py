@@ -59,8 +59,8 @@ class ParallelConfig:
     each step. Weights are also averaged before each evaluation and each checkpoint."""
 
     def refusals(self, adapters: bool = False) -> Iterator[str]:
-        """Yield each degree that is neither `auto` nor a number, and ways to sum that exclude each other. `adapters`:
-        whether only adapters are trained."""
+        """Yield a message for each degree that is neither `auto` nor a number, and for ways to sum gradients that
+        cannot be used. `adapters`: whether only adapters are trained."""
         for name in DEGREES:
             value = getattr(self, name)
             if value != AUTO and not re.fullmatch(r"[1-9]\d{0,4}", value):
@@ -84,9 +84,9 @@ class ParallelConfig:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes that a replica holds for each trained number to sum gradients, at the peak."""
+        """The bytes that a replica needs to sum gradients, for each trained number, at the peak."""
         if self.average_every > 1:
-            return 0  # 64 MiB in all
+            return 0  # averaging weights takes 64 MiB in all
         return {Compression.powersgd: 16, Compression.bfloat16: 2}.get(self.compression, 4)
 
     def bucket_bytes(self, adapters: bool) -> int:
@@ -133,10 +133,10 @@ def agrees(config: ParallelConfig, degrees: Degrees) -> bool:
 
 
 def decide(config: ParallelConfig, ranks: int, shards: bool = False) -> Degrees:
-    """The degrees of `config` for `ranks` ranks. Ranks without a given degree replicate; with `shards` (the model does
-    not fit one card) they shard.
+    """The degrees of `config` for `ranks` ranks. Ranks that `config` does not divide replicate; with `shards` (the
+    model does not fit one card) they shard.
 
-    Raises ConfigError if there are no such degrees.
+    Raises ConfigError if the degrees of `config` do not divide the ranks.
     """
     fixed = {name: int(value) for name in DEGREES if (value := getattr(config, name)) != AUTO}
     placed = math.prod(fixed.values())

@@ -7,11 +7,12 @@ feedback). The gradient is therefore late and biased, and the loss falls more sl
 
 The arithmetic is torch's hook (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which calls four methods of
 a DistributedDataParallel bucket; _TorchBucket has these methods for a Bucket of gradients.py. The hook calls
-collectives from callbacks, and the order of callbacks of several buckets would differ from rank to rank. So buckets
-are sent one by one, after the backward pass. The hook's result is a mean, so its input is N times the gradient.
+collectives from callbacks. With several buckets at once the order of callbacks would differ from rank to rank, so
+buckets are sent one by one, after the backward pass. The hook's result is the mean over N ranks, so its input is N
+times the gradient.
 
 Vectors, and matrices that would not shrink to half, are summed whole in float32. Memory: three times the gradients in
-float32 (the bucket, the error, a copy for computing the error), and until the update a fourth (keep()).
+float32 (the bucket, the error, a copy for computing the error), and until the update the old error (keep()).
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ EPSILON = 1e-8
 
 
 class PowerSGD:
-    """Sums buckets by PowerSGD of rank `rank` from step `start` on, and keeps their errors. After each step keep()
-    says whether the step counts."""
+    """Sums buckets by PowerSGD of rank `rank` from step `start` on, and keeps their errors. After each step the caller
+    says by keep() whether the step counts."""
 
     def __init__(self, world: World, rank: int = RANK, start: int = START) -> None:
-        """Raises ConfigError where torch's hook would fail: it waits for a GPU wherever it sees one."""
+        """Raises ConfigError for a run on a CPU where torch sees a GPU: torch's hook would wait for the GPU."""
         if world.device.type == "cpu" and torch.cuda.is_available():
             raise ConfigError(
                 "parallel.compression=powersgd cannot run with run.device=cpu where torch sees a GPU. Hide the GPUs "
@@ -61,20 +62,20 @@ class PowerSGD:
             buffer.copy_(result)
 
     def keep(self, counts: torch.Tensor) -> None:
-        """Undo this step's change of the state unless `counts` (a bool scalar on the device): otherwise a
-        non-finite gradient in the state would make every later step non-finite."""
+        """Undo this step's change of the state unless `counts`, a bool scalar on the device. A non-finite gradient
+        that stays in the state would make every later step non-finite."""
         for name, before in self._before.items():
             now = self.hook_state.error_dict if name == "error" else self.hook_state.q_memory_dict
             for number, tensor in now.items():
                 was = before.get(number)
-                if was is None:  # made by the first compressed step: before it the error was zero and Q random
+                if was is None:  # made in the first compressed step; before that the error was zero, and Q random
                     draw = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
                     was = torch.zeros_like(tensor) if name == "error" else draw.to(tensor)
                 tensor.copy_(torch.where(counts, tensor, was))
         self._before = {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state of a resumed run by name: this rank's error, P and Q of each bucket, and the count of steps."""
+        """What a checkpoint keeps, by name: this rank's error, P and Q of each bucket, and the count of steps."""
         tensors_by_name = {"steps": torch.tensor(self.hook_state.iter)}
         for name, tensors in self._memories().items():
             tensors_by_name |= {f"{name}/{number}": tensor for number, tensor in tensors.items()}

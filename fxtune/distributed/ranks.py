@@ -26,7 +26,7 @@ class ProcessRank(NamedTuple):
     size: int
     """The number of ranks."""
     local_rank: int
-    """The rank on this host."""
+    """The number of this rank on its host, from 0."""
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def meeting_time() -> timedelta:
 
 
 def act_alone() -> bool:
-    """Whether this process is rank 0. From now on rank 0 is a single process: it does what ranks cannot share."""
+    """Return whether this process is rank 0. Rank 0 is a single process from then on, for work without other ranks."""
     rank = process_rank().rank
     process_rank.cache_clear()  # process_rank() has removed the variables, so the next call finds no launcher
     return rank == 0
@@ -67,19 +67,19 @@ def end_with_launcher() -> None:
     ):
         return
     ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
-    if launcher and os.getppid() != int(launcher):  # it died before the line above
+    if launcher and os.getppid() != int(launcher):  # the launcher died before the line above
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _translate_slurm() -> None:
-    """Set torch's variables from Slurm's variables of a task that srun started. The ranks meet at the first host of
-    the step, at a port from the job and the step, unless MASTER_ADDR and MASTER_PORT are set."""
+    """Set torch's variables from Slurm's variables of a task that srun started. Unless MASTER_ADDR and MASTER_PORT are
+    set, the ranks meet at the step's first host, at a port that follows from the ids of job and step."""
     rank, step_size, size, local_rank = (os.environ.pop(name, "") for name in _SLURM)
     hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
     os.environ.update(RANK=rank, WORLD_SIZE=step_size or size, LOCAL_RANK=local_rank)
     os.environ.setdefault("MASTER_ADDR", first_host(hosts))
-    # Below the ports that Linux hands out by itself, from 32768 on.
+    # Linux itself hands out ports from 32768 on.
     os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(step.encode()) % 12000))
 
 

@@ -1,21 +1,22 @@
 """Divides the weights of a model over ranks, with torch's `fully_shard` (FSDP2, arXiv 2304.11277).
 
 Each matrix is divided by rows: a rank holds some rows of the matrix, its gradient and its optimizer state. Before a
-decoder layer runs, the ranks gather its matrices; while it runs, they gather the matrices of the next layer. They free
-the matrices after the layer and gather them once more for the backward pass. Then the gradients are summed in float32,
-and each rank gets its rows of the sum. So a rank sends 3 times the weights a step; with `replicate` it sends twice the
-gradients.
+decoder layer runs, the ranks gather its matrices. While it runs, they gather the matrices of the next layer. They free
+the matrices after the layer and gather them once more for the backward pass. After the layer's backward pass its
+gradients are summed in float32, and each rank gets its rows of the sum. So a rank sends three times the weights in
+each step. (With `replicate` it sends twice the gradients.)
 
 Experts of a mixture are divided by expert and never gathered: a rank computes its experts for the tokens of all ranks
 (kernels/token_exchange.py). So it has the whole gradient of its experts after the backward pass.
 
 Norms, biases, other vectors and adapters stay whole on every rank. They are small (rank-16 adapters of 70B: 0.8 GB in
 float32), gradients.py sums their gradients, and checkpoints and exports of adapters are the same as in one process.
-The first and the last kernel of a pass read the embedding and the head, which are separate groups: the embedding is
-freed after its use, the head stays until its backward pass has run.
+The embedding and the head are separate groups, because only the first and the last kernel of a pass read them. The
+embedding is freed after its use. The head stays until its backward pass has run.
 
-Under autocast the matrices of layers are gathered in autocast's dtype, in which they are multiplied: the same numbers
-for half the bytes. Gradients are summed, not averaged, because losses are divided by the tokens of all ranks already.
+Under autocast the matrices of layers are gathered in autocast's dtype. They are multiplied in this dtype, so the
+results are the same for half the bytes. Gradients are summed, not averaged, because losses are already divided by the
+tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from fxtune.distributed.chunks import LinearWeights, divided_like, is_divided, l
 from fxtune.distributed.world import World
 
 OWN = "own_experts"
-"""The attribute of a module whose parameters are divided by expert: their names -> the experts that this rank holds.
-These share the parameters' memory and get their gradients: torch's compiler takes plain tensors."""
+"""The attribute of a module whose parameters are divided by expert. It maps each parameter's name to a plain parameter
+with this rank's experts, because torch's compiler takes no divided ones. The plain parameter shares the memory, and
+gets the gradient."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -53,7 +55,7 @@ class Sharding:
         """Yield the `micro_batches` of a step. If gradients accumulate, they are summed over the ranks after the last
         micro-batch only. Reads one micro-batch ahead to find the last one."""
         for own in self.experts.values():
-            own.grad = None  # of a step that was given up
+            own.grad = None  # it may belong to a step that was given up
         ahead: list[Item] = []
         self.model.set_requires_gradient_sync(not self.accumulates)
         for item in micro_batches:
@@ -66,7 +68,7 @@ class Sharding:
     @torch.no_grad()
     def collect_gradients_of_experts(self) -> None:
         """Give the experts' parameters the gradients of this rank's experts, summed over the replicas. No sum over the
-        ranks that divide the weights is needed: each has computed all tokens of its experts."""
+        ranks that divide the weights is needed: each of them has computed its experts for all tokens."""
         mesh = self.world.weights_mesh
         for weight, own in self.experts.items():
             if own.grad is not None and mesh.ndim > 1:
@@ -79,7 +81,7 @@ class Sharding:
         return self.world.sum(value, "adding up a norm", self.world.weights_group)
 
     def free_gathered(self) -> None:
-        """Free gathered weights that a forward pass without a backward pass has left."""
+        """Free the weights that a forward pass without a backward pass has left gathered."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.model.modules():
@@ -87,8 +89,8 @@ class Sharding:
                 module.reshard()
 
     def with_head(self, work: Callable[[], Result]) -> Result:
-        """work(), which calls parts of the model in place of the model. The parameters outside of the layers, such as
-        the head's, are gathered for work() and for its backward pass."""
+        """Return work(), which calls parts of the model and not the model itself. The parameters outside of the
+        layers, such as the head's, are gathered for work() and for its backward pass."""
         result: Result = self.model.run_with_head(work)
         if not torch.is_grad_enabled():
             self.model.reshard()
@@ -124,8 +126,8 @@ def shard(
         ignored.update(module.parameters(recurse=False))
 
     def divide(part: nn.Module) -> Any:
-        # Autocast leaves operations other than products in the dtype of their weights.
-        # Older torch would also cast the codes of fp8 weights.
+        # Only linears are cast: autocast leaves other operations in the dtype of their weights. Codes of fp8 weights
+        # must not be cast, as older torch would do.
         codes = any(not weight.is_floating_point() for weight in part.parameters())
         dtype = cast if _only_linears(part, ignored) and not codes else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -138,17 +140,17 @@ def shard(
     for layer, following in itertools.pairwise(groups):
         layer.set_modules_to_forward_prefetch([following])
     if embedding is not None and any(True for _ in embedding.parameters()):
-        divide(embedding).set_unshard_in_backward(False)  # its backward pass does not read it
+        divide(embedding).set_unshard_in_backward(False)  # the backward pass does not read it
     divide(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # sums of gradients: losses are divided by the tokens of all ranks
+        if isinstance(module, FSDPModule):  # sum gradients: losses are divided by the tokens of all ranks
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     materialize(model, world.device)
-    # torch gathers for methods of the module, which it finds by their names.
+    # torch gathers the weights for a registered method of the module, and finds the method by its name.
     model.run_with_head = MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "run_with_head")
-    # torch keeps the root's weights gathered after a forward pass: for a backward pass, if there is one.
+    # After a forward pass torch keeps the root's weights gathered for the backward pass, also without gradients.
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else model.reshard())
     own: dict[nn.Parameter, nn.Parameter] = {}
     for module in experts:
@@ -175,8 +177,8 @@ def divide_by_expert(experts: nn.Module, world: World) -> None:
 
 
 class _CodesWithoutGradients(TorchFunctionMode):
-    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 sets requires_grad on them and resets
-    it in the next line, which raises RuntimeError; 2.12 does not (pytorch#177948)."""
+    """Lets integer parameters be divided, such as the codes of fp8. torch 2.11 sets requires_grad on such
+    parameters, which raises RuntimeError, and resets it in the next line. torch 2.12 does not (pytorch#177948)."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.requires_grad_ and not args[0].dtype.is_floating_point:

@@ -1,5 +1,5 @@
-"""Watches the ranks of a run. If all others wait for one rank, a line names this rank. If the rank hangs, it is ended,
-and the run with it.
+"""Watches the ranks of a run. If all other ranks wait for one rank, a line names that rank. A rank that hangs is
+ended, and the run with it.
 
 fxtune's launcher watches the ranks that it started. Under torchrun and srun there is no launcher of fxtune, so ranks 0
 and 1 watch all ranks through the store: if rank 0 or 1 hangs, the other reports it.
@@ -27,8 +27,9 @@ STALL_SECONDS = 45.0
 stopped."""
 STEP_SECONDS = 1800.0
 """A rank that is not stopped is ended if the others have waited for it this long in one step, or if it had no pulse
-for this long: a driver's call can hold Python's lock until a card has done all its work, which takes minutes with rows
-of a million tokens. Outside of steps a rank with a pulse has no limit: it may tokenize or export for hours."""
+for this long. A rank may be without a pulse for minutes: with rows of a million tokens a driver's call can hold
+Python's lock until the card has done all its work. Outside of steps a rank with a pulse has no limit: it may tokenize
+or export for hours."""
 AGAIN = "The same command goes on from the last checkpoint."
 
 
@@ -41,8 +42,8 @@ class Watch:
         self._named = -1.0
 
     def look(self, beats: dict[int, Beat], now: float) -> tuple[int, str] | None:
-        """(the rank to end, a sentence with the reason), if a rank hangs. Prints a line about a rank that still runs
-        and that all others wait for. `now`: time.monotonic()."""
+        """If a rank hangs, return (the rank to end, a sentence with the reason). If all others wait for a rank that
+        still runs, print a line about it. `now`: time.monotonic()."""
         for rank, beat in beats.items():
             pulse, rounds = self._pulses.get(rank, (-1, 0))
             # Rounds are counted, not seconds: if the whole machine stood still, this process did, too.
@@ -61,7 +62,7 @@ class Watch:
             why = f"has not moved for {STEP_SECONDS / 60:.0f} min while the others waited for it"
             return rank, _sentence(rank, beat, why)
         if is_stopped(beat):
-            return None  # the rank is ended soon, and named then
+            return None  # the rank will be ended soon, with a line that names it
         if beat.since > self._named:
             self._named = now
             print(
@@ -73,7 +74,7 @@ class Watch:
 
 
 def is_stopped(beat: Beat) -> bool:
-    """Whether the process of a rank is stopped, by a signal or a debugger. Known only on this host, and on Linux."""
+    """Whether the process of a rank is stopped, by a signal or a debugger. False for other hosts and without Linux."""
     if beat.host != HOST:
         return False
     try:
@@ -95,9 +96,9 @@ def _sentence(rank: int, beat: Beat, why: str) -> str:
 
 
 class StoreWatch:
-    """Sends the beats of this rank to the others through the store, and watches the others' beats, where no launcher
-    of fxtune does. If the store does not answer, no rank has a pulse. Whether a rank is stopped is known on its host
-    only, so a stopped rank of another host has the time of a step."""
+    """For runs without fxtune's launcher: sends this rank's beats to the store, and on ranks 0 and 1 watches the beats
+    of all ranks. If the store does not answer, no rank has a pulse. A stopped process is only noticed on its own host,
+    so a stopped rank of another host is ended after STEP_SECONDS."""
 
     def __init__(self, rank: int, processes: Sequence[tuple[int, str]], heartbeat: Heartbeat, run: int) -> None:
         """`processes`: the process id and the host of each rank; `run`: counts the runs of this process."""
@@ -107,7 +108,7 @@ class StoreWatch:
         }
         """The last beats that the store gave."""
         self._over = threading.Event()
-        # Two threads, because nothing ends the wait for a store that does not answer.
+        # Ranks 0 and 1 have two threads, because nothing ends the wait for a store that does not answer.
         for work in (self._exchange, self._watch) if rank < 2 else (self._exchange,):
             threading.Thread(target=work, name="fxtune-rank-watch", daemon=True).start()
 
@@ -123,7 +124,7 @@ class StoreWatch:
                 store.set(self._key(self.rank), self._mine(pulse))
                 if self.rank < 2:
                     self.beats = self._read(store)
-        except (RuntimeError, ValueError):  # rank 0 is gone: the next collective says so
+        except (RuntimeError, ValueError):  # rank 0 is gone, and the next collective fails
             self._over.set()
 
     def _watch(self) -> None:

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 CONTEXT = GIB
-"""Bytes of GPU memory that the driver and the context of a process take, at most."""
+"""The most bytes of GPU memory that the driver and the context of a process take."""
 _LIMITED: set[torch.device] = set()
-"""GPUs whose memory a run of this process has limited: the next run of a sweep may have another limit, or none."""
+"""GPUs whose memory a run of this process has limited. The next run of a sweep sets another limit, or removes it."""
 _WATCH: list[StoreWatch] = []
 """The watch of the current run's ranks, if fxtune's launcher did not start them."""
 PATIENCE = timedelta(hours=6)
@@ -64,11 +64,11 @@ NCCL = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_DUMP_TEMP_FILE": os.path.join(tempfile.gettempdir(), "fxtune_nccl_rank_"),
 }
-"""Environment variables for NCCL, where the user has not set them."""
+"""Environment variables that are set for NCCL, unless the user has set them."""
 STUCK = timedelta(seconds=STEP_SECONDS + 600)
-"""How long a GPU waits for another GPU. NCCL counts from the moment in which the first rank issues a collective. Early
-buckets of gradients and gathers of weights are issued before the ranks have agreed on the step. So this is longer than
-the time that the watch gives a rank in a step, and the watch, which names the rank, comes first."""
+"""How long a GPU waits for another GPU, counted from the first rank's call of a collective. Ranks call collectives for
+early buckets of gradients and for weights before they have agreed on the step. So this is longer than the watch lets a
+rank take for a step: the watch ends the run before NCCL does, and names the rank."""
 
 
 class Device(str, Enum):
@@ -79,7 +79,7 @@ class Device(str, Enum):
 
 @dataclass(frozen=True)
 class World:
-    """The device of this process, and its place among the processes of the run. At its end as a context manager this
+    """The device of this process, and its place among the processes of the run. A context manager: after its body this
     process leaves the others."""
 
     device: torch.device
@@ -94,7 +94,7 @@ class World:
     @staticmethod
     def create(device: Device = Device.auto, memory_gib: float | None = None, threads: int | None = None) -> World:
         """Select the device, join the other ranks, limit torch to `memory_gib` GiB of the device (None: no limit), and
-        set the number of CPU threads. `threads`: the number that a resumed run was started with.
+        set the number of CPU threads. `threads`: how many threads a resumed run had at its start.
 
         Raises HardwareError if the device is missing or taken by another rank, ConfigError if the limit is not
         possible, RankError if the other ranks cannot be reached.
@@ -156,22 +156,22 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_ranks` parts of a step this rank trains on; the same in a context group."""
+        """The number of the part of a step on which this rank trains. Ranks of a context group share one part."""
         return self.rank // self.degrees.context
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts the rows of a step are dealt out: replicate x shard."""
+        """The number of parts into which the rows of a step are divided: replicate x shard."""
         return self.degrees.data_ranks
 
     @property
     def context_rank(self) -> int:
-        """Which part of each row this rank has."""
+        """The number of the part of each row that this rank has."""
         return self.rank % self.degrees.context
 
     @property
     def context_ranks(self) -> int:
-        """Into how many parts a row is divided."""
+        """The number of parts into which each row is divided."""
         return self.degrees.context
 
     @property
@@ -182,9 +182,9 @@ class World:
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks as a grid with the dimensions `replicate`, `shard` and `context`, context innermost. Each slice
-        (`mesh["shard"]`) has a process group. Made on first use, by all ranks together; for several ranks only."""
+        (`mesh["shard"]`) has a process group. All ranks make the mesh together, on first use. One rank has no mesh."""
         assert self.size > 1, "one rank has no mesh"
-        if not _mesh.cache_info().currsize:  # fails at once if a rank is gone; torch would wait hours for it
+        if not _mesh.cache_info().currsize:  # agree() fails at once if a rank is gone; torch waits hours
             self.agree(0, "making a mesh of the ranks")
         return _mesh(self.device.type, self.degrees)
 
@@ -202,14 +202,14 @@ class World:
     def sum(
         self, tensor: torch.Tensor, doing: str = "adding up", group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """`tensor` summed over the ranks (of `group`), in place. The host does not wait for a GPU."""
+        """Sum `tensor` over the ranks (of `group`), in place, and return it. The host does not wait for a GPU."""
         if self.size > 1:
             with self.waiting(doing):
                 dist.all_reduce(tensor, group=group)
         return tensor
 
     def copy_first(self, tensor: torch.Tensor, doing: str) -> torch.Tensor:
-        """`tensor` of rank 0, in place on the others. The host does not wait for a GPU."""
+        """Copy rank 0's `tensor` into the `tensor` of each other rank. The host does not wait for a GPU."""
         with self.waiting(doing):
             dist.broadcast(tensor, src=0)
         return tensor
@@ -222,8 +222,8 @@ class World:
         return work
 
     def agree(self, mine: int, doing: str = "deciding together") -> int:
-        """The largest `mine` of all ranks: one rank's decision (a signal, memory that ran out) becomes the decision of
-        all. The hosts wait for each other, not for their GPUs."""
+        """Return the largest `mine` of all ranks, so that one rank's decision (a signal, memory that ran out) becomes
+        the decision of all. The hosts wait for each other, not for their GPUs."""
         if self.size == 1:
             return mine
         value = torch.tensor(mine)
@@ -232,8 +232,8 @@ class World:
         return int(value)
 
     def exchange(self, numbers: list[float], doing: str = "collecting from all ranks") -> list[list[float]]:
-        """The `numbers` of every rank, by rank; all ranks give equally many. The hosts wait for each other, not for
-        their GPUs."""
+        """The `numbers` of every rank, by rank. All ranks give the same count of numbers. The hosts wait for each
+        other, not for their GPUs."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         with self.waiting(doing):
@@ -241,7 +241,7 @@ class World:
         return [values.tolist() for values in everyone]
 
     def broadcast(self, value: Result, doing: str = "following rank 0") -> Result:
-        """Rank 0's `value`, which can be pickled, on every rank."""
+        """Return rank 0's `value` on every rank. It must be picklable."""
         if self.size == 1:
             return value
         values = [value]
@@ -250,7 +250,7 @@ class World:
         return values[0]
 
     def from_main(self, work: Callable[[], Result], doing: str) -> Result:
-        """The result of work() on rank 0, on every rank. If it raises a UserError there, all ranks raise it."""
+        """Run work() on rank 0, and return its result on every rank. If it raises a UserError, all ranks raise it."""
         if self.size == 1:
             return work()
         outcome: tuple[UserError | None, Any] = (None, None)
@@ -261,12 +261,12 @@ class World:
                 outcome = (problem, None)
         error, result = self.broadcast(outcome, doing)
         if error is not None:
-            self.agree(0, "ending together")  # or rank 0 might be gone before the others have its error
+            self.agree(0, "ending together")  # otherwise rank 0 might end before the others have its error
             raise error
         return result
 
     def gather(self, value: Result, doing: str = "collecting from all ranks") -> list[Result]:
-        """The `value` of every rank, by rank, on every rank."""
+        """Return a list of every rank's `value`, by rank, on all ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -275,8 +275,8 @@ class World:
         return values
 
     def main_first(self, work: Callable[[], Result], doing: str) -> Result:
-        """work() on rank 0, then on the others, which find rank 0's files on the disk. If rank 0 raises a UserError,
-        all ranks raise it."""
+        """Run work() on rank 0, and then on the others, which find rank 0's files on the disk. If rank 0 raises a
+        UserError, all ranks raise it."""
         if self.size == 1:
             return work()
         first = list[Result]()
@@ -287,8 +287,8 @@ class World:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave the process group: the run of this process is over. `error` is announced first, so that ranks which
-        lose this rank know why. After an error on a GPU only the end of the process closes its connections."""
+        """Leave the process group at the end of the run. Before that, `error` is announced, so that ranks which lose
+        this rank know why. After an error on a GPU only the end of the process closes its connections."""
         if _WATCH:
             _WATCH.pop().stop()
         if self.size > 1 and error is not None:
@@ -299,7 +299,7 @@ class World:
             if error is None or self.device.type == "cpu":
                 dist.destroy_process_group()
                 # A process whose group still has threads at exit may abort (pytorch#190489). Meshes and parameters
-                # hold the groups, in circles.
+                # refer to the groups in cycles, which only the garbage collector frees.
                 upstream.forget_meshes()
                 gc.collect()
             else:  # destroying the group waits for the GPUs of ranks in a collective (pytorch#141510)
@@ -312,14 +312,13 @@ class World:
             try:
                 yield
             except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
-                if out_of_memory_reason(error):  # torch's own, or NCCL's
+                if out_of_memory_reason(error):  # torch or NCCL found no memory
                     raise
                 raise self._lost_rank(doing, error) from error
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """In the body (such as gathering weights), a connection to another rank that torch loses becomes a
-        LostRankError."""
+        """Raise LostRankError if torch loses a connection to another rank in the body, as while it gathers weights."""
         try:
             yield
         except RuntimeError as error:
@@ -335,11 +334,11 @@ class World:
         )
 
     def facts(self, strict: bool = False) -> MachineFacts:
-        """The device, the memory and the installed packages of rank 0, with the free memory of the fullest device. All
-        ranks get the same facts.
+        """The device, the memory and the installed packages of rank 0, with the free memory of the device that has the
+        least. All ranks get the same facts.
 
-        `strict`: count all memory as free except the driver's. The use by other processes differs from run to run, and
-        `auto` settings depend on free memory.
+        `strict`: count all memory as free except the driver's. Then `auto` settings, which depend on free memory, are
+        the same whatever other processes use.
         """
         name, total = f"{cores()} cores, {platform.machine()}", memory()[0]
         free = total
@@ -372,7 +371,7 @@ def _mesh(device: str, degrees: Degrees) -> DeviceMesh:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether `error` of a collective says that another rank is gone, and not that this rank has no more memory."""
+    """Whether `error` of a collective says that another rank is gone. (It may also say that memory ran out.)"""
     if out_of_memory_reason(error):
         return False
     texts = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
@@ -402,7 +401,7 @@ def _join(world: World) -> None:
         return
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
-    # Imported before the group exists: the module's default arguments keep the group of the moment of the import.
+    # This import must come before the group exists: the module's default arguments keep the group that they find.
     import torch.distributed.nn.functional  # noqa: F401
 
     cuda = world.device.type == "cuda"
@@ -421,8 +420,8 @@ def _join(world: World) -> None:
             )
             if cuda:
                 group: Any = dist.group.WORLD
-                # Otherwise meshes split this group, and the meshes of a second run of this process crash
-                # (pytorch#192109).
+                # With a bound device meshes would split this group, and the meshes of a second run of this process
+                # would crash (pytorch#192109).
                 group.bound_device_id = None
                 # The hosts have more patience than the GPUs.
                 upstream.set_host_timeout(group, PATIENCE)
@@ -447,7 +446,7 @@ def _join(world: World) -> None:
 
 
 NOTICE = 10.0
-"""Seconds after which rank 0 says which ranks it waits for at the start."""
+"""After this many seconds at the start rank 0 says which ranks it waits for."""
 BUSY = 0.1
 """A card is busy if other processes use more than this share of its memory."""
 

@@ -1,4 +1,4 @@
-"""`fxtune new`: what a recipe for these rows on this card should say, and why."""
+"""`fxtune new`: a recipe for the user's rows on a card, with reasons for its keys."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from fxtune.system.terminal.units import GIB
 from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 
 EPOCHS = ((1_000, 3), (10_000, 2))
-"""(a number of rows, epochs for fewer rows); 1 epoch for more."""
+"""(a number of rows, epochs for files with fewer rows). Larger files get 1 epoch."""
 STEPS = 100
-"""A step has 32 documents, or fewer so that there are as many steps as this."""
+"""A run should have at least this many steps. A step has 32 documents, or fewer to reach this number."""
 ROOM = 0.9
 """The share of the card's free memory that a proposed micro-batch may take."""
 HELD_OUT = 200
-"""Rows that are held out, at least 2 % and at most 10 % of all."""
+"""Rows to hold out. The share is at least 2 % and at most 10 % of all rows."""
 QUESTIONS = 20
 BUNDLES = (["lora", "fast"], ["qlora", "fast"])
-"""Techniques, from the fastest to the smallest."""
+"""Techniques to try: the fastest first, the smallest in memory last."""
 PAIR_RATE = 5.0e-6
 """The learning rate of LoRA on pairs and judged answers, as in recipes/llama_dpo.yaml."""
 
 
 @dataclass
 class Draft:
-    """A recipe that grows: {key: value}, {key: why}."""
+    """A recipe in the making: {key: value} and {key: reason}."""
 
     keys: dict[str, Any]
     reasons: dict[str, str]
@@ -51,8 +51,8 @@ class Draft:
 
 
 def draft(name: str, rows: Rows, model: str | None, card: MachineFacts) -> tuple[Draft, Rows]:
-    """The recipe of `rows`, and how it reads them. `model`: a hub id or a folder; None: the largest one of
-    drafts/models.py that fits `card`.
+    """(a recipe for `rows`, the rows in the format in which the recipe reads them). `model`: a hub id or a folder;
+    None: the largest model of drafts/models.py that fits `card`.
 
     Raises ConfigError if no model fits, and the errors of reading the rows and the model.
     """
@@ -91,7 +91,7 @@ def _data(found: Draft, name: str, rows: Rows, lengths: np.ndarray, model: Model
 
 
 def _length(lengths: np.ndarray, model: ModelConfig) -> tuple[int, str]:
-    """data.sequence_length and its reason: the 99th percentile, in steps of 128."""
+    """data.sequence_length and its reason: the 99th percentile of `lengths`, rounded up to a multiple of 128."""
     most = int(np.percentile(lengths, 99))
     text = load_config(with_shipped_config(model, plans=True)).get_text_config()
     limit = int(getattr(text, "max_position_embeddings", 0) or 2**24)
@@ -137,7 +137,7 @@ def _model(rows: Rows, model: str | None, card: MachineFacts) -> ModelConfig:
 
 
 def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -> None:
-    """The techniques, and the largest micro-batch that fits."""
+    """Set the techniques and the largest micro-batch that fits. `proposed`: the user has named no model."""
     if card.device == "cpu":
         found.set("model.path", model.path, "ships with fxtune; with a card, --gpu NAME" if proposed else "")
         found.set("techniques", ["lora"], "adapters; without a GPU the fast bundle has nothing to act on")
@@ -176,7 +176,7 @@ def _divisors(batch: int) -> Iterator[int]:
 
 
 def _config(keys: dict[str, Any]) -> Config:
-    """The config of these keys."""
+    """The config of a recipe with these keys."""
     with tempfile.TemporaryDirectory(prefix="fxtune-new-") as folder:
         file = Path(folder) / "draft.yaml"
         file.write_text(recipe.text([], keys), encoding="utf-8")
@@ -184,7 +184,7 @@ def _config(keys: dict[str, Any]) -> Config:
 
 
 def write(found: Draft, name: str, rows: Rows, command: str) -> None:
-    """Write the recipe and its questions. Raises StorageError if one of the files is there."""
+    """Write the recipe and its questions. Raises StorageError if one of the files exists."""
     questions = Path(found.keys.get("data.questions.path", ""))
     if questions.is_file():
         raise StorageError(f"{questions} exists and is not overwritten. Give another name.")

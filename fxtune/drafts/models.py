@@ -1,4 +1,4 @@
-"""The models that `fxtune new` proposes, by what they read. Their configs ship with fxtune (models/shipped.py)."""
+"""The models that `fxtune new` proposes. Their configs ship with fxtune (models/shipped.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = (
     "Qwen/Qwen3-1.7B",
     "Qwen/Qwen3-0.6B",
 )
-"""Largest first: chat models of one family, with an open licence and no gate."""
+"""Chat models of one family, the largest first, with an open licence and no gate."""
 IMAGES = ("Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-2B-Instruct")
 TINY = {False: "builtin:tiny", True: "builtin:tiny-vision"}
-"""Without a card, by whether rows have images."""
+"""{whether rows have images: the model to propose without a GPU}."""

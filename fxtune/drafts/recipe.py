@@ -1,4 +1,4 @@
-"""A recipe as text: comments, keys by section, and a reason behind each key that has one."""
+"""Writes a recipe file: comments, keys by section, and behind a key the reason for its value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 50
 
 
 def text(comments: Iterable[str], keys: Mapping[str, Any], reasons: Mapping[str, str] = {}) -> str:
-    """The file. `keys`: {key with dots: value}; `reasons`: {key: why it has this value}."""
+    """The text of a recipe file. `keys`: {key with dots: value}; `reasons`: {key: why it has this value}."""
     defaults = [f"  - override /{key}: {_value(keys[key])}" for key in GROUPS if key in keys]
     lines = [f"# {line}".rstrip() for line in comments] + [discovery.SCHEMA_LINE, "# @package _global_"]
     why = {f"override /{key}": reasons[key] for key in GROUPS if key in reasons}
@@ -44,8 +44,8 @@ def text(comments: Iterable[str], keys: Mapping[str, Any], reasons: Mapping[str,
 
 
 def write(name: str, content: str) -> Path:
-    """Write recipes/NAME.yaml, and read it again as a run does. Raises StorageError if it is there, ConfigError if it
-    would be refused."""
+    """Write recipes/NAME.yaml, and read it again as a run does. Raises StorageError if the file exists or cannot be
+    written, ConfigError if a run would refuse it."""
     path = discovery.LOCAL / f"{name}.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

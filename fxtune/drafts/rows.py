@@ -1,4 +1,4 @@
-"""What the rows of a file are: their format, their number, the tokens of their documents."""
+"""The user's rows for which a recipe is written: their format, their number, and the lengths of their documents."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.settle.images import image_processor
 
 NO_LIMIT = 2**24
-"""Tokens: no document is cut where lengths are counted."""
+"""The sequence length, in tokens, with which lengths are counted. No document is cut at this length."""
 AS_CHATS = {
     "prompt_completion": {"prompt": "instruction", "completion": "output"},
     "kto": {"prompt": "instruction", "completion": "output"},
     "preference": {"prompt": "instruction"},
 }
-"""Formats whose texts are written without a chat template -> the columns by which the rows are chats."""
+"""{a format whose texts get no chat template: {a column of it: the column's name in a format of chats}}."""
 LABELS = ("label", "labels", "class", "category", "intent")
 MOST_ROWS = 20_000
-"""Rows that are tokenized to know the lengths; a larger file is extrapolated."""
+"""The lengths of this many rows are counted. They stand for all rows of a larger file."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rows:
     source: SourceConfig
     format: RowFormat
     count: int
-    """Rows of the file."""
+    """The number of rows in the file."""
     has_images: bool
     held_out: str
     """The split of a folder to evaluate on; empty if there is none."""
@@ -51,12 +51,13 @@ class Rows:
 
     @property
     def are_chats(self) -> bool:
-        """Whether rows are questions of text with their answers, so that copies of rows elsewhere can be asked. The
-        path of an image is relative to the file of its row."""
+        """Whether rows are questions and answers in text alone. Only such rows are copied into a file of questions:
+        the path of an image would be wrong there, because it is relative to the file of its row."""
         return not (self.format.answers or self.has_images) and self.format.name not in ("text", "tokens")
 
     def as_chats(self, tokenizer: Any) -> Rows:
-        """The rows as chats of the model's template, as `fxtune chat` and servers ask, if prompts are texts."""
+        """The rows as chats in the model's template, in which `fxtune chat` and servers write prompts. Rows stay as
+        they are if their texts are chats already or the tokenizer has no template."""
         names = AS_CHATS.get(self.format.name, {})
         source = open_source(replace(self.source, columns={}))
         first = next((row.value for row in replace(source, as_they_are=True).rows()), None) or {}
@@ -72,8 +73,8 @@ class Rows:
         return replace(self, source=config, format=open_source(config).format())
 
     def lengths(self, model: ModelConfig) -> np.ndarray:
-        """Tokens of each document, int64 [documents], of the first MOST_ROWS rows. Raises the errors of reading the
-        tokenizer, and DataError for a row that cannot be used."""
+        """The number of tokens of each document of the first MOST_ROWS rows, int64 [documents]. Raises ConfigError if
+        the model does not read the rows' images, DataError for a bad row, and the errors of load_tokenizer()."""
         tokenizer = load_tokenizer(model)
         data = DataConfig(sources=[self.source], sequence_length=NO_LIMIT)
         images = image_processor(model, data, tokenizer) if self.has_images else None
@@ -84,9 +85,9 @@ class Rows:
 
 
 def read_rows(path: str, columns: Mapping[str, str]) -> Rows:
-    """The rows of a file, a folder or a dataset. `columns`: as data.sources.0.columns.
+    """The rows of a file, a folder or a dataset. `columns`: the value for `columns` of the source.
 
-    Raises DataError if they are nothing that fxtune knows."""
+    Raises DataError if fxtune does not know the format of the rows."""
     config = SourceConfig(path=path, columns=dict(columns))
     source = open_source(config)
     first = next((row.value for row in replace(source, as_they_are=True, keeps_images=True).rows()), None) or {}
@@ -113,7 +114,7 @@ def read_rows(path: str, columns: Mapping[str, str]) -> Rows:
 
 
 def _labelled(head: list[dict[str, Any]], names: list[str], path: str) -> dict[str, str]:
-    """The columns by which a text with a label in words is a question with its answer; empty for other rows."""
+    """{column: new name}, by which a text becomes a question and its label in words the answer; {} for other rows."""
     texts, labels = (
         [name for name in ("text", "sentence") if name in names],
         [name for name in LABELS if name in names],
@@ -138,7 +139,7 @@ def _has_image(row: Mapping[str, Any], format: RowFormat) -> bool:
 
 
 def spread(rows: Rows, count: int) -> list[Mapping[str, Any]]:
-    """`count` rows, drawn from the file (always the same ones), or from the split to evaluate on."""
+    """`count` rows, drawn from the split to evaluate on, or else from the file. Each call draws the same rows."""
     source = open_source(replace(rows.source, split=rows.held_out or rows.source.split))
     total = source.count(source.files) if rows.held_out and source.kind != "hub" else rows.count
     drawn = set(random.Random(0).sample(range(total), min(count, total)))

@@ -17,8 +17,8 @@ CONFIG = "config.json"
 
 
 def write_rope_for_4(folder: Path, config: Any) -> None:
-    """Add the keys of transformers 4 to config.json, if the class of `config` still reads the same from it. Raises
-    OSError."""
+    """Add the keys of transformers 4 to config.json, unless the class of `config` then reads another config from the
+    file. Raises OSError."""
     file = folder / CONFIG
     if not file.exists():
         return
@@ -54,7 +54,7 @@ def versions_of_readers(folder: Path) -> str:
 
 
 def _of_4(rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` as keys of transformers 4; empty for RoPE that it does not know."""
+    """`rope_parameters` as keys of transformers 4; empty if transformers 4 does not know this kind of RoPE."""
     local = rope.get("sliding_attention")
     main = rope if "rope_theta" in rope else rope.get("full_attention")
     if not isinstance(main, dict) or "rope_theta" not in main:

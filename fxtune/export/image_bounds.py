@@ -1,4 +1,4 @@
-"""The bounds of images in the processor files of a whole model: served images are as large as in training.
+"""Writes data.image_tokens into the processor files of a whole model. So served images are as large as in training.
 
 data.image_tokens bounds the tokens of an image. An image processor bounds its pixels.
 """
@@ -13,9 +13,9 @@ from fxtune.models.kinds.decoder import PROCESSORS
 from fxtune.upstream.transformers import read_processor
 
 BOUNDS = {"min": "shortest_edge", "max": "longest_edge"}
-"""Keys of data.image_tokens -> keys of an image processor's `size`, in pixels of an image."""
+"""{key of data.image_tokens: key of an image processor's `size`}. The values of `size` are numbers of pixels."""
 OLD = ("min_pixels", "max_pixels")
-"""Older keys of the files, which override `size`."""
+"""Older keys of the processor files. They override `size`."""
 
 
 def write_image_bounds(folder: Path, bounds: dict[str, int | None], tokenizer: Any, config: Any) -> None:

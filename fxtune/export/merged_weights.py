@@ -1,11 +1,11 @@
 """Computes a merged model again from its base and its adapter, tensor by tensor, and compares it with the files.
 
     W = base + scaling * B A            scaling: alpha / r, or alpha / sqrt(r)
-    W = m / |base + scaling * B A| * (base + scaling * B A)      DoRA, the norm over each output's row
+    W = m / |base + scaling * B A| * (base + scaling * B A)      DoRA; the norm is taken over each output's row
 
-The formulas come from the papers and not from peft's code, which did the merge. One tensor of the base's files, of the
-adapter's file and of the merged files is in host memory at a time. Files may name tensors otherwise than the model, so
-their names are read as transformers reads them.
+The formulas come from the papers, because peft's code made the merge that is checked here. One tensor of the base's
+files, of the adapter's file and of the merged files is in host memory at a time. A tensor may have another name in a
+file than in the model, so names are translated by transformers' rules.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ UNKNOWN = {
     "lora_bias": "biases of adapters",
     "layer_replication": "repeated layers",
 }
-"""Options of adapters whose merge is not computed again here."""
+"""{option of peft: its meaning}. The merge of an adapter with such an option is not computed again."""
 
 
 def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str]:
     """Compare the merged model in `folder` with the sums of its base and its adapter.
 
-    `lora`: peft's options of the adapter. `model`: the merged model, for the names of its tensors. Returns how many
-    tensors were computed, and a clause on tensors that were left out. Raises Mismatch for the first tensor that
-    differs.
+    `lora`: peft's options of the adapter. `model`: the merged model, for the names of its tensors. Returns the number
+    of tensors that were compared, and words about the tensors that were not compared. Raises Mismatch for the first
+    tensor that differs.
     """
     if lora.init_lora_weights in FACTORED:
         return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base"
@@ -52,7 +52,7 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any
         in_base, tied, passed = _names(model, stored.files), _tied(model), set(merged.files)
         for name, key in sorted(_names(model, merged.files).items()):
             source = next((in_base[spelled] for spelled in (name, tied.get(name)) if spelled in in_base), None)
-            # By its dimensions, because families name experts differently (Granite-MoE).
+            # Tensors of experts are recognized by their dimensions, because families name them differently.
             of_experts = bool(lora.target_parameters) and merged[key].dim() > 2
             if of_experts or adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
                 continue
@@ -91,7 +91,7 @@ class _Adapters:
         self.trained, self.lora = trained, lora
         modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in trained.files if ".lora_" in name}
         weights, own = {f"{module}.weight" for module in modules}, model.state_dict().keys()
-        # peft still reads a family's older names.
+        # The adapter may have older names of its family, because peft still reads them.
         named = {**_names(model, weights - own), **{name: name for name in weights & own}}
         parameters = tuple(lora.target_parameters or ())
         self.modules = {
@@ -106,7 +106,7 @@ class _Adapters:
             raise Mismatch(f"{min(others)} has an adapter, and no tensor of the merged model is its weight")
 
     def passes_over(self, name: str) -> bool:
-        """Whether the tensor is in a module with an adapter on a parameter, such as experts."""
+        """Whether the tensor `name` is in a module whose adapter is on a parameter (experts) and not on a linear."""
         return not self._others.isdisjoint(name.split("."))
 
     def replacement(self, name: str) -> str | None:
@@ -117,7 +117,8 @@ class _Adapters:
         return next((path for path in spelled if own and path in self.trained.files), None)
 
     def applied(self, name: str, start: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
-        """(the right merged tensor `name`, whether the adapter changes it). `start`: the base's tensor."""
+        """(the tensor `name` as the merge should write it, whether the adapter changes it). `start`: the same tensor
+        in the base; None if the adapter replaces it."""
         if replacement := self.replacement(name):
             return self.trained[replacement], True
         assert start is not None
@@ -131,7 +132,7 @@ class _Adapters:
         names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
         a, b = (self.trained[f"{PREFIX}{module}.{name}"].float() for name in names)
         delta = b @ a * _scaling(self.lora, module, len(a))  # [out, in]
-        # GPT-2's linears and embeddings are stored as [in, out]; a square one is known by the option alone.
+        # GPT-2's linears and all embeddings are stored as [in, out]. The option decides only for square weights.
         transposed = embedding or self.lora.fan_in_fan_out
         if delta.shape != delta.T.shape:
             transposed = delta.shape != weight.shape
@@ -160,14 +161,15 @@ def _names(model: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """{name of the head's weight: name of the embedding's}. A base that ties both weights stores one tensor."""
+    """{name of the head's weight: name of the embedding's weight}. A base that ties both weights stores one tensor."""
     paths = {id(module): f"{path}.weight" for path, module in model.named_modules()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return {} if head is None else {paths[id(head)]: paths[id(embedding)]}
 
 
 def _require_close(name: str, file: str, seen: torch.Tensor, wanted: torch.Tensor, changed: bool) -> None:
-    """Raise Mismatch unless the merged tensor is `wanted`, rounded to its dtype: exactly if no adapter changes it."""
+    """Raise Mismatch unless the merged tensor `seen` is `wanted`. Both must be equal in the dtype of `seen` if no
+    adapter changes the tensor (`changed`); otherwise they may differ by rounding."""
     if seen.shape != wanted.shape:
         raise Mismatch(
             f"{name} in {file} has the shape {list(seen.shape)}, and base and adapter give {list(wanted.shape)}"
@@ -175,7 +177,8 @@ def _require_close(name: str, file: str, seen: torch.Tensor, wanted: torch.Tenso
     exact = wanted.to(seen.dtype).float()
     off = (seen.float() - exact).abs()
     step = torch.finfo(seen.dtype).eps if changed else 0.0
-    # Sums of r products in another order: one rounding of the dtype, and float32's of the largest number.
+    # peft adds the r products in another order. Allowed are one rounding of the dtype, and one of float32 at the
+    # largest number.
     allowed = step * exact.abs() + (4e-6 * exact.abs().max() if changed else 0.0)
     if not bool((off <= allowed).all()):
         worst = int(torch.nan_to_num(off - allowed, nan=math.inf).argmax())

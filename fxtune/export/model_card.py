@@ -21,8 +21,8 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`. Secrets are redacted.
 
     `card`, all optional: title, base, revision, grown_from (see PreparedModel), adapter (the name of the merged
-    adapter), data (the plan's fingerprint), weights (a sentence on their step), figures (metric -> value), proof (a
-    sentence), machine (the run's Facts), config (the run's config as plain data).
+    adapter), data (the plan's fingerprint), weights (a sentence about the step at which they were taken), figures
+    (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's config as plain data).
     """
     import yaml
     from safetensors import safe_open
@@ -90,8 +90,8 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
 def _loading_code(
     folder: Path, kind: Decoder, base: str, adapter: bool, hf_config: Any, grown_from: int | None
 ) -> str:
-    """The Python lines that load the model or adapter. `hf_config`: the config.json in an adapter's folder.
-    `grown_from`: how many tokens the base embeds, if the run added rows."""
+    """The Python lines that load the model or adapter. `hf_config`: the content of config.json in `folder`, or {}.
+    `grown_from`: the rows of the base's embedding, if the run has added rows to it."""
     classes = f"{kind.auto_class}, {kind.tokenizer_class}"
     set_folder = 'folder = "."  # where this file lies'
     load_config = ["config = AutoConfig.from_pretrained(folder)  # the base's config with the changes of training"]
@@ -147,11 +147,11 @@ def _template_note(variables: dict[str, Any]) -> list[str]:
 
 
 def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refusals: list[str]) -> tuple[str, str]:
-    """Notes on scaled RoPE, in general and for vLLM; empty for other models. `refusals`: why vLLM does not load the
-    adapter."""
+    """(a note on scaled RoPE, a note on it for vLLM), empty for models without scaling. `refusals`: reasons why vLLM
+    does not load the adapter."""
     text = config.get("text_config") or config
     parameters = text.get("rope_parameters") or {}
-    # One set of parameters, or a set for each type of layer.
+    # A model has one set of parameters, or a set for each type of layer.
     sets = [values for values in (parameters, *parameters.values()) if isinstance(values, dict)]
     types = {values.get("rope_type", "default") for values in sets} - {"default"}
     if not types:
@@ -190,7 +190,7 @@ def _vllm_image_note(beside_language_model: bool) -> str:
 
 
 def image_bounds(card: dict[str, Any]) -> dict[str, int | None]:
-    """`min` and `max` of data.image_tokens, of a run with this card."""
+    """data.image_tokens (`min` and `max`) of the run that this card describes."""
     return ((card.get("config") or {}).get("data") or {}).get("image_tokens") or {}
 
 
@@ -198,7 +198,7 @@ def _image_note(folder: Path, kind: Decoder, base: str, adapter: bool, bounds: d
     """How to ask a model about an image. `bounds`: see image_bounds()."""
     if not kind.images or not (adapter or any(folder.glob(PROCESSORS))):
         return []
-    # A whole model has them in its own files.
+    # A whole model has the bounds in its processor files.
     sizes = [f'"{BOUNDS[name]}": {bounds[name]} * side**2' for name in BOUNDS if adapter and bounds.get(name)]
     resize = [
         "side = processor.image_processor.merge_size * processor.image_processor.patch_size  # pixels of a token",
@@ -247,7 +247,7 @@ def _vllm_command(
         return f"fxtune merge . ../merged\nvllm serve ../merged {length}"
     rope = (config.get("text_config") or config)["rope_parameters"]
     scaling = {"rope_parameters": rope}
-    if rope.get("rope_type") == "llama3":  # for all other types vLLM multiplies the base's length by the factor
+    if rope.get("rope_type") == "llama3":  # for other types vLLM itself multiplies the base's length by the factor
         scaling["max_position_embeddings"] = positions
     overrides = json.dumps({"text_config": scaling} if "text_config" in config else scaling)
     rank = vllm.max_rank(adapter["r"])
@@ -267,5 +267,5 @@ def _table(rows: dict[str, Any]) -> str:
 
 
 def _escaped(value: Any) -> str:
-    """A value as text in one line of Markdown, in which none of its characters is markup: a name may be anything."""
+    """A value as one line of Markdown. Its markup is escaped, because a name may have any characters."""
     return re.sub(r"([\\`*<>\[\]|])", r"\\\1", str(value).replace("\n", " "))

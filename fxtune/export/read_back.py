@@ -1,17 +1,18 @@
 """Proves an export before it counts: plain peft and plain transformers load from its files what was trained.
 
-    weights     each tensor of the files is the model's, bit by bit, and none is left over (weights.py)
+    weights     the files have exactly the tensors of the model, bit by bit (weights.py)
     options     adapter_config.json, config.json and generation_config.json have the model's options
     tokenizer   read back from its files, it has the same tokens, ids and chat template
     modules     plain peft adapts the same modules with the same ranks, scalings and weights
     logits      plain peft over plain transformers answers a probe as the trained model does
-    ending      plain generation with the exported generation config ends its answer to a question of the data; if it
-                does not, the export counts all the same, and the proof says so
+    ending      with the exported generation config, plain generation ends its answer to a question of the data; if
+                not, the export still counts, and the proof says so
 
-For the last three, the plain model is built from the files without weights, and shares the base's weights with the
-model in memory: no base is read again or copied. Its code is transformers' and peft's own, without fused adapters,
-Liger or compiled layers. A quantized base stays quantized, so the comparison is of the export and not of the
-quantization. PiSSA and OLoRA keep the factors that they took from the base.
+For modules, logits and ending, a plain model is built from the configs in the files. It takes the base's weights from
+the model in memory, so no base is read again or copied. Its code is that of transformers and peft, without fused
+adapters, Liger or compiled layers. A quantized base stays quantized, so the comparison finds errors of the export and
+not of the quantization. With PiSSA and OLoRA the base in memory has lost its first factors already, so peft does not
+subtract them again.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ from fxtune.upstream.transformers import set_attention
 LIMIT = 1e-3
 """The largest mean KL divergence of the plain model's answers from the trained model's, in nats a token."""
 ROUNDINGS = 8
-"""Roundings of the input by which two ways to compute may differ; see Answer.noise."""
+"""Two ways to compute may differ by this many roundings of the input; see Answer.noise."""
 WRITTEN_BY_SAVING = ("inference_mode", "peft_version", "auto_mapping", "transformers_version", "_name_or_path")
-"""Options of saving itself, which change nothing."""
+"""Options that saving writes by itself. They may differ, because they do not change the model."""
 TEXT = "Hello, wörld! 1+1=2\n\n\tdef f(x): return x  # 你好 <|im_start|>"
 CODE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class EndingProbe:
-    """A question of the data, to which the plain model's answer should end."""
+    """A question of the data. The plain model's answer to it should end."""
 
     prompt: list[int]
     """Token ids up to the answer."""
     room: int
-    """How many tokens the plain model may write."""
+    """The number of tokens that the plain model may write."""
     images: dict[str, torch.Tensor] = field(default_factory=dict)
     """Arguments of forward() for the images of the prompt."""
 
@@ -80,8 +81,8 @@ def prove(
 ) -> Proof:
     """Compare the files in `folder` with the model and the tokenizer that they were written from, on rank 0.
 
-    `tensors`: how many tensors were compared already. `answer`: gives the trained model's answer to the probe; None:
-    the model's own. Raises Mismatch, which names the file and the difference.
+    `tensors`: the number of tensors that were compared before. `answer`: returns the trained model's answer to the
+    probe; None: the model in memory is asked. Raises Mismatch, which names the file and the difference.
     """
     begin = time.perf_counter()
     model = prepared.module
@@ -123,8 +124,8 @@ def prove(
 
 
 def _ended_after(plain: Any, model: Any, folder: Path, question: EndingProbe) -> int | None:
-    """How many tokens the plain model writes up to an end token of the exported generation config; None without an end
-    token among the first `question.room`."""
+    """The number of tokens that the plain model writes up to an end token of the exported generation config; None if
+    the first `question.room` tokens have no end token."""
     from transformers import GenerationConfig
 
     exported = (folder / GENERATION_CONFIG).exists()
@@ -169,7 +170,7 @@ def _require_same_configs(prepared: PreparedModel, folder: Path, adapted: bool) 
 
 
 def _require_same(file: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise Mismatch for the first option of a file that is not the model's."""
+    """Raise Mismatch for the first option that differs between a file (`saved`) and the model (`live`)."""
     plain = json.loads(json.dumps(live, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
     for name in sorted(plain.keys() | saved.keys()):
         ours, written = comparable(plain.get(name)), comparable(json.loads(json.dumps(saved.get(name), default=str)))
@@ -205,7 +206,7 @@ def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
     chosen = tokenizer.pad_token
     for what, read in {
         "its chat template": lambda made: made.chat_template,
-        # Where the files of the base have no pad token, load_tokenizer() has chosen one.
+        # If the base's files have no pad token, load_tokenizer() has chosen one.
         "its special tokens": lambda made: {**made.special_tokens_map, "pad_token": made.pad_token or chosen},
         "its added tokens": lambda made: {str(token) for token in made.added_tokens_decoder.values()},
         "its vocabulary": lambda made: made.get_vocab(),
@@ -219,7 +220,7 @@ def _require_same_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 class _Plain:
-    """Builds the plain model of the files, over the base in memory."""
+    """Builds the plain model from the files, with the weights of the base in memory."""
 
     def __init__(self, prepared: PreparedModel, folder: Path) -> None:
         model, self.code = prepared.module, prepared.trust_remote_code
@@ -234,7 +235,7 @@ class _Plain:
         set_attention(config, "eager")  # another kernel may need the bounds of documents, or a GPU
         floating = (weight for weight in held.parameters() if weight.is_floating_point() and weight.itemsize > 1)
         dtype = next((weight.dtype for weight in floating), torch.float32)
-        # Code of a trusted model: the file that was read for training, not the copy that saving made of it.
+        # A trusted model's code is read from the file that training used, not from the copy that saving made.
         config.name_or_path = held.config.name_or_path
         plain = shards.empty(config, dtype, World(next(held.parameters()).device), self.code)
         for path, module in list(plain.named_modules()):
@@ -242,12 +243,13 @@ class _Plain:
         plain.eval()
         if not self.adapted:
             return plain
-        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # peft reads them before it wraps
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # peft reads these flags when it adds adapters
             setattr(plain, flag, getattr(held, flag, False))
         return self._adapt(plain)
 
     def _fill(self, plain: Any, path: str, module: nn.Module) -> None:
-        """Give a module the live one's tensors or, where these are packed, put the live module in its place."""
+        """Give a module the tensors of the live module. If these are packed or have other shapes, put the live module
+        in its place."""
         live = self.live.get(path)
         tensors = {
             name: getattr(live, name, None) for name, weight in module._parameters.items() if weight is not None
@@ -275,17 +277,17 @@ class _Plain:
         with alone() as peft, warnings.catch_warnings(action="ignore"):
             options = peft.LoraConfig.from_pretrained(str(self.folder))
             if options.init_lora_weights in FACTORED:
-                options.init_lora_weights = True  # the live base has lost the factors already
+                options.init_lora_weights = True  # the base in memory has lost its first factors already
             adapted = peft.PeftModel.from_pretrained(plain, str(self.folder), config=options)
         every: list[Any] = list(adapted.modules())
-        for module in every:  # peft cannot add to the codes of experts in fp8
+        for module in every:  # peft cannot add an adapter's product to experts that are stored as fp8 codes
             if hasattr(module, "parameter_name") and isinstance(experts := module.get_base_layer(), PackedExperts):
                 experts.run_grouped(module)
         return adapted
 
 
 def _base_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a base by their names without adapters."""
+    """(name, module) of a base with adapters, by the names that modules have without adapters."""
     for path, module in base.named_modules():
         parts = path.split(".")
         if not any(part.startswith(("lora_", "modules_to_save", "trainable_tokens")) for part in parts):
@@ -306,7 +308,7 @@ def _require_same_modules(model: Any, plain: Any) -> None:
                 )
     wanted, seen = adapter_weights(model), adapter_weights(plain)
     for name in sorted(wanted.keys() | seen.keys()):
-        # Copies of whole modules have the base's dtype in plain peft.
+        # In plain peft copies of whole modules have the base's dtype.
         if name not in seen or name not in wanted or not _same(wanted[name].to(seen[name].dtype), seen[name]):
             raise LoadMismatch(f"{WEIGHTS}: plain peft does not give {name} the weights of the model")
 

@@ -47,18 +47,19 @@ def save_model(
 ) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
-    With adapters: PEFT's layout. An edited config of the base (RoPE scaling), and a generation config with end tokens
-    that training has added (end_tokens.py), lie beside the adapter. The card says so; with_changes_of() reads them.
-    Without adapters: the whole model in safetensors, and a config.json with the raised max_position_embeddings, and
-    with RoPE as transformers 5, transformers 4 and vLLM read it. Its processor files have the run's data.image_tokens.
+    With adapters: PEFT's layout. If the run edited the base's config (RoPE scaling) or added end tokens
+    (end_tokens.py), config.json or the generation config lies beside the adapter. The card describes both files, and
+    with_changes_of() reads them. Without adapters: the whole model in safetensors, with a config.json that has the
+    raised max_position_embeddings, and RoPE for transformers 5, transformers 4 and vLLM. The image processor's files
+    have the run's data.image_tokens.
 
     The folder is proven before it counts (read_back.py). `answer`, `question`: see prove(). `check`: one more check of
     the written files, see Proof.with_check(). `record` gets the proof, which is also in the card and in proof.json.
 
     The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
-    folder. `world`: the ranks that hold the model, which all call this; rank 0 writes. Raises StorageError, on all
-    ranks, if the disk refuses the files or the files differ from the trained model. `keeps`: where the error says
-    that the trained weights still are.
+    folder. `world`: the ranks that hold the model. All of them call this, and rank 0 writes. Raises StorageError, on
+    all ranks, if the disk refuses the files or the files differ from the trained model. `keeps`: a sentence for this
+    error, which says where the trained weights still are.
     """
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
@@ -73,7 +74,7 @@ def save_model(
         write_rope_for_4(staging, model.module.config)
         if not hasattr(model.module, "peft_config"):
             named = ((card or {}).get("config") or {}).get("model", {}).get("tokenizer")
-            # A run reads the processor of images where it reads the tokenizer.
+            # A run reads the image processor from the folder of the tokenizer.
             source = tokenizer_folder(ModelConfig(tokenizer=named)) if named else None
             kind_of(model.module.config).write_beside(model.module.config, staging, source)
             write_image_bounds(staging, image_bounds(card or {}), tokenizer, model.module.config)
@@ -121,7 +122,7 @@ def save_model(
 
 
 def _restore(folder: Path, old: Path) -> None:
-    """Undo half a replacement: `old` has the old export, and `folder` has no new one."""
+    """If a replacement was interrupted, so that there is no `folder`, make `old` the folder again."""
     if old.is_dir() and not old.is_symlink() and not folder.exists():
         old.rename(folder)
 

@@ -1,8 +1,8 @@
 """The tokenizer of an export, in files for transformers 4 and 5 and for converters to GGUF and MLX.
 
 save_pretrained() of transformers 5 writes files that transformers 4 refuses: the class TokenizersBackend, and a list
-in `extra_special_tokens`. Converters know the files of the base's author. So an unchanged tokenizer is exported as the
-base's own files, byte for byte, and a changed tokenizer with names that both versions know.
+in `extra_special_tokens`. Converters know the files of the base's author. So the files of an unchanged tokenizer are
+copied from the base, byte for byte. A changed tokenizer is written with names that both versions know.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def rename_for_4(file: Path) -> None:
 
 
 def _is_unchanged(tokenizer: Any, source: Path) -> bool:
-    """Whether the tokenizer is the tokenizer of `source`, with any chat template. Where the files lack a pad token,
-    load_tokenizer() has chosen one."""
+    """Whether the tokenizer is the tokenizer in the folder `source`. The chat template may differ. The pad token may
+    differ if the files have none, because load_tokenizer() chooses one."""
     values = json.loads((source / CONFIG).read_text(encoding="utf-8")) if (source / CONFIG).is_file() else {}
     if "auto_map" in values or not isinstance(tokenizer.chat_template, str | None):
         return False
@@ -82,7 +82,7 @@ def _is_unchanged(tokenizer: Any, source: Path) -> bool:
 
 
 def _rules(tokenizer: Any) -> dict[str, Any]:
-    """How a fast tokenizer splits a text, without the lengths that its last call set."""
+    """The rules of a fast tokenizer, without the truncation and the padding that its last call has set."""
     rules: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
 

@@ -1,9 +1,9 @@
-"""Which adapters vLLM loads, by its own rules.
+"""Tells whether vLLM can serve an adapter, by vLLM's own rules.
 
-The rules are from its main branch of 2026: vllm/lora/peft_helper.py (options that it refuses, and one scaling for all
-modules), vllm/config/lora.py (values of --max-lora-rank) and vllm/lora/lora_model.py (names of tensors). An adapter
-with an option that vLLM does not read, such as rank_pattern, loads and gives wrong answers. vLLM's list of models says
-whether a class takes adapters (`SupportsLoRA`).
+The rules are from vLLM's main branch of 2026: vllm/lora/peft_helper.py (options that vLLM refuses, and one scaling for
+all modules), vllm/config/lora.py (values of --max-lora-rank) and vllm/lora/lora_model.py (names of tensors). An
+adapter with an option that vLLM does not read, such as rank_pattern, loads and gives wrong answers. vLLM's list of
+models says whether a class takes adapters (`SupportsLoRA`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ REFUSED = {
     "rank_pattern": "another rank for some modules: it scales all of them by lora_alpha / r",
     "alpha_pattern": "another alpha for some modules: it scales all of them by lora_alpha / r",
 }
-"""Options of an adapter that vLLM refuses, or does not read, if they are set."""
+"""{option of an adapter that vLLM refuses or does not read: its meaning}. An option counts if it is set."""
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 def max_rank(r: int) -> int | None:
-    """The least --max-lora-rank for rank `r`; None above the largest."""
+    """The least --max-lora-rank for rank `r`; None if vLLM has no value for it."""
     return next((rank for rank in MAX_RANKS if rank >= r), None)
 
 
@@ -40,7 +40,8 @@ def is_beside_language_model(tensors: Iterable[str]) -> bool:
 
 
 def refusals(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
-    """Why vLLM cannot serve an adapter. `options`: its adapter_config.json. `tensors`: the names in its file."""
+    """The reasons why vLLM cannot serve an adapter. `options`: the content of adapter_config.json. `tensors`: the
+    names of the adapter's tensors."""
     found = [f"no {what}" for option, what in REFUSED.items() if options.get(option)]
     if options.get("bias", "none") != "none":
         found.append("no trained biases")

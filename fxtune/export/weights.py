@@ -1,9 +1,9 @@
-"""The weights of an export: written by rank 0 in files of bounded size, read back, and compared with the live ones.
+"""The weights of an export: rank 0 writes files of bounded size, and all ranks compare the files with the model.
 
 A model whose weights are divided over ranks is gathered one decoder layer at a time: rank 0 needs host memory for one
 file and one layer. transformers merges experts and renames some weights when it loads a model. This is undone for each
-layer, so names and shapes are as in the family's files on the hub. Then each rank reads its own rows out of the files
-and compares them, bit by bit, with the rows in its memory.
+layer, so the files have the names and shapes of the family's files on the hub. Then each rank reads its rows out of
+the files and compares them, bit by bit, with the rows in its memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fxtune.upstream.transformers import as_stored, saved_names
 Result = TypeVar("Result")
 
 FILE_BYTES = 5 * 10**9
-"""Bytes of the largest file of a model, unless one layer is larger."""
+"""The largest size of a file in bytes, unless a single tensor is larger."""
 ADAPTER = "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 
 
 class Mismatch(OSError):
-    """A file of an export is not what was trained."""
+    """A file of an export differs from the trained model."""
 
 
 class LoadMismatch(Mismatch):
-    """The files are as they were written, and the libraries load something else from them."""
+    """The files are right, but plain peft or transformers loads something else from them."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class ExportedWeights:
 
     folder: Path
     files: Mapping[str, str]
-    """The file of each tensor."""
+    """{name of a tensor: name of its file}."""
     live: Tensors
     """Tensors of the model; each must equal the tensor of its name in the files."""
     converted: list[Tensors] = field(default_factory=list)
-    """Layers whose tensors have other names or shapes in the files, as the model has them."""
+    """Layers in the form of the model, whose tensors have other names or shapes in the files."""
     model: Any = None
     _handles: dict[Path, Any] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class ExportedWeights:
         return _write_model(model.module, folder, world)
 
     def compare(self, world: World) -> None:
-        """Raise Mismatch, on all ranks, unless the files hold the weights of the model and no others."""
+        """Raise Mismatch, on all ranks, unless the files hold exactly the weights of the model."""
         on_main(world, self._require_complete)
         with ExitStack() as opened:
             on_all(world, partial(self._compare_live, opened, world.main))
@@ -113,7 +113,8 @@ class ExportedWeights:
             self._require_equal(opened, name, tensor, Chunk.whole(tuple(tensor.shape)))
 
     def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
-        """Raise Mismatch unless the file of `name` has `held` as its `chunk`. `opened` closes the file."""
+        """Raise Mismatch unless part `chunk` of the tensor `name` in its file equals `held`. `opened` closes the
+        file."""
         from safetensors import SafetensorError, safe_open
 
         if chunk.empty:
@@ -133,7 +134,7 @@ class ExportedWeights:
 
 
 def on_main(world: World, work: Callable[[], Result]) -> Result:
-    """The result of work() on rank 0, which alone calls it. Raises its OSError on all ranks."""
+    """Call work() on rank 0 only. All ranks get its result, or raise its OSError."""
     found: Result = on_all(world, lambda: work() if world.main else None)[0]  # type: ignore[assignment]
     return found
 
@@ -166,17 +167,17 @@ def _write_adapter(prepared: PreparedModel, folder: Path, world: World) -> Expor
 
     def write() -> None:
         for adapter in model.peft_config.values():
-            if isinstance(adapter.target_modules, set):  # whose order differs between processes
+            if isinstance(adapter.target_modules, set):  # the order of a set differs between processes
                 adapter.target_modules = sorted(adapter.target_modules)
         try:
-            # By default peft asks the hub whether the base's vocabulary was resized. Ours never is.
+            # By default peft asks the hub whether the vocabulary was resized, to save the embedding in that case.
             model.save_pretrained(folder, save_embedding_layers=False, state_dict={**state, **gathered})
         except SafetensorError as error:
             raise OSError(str(error)) from error
         if prepared.config_edited:
             model.config.save_pretrained(folder)
         if prepared.added_ends:
-            # Not save_pretrained(), which refuses a base whose sampling options contradict each other.
+            # save_pretrained() would refuse a base whose sampling options contradict each other.
             model.generation_config.to_json_file(folder / GENERATION_CONFIG)
 
     on_main(world, write)
@@ -197,7 +198,7 @@ def _write_model(model: Any, folder: Path, world: World) -> ExportedWeights:
 
 
 def _add(files: _Files, model: Any, layer: Tensors, gathered: Tensors) -> bool:
-    """Write a layer. Returns whether its tensors are in the files as the model has them."""
+    """Write a layer. Returns whether its tensors have the same names and shapes in the files as in the model."""
     stored = as_stored(model, gathered)
     files.add(stored)
     return {name: weight.shape for name, weight in stored.items()} == {
@@ -206,7 +207,7 @@ def _add(files: _Files, model: Any, layer: Tensors, gathered: Tensors) -> bool:
 
 
 class _Files:
-    """Files of a model, written when they are full."""
+    """Collects tensors of a model, and writes a file whenever it is full."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -216,7 +217,7 @@ class _Files:
         self._parameters = 0
 
     def add(self, tensors: Tensors) -> None:
-        """Add tensors, which are not to change until finish(). Raises OSError."""
+        """Add tensors. They must not change until finish(). Raises OSError."""
         for name, tensor in tensors.items():
             if self._tensors and self._bytes[-1] + tensor.nbytes > FILE_BYTES:
                 self._flush()
@@ -253,7 +254,7 @@ class _Files:
 
 
 def _state(model: Any) -> Tensors:
-    """The tensors for a model's files, as they are divided here: without second names of tied weights."""
+    """The tensors for a model's files, still divided over ranks. Tied weights have only one of their names."""
     state = model.state_dict(keep_vars=True)
     # transformers recognizes tied weights by their memory, and an empty part of a divided weight has no memory.
     stand_ins = {id(tensor): torch.empty(1) for tensor in state.values()}
@@ -262,7 +263,7 @@ def _state(model: Any) -> Tensors:
 
 
 def _layers(state: Tensors) -> list[Tensors]:
-    """`state` by decoder layer; first the tensors outside layers."""
+    """`state` divided into decoder layers. The first entry has the tensors outside layers."""
     layers: dict[str, Tensors] = {"": {}}
     for name, tensor in state.items():
         found = re.match(r".*?\.\d+\.", name)

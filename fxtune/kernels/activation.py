@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def activation(gate, SILU: tl.constexpr):
-    """act(gate) and its derivative, in float32. tanh is computed from the sigmoid, which every Triton has."""
+    """act(gate) and its derivative, in float32. gelu is computed from the sigmoid: not every Triton has tanh."""
     if SILU:
         s = tl.sigmoid(gate)
         slope = s * (1.0 + gate * (1.0 - s))

@@ -1,7 +1,7 @@
 """The exchange of parts between ranks as an operator of torch: differentiable, and one node for torch.compile.
 
-Every rank cuts a tensor into as many parts as there are ranks, sends part i to rank i, and gets one part of each rank.
-Doing it twice restores the tensor, so the gradient is exchanged by the same operator. On a GPU the host does not wait.
+Every rank cuts a tensor into a part for each rank, sends part i to rank i, and gets a part from each rank. A second
+exchange restores the tensor, so the same operator exchanges the gradient. On a GPU the host does not wait.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fxtune.upstream import torch as upstream
 
 @torch.library.custom_op("fxtune::all_to_all", mutates_args=())
 def all_to_all(parts: Tensor, group: str) -> Tensor:
-    """Send `parts[i]` to rank i of the process group with the name `group`; [i] of the result is from rank i.
+    """Send `parts[i]` to rank i of the process group with the name `group`. Element i of the result is from rank i.
 
-    `parts`: [ranks, ...], the same shape and dtype on all of them. Raises LostRankError if a rank is gone.
+    `parts`: [ranks, ...], with one shape and dtype on all ranks. Raises LostRankError if a rank is gone.
     """
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
     members = upstream.process_group(group)

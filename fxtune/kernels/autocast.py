@@ -6,7 +6,7 @@ import torch
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Autocast's dtype, or x's where autocast is off. torch has no autocast for the meta device."""
+    """Autocast's dtype if autocast is on, otherwise x's dtype. torch has no autocast for the meta device."""
     device = x.device.type
     if device == "meta":
         return x.dtype

@@ -1,12 +1,12 @@
-"""Triton kernel of linear_cross_entropy.py: it computes each row's loss and replaces its logits by their gradient.
+"""Triton kernel of linear_cross_entropy.py: computes each row's loss and replaces the row's logits by their gradient.
 
-One program handles a row. It reads the row once for the maximum and the sum of exponentials, and once more, backwards,
-to write softmax - onehot in place: the end of the row is still in the cache. All arithmetic is float32, whatever the
-logits' dtype.
+One program handles a row. It reads the row for the maximum and the sum of exponentials. It then goes backwards from
+the end of the row, which is still in the cache, and writes softmax - onehot in place. All arithmetic is float32,
+whatever the logits' dtype.
 
 The kernel should cost three passes over memory and nothing else, so loads must not wait for each other. Each thread
-keeps its own maximum and sum for the 16 bytes that it loads at a time, and these are combined once, at the end of the
-row: a reduction over the program in each block would stall all threads eight times a row.
+keeps a maximum and a sum for each of its LOADS loads. The maxima and sums of all threads are combined once, at the end
+of the row. Combining them after each block would stall all threads eight times a row.
 
 Offsets are int64: 65,536 rows of a vocabulary of 128k exceed int32. Import this module only on a GPU.
 """
@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 WARPS = 32
-"""Most warps of a program; a small vocabulary uses fewer."""
+"""The most warps of a program. A small vocabulary uses fewer."""
 BLOCK = 4096
-"""Numbers multiplied by a program of scaled()."""
+"""Numbers that one program of scaled() multiplies."""
 LOADS = 2
 """Loads of 16 bytes that a thread has in flight."""
 
@@ -29,9 +29,10 @@ LOADS = 2
 def softmax_gradient(
     logits: Tensor, labels: Tensor, losses: Tensor, scale: float, cap: float, gradient: bool, ignored: int
 ) -> None:
-    """`logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]; `losses`: float32 [rows], written.
+    """Write each row's loss to `losses` [rows], float32. With `gradient`, replace its logits by the loss's gradient.
 
-    For a row with the label `ignored` zeros are written as loss and gradient, and its logits are not read.
+    `logits`: [rows, vocabulary], each row contiguous; `labels`: int64 [rows]. A row with the label `ignored` gets
+    zeros as loss and gradient, and its logits are not read.
     """
     rows, vocabulary = logits.shape
     assert (logits.stride(1), labels.stride(), losses.stride()) == (1, (1,), (1,))
@@ -59,7 +60,7 @@ def softmax_gradient(
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x * factor in x's dtype, multiplied in float32; `x` contiguous, `factor` one number on the device."""
+    """x * factor in x's dtype, multiplied in float32. `x` is contiguous, and `factor` is one number on the device."""
     assert x.is_contiguous()
     assert factor.numel() == 1
     out = torch.empty_like(x)
@@ -77,7 +78,7 @@ def _scaled(x_ptr, factor_ptr, out_ptr, numbers, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale_and_cap(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
-    """The scaled and capped logit, and tanh(x / cap). tanh is computed from the sigmoid, which every Triton has."""
+    """The scaled and capped logit, and with CAP tanh(x / cap), from the sigmoid: not every Triton has tanh."""
     if SCALED:
         x = x * scale
     t = x
@@ -89,14 +90,14 @@ def _scale_and_cap(x, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _fold(x, highest, total):
-    """Add x [LANES, PER_LOAD] to each lane's maximum and its sum of exponentials relative to the maximum."""
+    """Update each lane's maximum, and its sum of exp(x - maximum), with the numbers x [LANES, PER_LOAD]."""
     higher = tl.maximum(highest, tl.max(x, 1))
     return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
 
 
 @triton.jit
 def _slope(x, highest, share, scale, cap, CAP: tl.constexpr, SCALED: tl.constexpr):
-    """The gradient of a logit other than the label's: its share of the sum, times the derivative of scale and cap."""
+    """The gradient of each logit except the label's: its softmax times the derivative of scale and cap."""
     x, t = _scale_and_cap(x.to(tl.float32), scale, cap, CAP, SCALED)
     slope = tl.exp(x - highest) * share
     if CAP:
@@ -136,11 +137,11 @@ def _softmax_gradient(
                 tl.store(logits_ptr + start + columns, zeros)
             tl.store(logits_ptr + tail, zeros, mask=tail < vocabulary)
     else:
-        # Read before the row is overwritten. A label outside of the vocabulary gives nan, and no other memory is read.
+        # The label's logit, read before the row is overwritten. A label outside of the vocabulary gives nan.
         inside = (label >= 0) & (label < vocabulary)
         target = tl.load(logits_ptr + label, mask=inside, other=float("nan")).to(tl.float32)
         target, tanh = _scale_and_cap(target, scale, cap, CAP, SCALED)
-        highest = tl.full((LANES,), -3.0e38, tl.float32)  # finite: -inf - -inf is nan in a lane without logits
+        highest = tl.full((LANES,), -3.0e38, tl.float32)  # a lane without logits keeps it; -inf - -inf is nan
         total = tl.zeros((LANES,), tl.float32)
         for start in range(0, full, BLOCK):
             x = tl.load(logits_ptr + start + columns, eviction_policy="evict_last").to(tl.float32)
@@ -151,11 +152,11 @@ def _softmax_gradient(
             highest, total = _fold(x, highest, total)
         top = tl.max(highest, 0)
         denominator = tl.sum(total * tl.exp(highest - top), 0)
-        # The highest logit is subtracted first: a difference of large logits is exact, of logarithms it is not.
+        # target - top is exact for large logits. The difference of target and log(denominator) + top would not be.
         tl.store(losses_ptr + row, tl.log(denominator) - (target - top))
         if GRADIENT:
             share = scale / denominator
-            tl.debug_barrier()  # every thread has read its target before it is overwritten
+            tl.debug_barrier()  # all threads read the label's logit before any thread overwrites it
             if full < vocabulary:
                 x = tl.load(logits_ptr + tail, mask=tail < vocabulary, other=0.0)
                 tl.store(
@@ -165,7 +166,7 @@ def _softmax_gradient(
                 at = logits_ptr + (full - BLOCK - start) + columns
                 x = tl.load(at, eviction_policy="evict_first")
                 tl.store(at, _slope(x, top, share, scale, cap, CAP, SCALED).to(kind))
-            tl.debug_barrier()  # the label's gradient was written like the others
+            tl.debug_barrier()  # the row is written, and the gradient of the label replaces a number in it
             label_gradient = (tl.exp(target - top) / denominator - 1.0) * scale
             if CAP:
                 label_gradient = label_gradient * (1.0 - tanh * tanh)

@@ -1,12 +1,12 @@
-"""Triton kernels of gated_experts.py and fp8_experts.py for the adapters of experts, which are of low rank.
+"""Triton kernels of gated_experts.py and fp8_experts.py for the products of experts' adapters, which have low rank.
 
     project           multiplies the state of each row's token by a narrow matrix of the row's expert
     expand            multiplies narrow rows by a matrix of their expert
     outer             adds up the outer products of an expert's rows, for the gradients of adapters
 
 project() and outer() read tokens' states in place, once for each of a token's experts. The cache holds almost all
-states, so it serves most reads. Tiles of rows are found as in gated_experts_triton.py. Import this module only on a
-GPU.
+states, so it serves most reads. _tile_of() of gated_experts_triton.py finds a program's tile of rows. Import this
+module only on a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fxtune.kernels.triton_matrix import matrix
 PROJECT = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
 OUTER = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=4)
-"""Launches. PROJECT and EXPAND are first guesses. OUTER takes many rows and few columns at a time, because one expert
-may have most of the rows; it was not measured."""
+"""Launch shapes, none of them measured. OUTER takes many rows and few columns at a time, because one expert may have
+most of the rows."""
 
 
 def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _expand(
 @triton.jit
 def low_product(narrow, factor, by_expert, by_rank, by_column, expert, row, end, column, columns, ranks, total,
          RANKS: tl.constexpr):  # fmt: skip
-    """`total` plus a tile of `narrow` times the factor of the expert."""
+    """`total` plus the product of a tile of `narrow` and the expert's factor."""
     rank = tl.arange(0, RANKS)
     r = tl.load(narrow + row * ranks + rank[None, :], mask=(row < end) & (rank[None, :] < ranks), other=0.0)
     f = tl.load(

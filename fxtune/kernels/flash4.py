@@ -1,15 +1,15 @@
 """FlashAttention-4 as fxtune's own operators, so that torch.compile sees no graph break and checkpointing policies can
 name them.
 
-They compute attention over documents that follow one another (or over rows of one document each) with the CuTe
-kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute), whose own entry points torch.compile
-cannot trace. A checkpointing policy that saves `torch.ops.fxtune.flash4.default` saves `out` and `lse`, and then
-nothing is computed twice. On an H200, forward and backward, they reach 516 TFLOP/s in rows of 4k and 610 at 64k; the
-FlashAttention-2 in torch reaches 264 and 326.
+They compute attention inside documents that follow one another (or inside rows of one document each) with the CuTe
+kernels of `flash-attn-4` (github.com/Dao-AILab/flash-attention, flash_attn/cute). torch.compile cannot trace the
+package's own functions. If a checkpointing policy saves `torch.ops.fxtune.flash4.default`, it saves `out` and `lse`,
+and no attention is computed twice. On an H200 forward and backward pass together reach 516 TFLOP/s in rows of 4k
+tokens and 610 in rows of 64k; the FlashAttention-2 in torch reaches 264 and 326.
 
-Each combination of dtype, head dimension, group size, window and soft cap compiles for five to ten seconds the first
-time and is then cached on disk; see package(). `max_seqlen` is an upper bound, so that it is the same for all batches.
-On a CPU the operators run `reference`, with which tests compare them.
+The first call with a combination of dtype, head dimension, group size, window and soft cap compiles for five to ten
+seconds. The result is cached on disk, see package(). `max_seqlen` is an upper bound, so that it is the same for all
+batches. On a CPU the operators run `reference`, with which tests compare them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fxtune.upstream import flash_attn
 VERSION = packages.FLASH4_VERSION
 """The release of flash-attn-4 whose internal functions are called here."""
 MIN_BOUND = 1024
-"""The least bound on the length. Smaller ones select other variants of the kernels, which only a probe would use."""
+"""The lowest bound that the kernels get. A lower one selects other variants of the kernels, only useful for probes."""
 
 
 @torch.library.custom_op("fxtune::flash4", mutates_args=(), device_types="cuda")
@@ -57,19 +57,20 @@ def flash4(
 
     Args:
         q: [tokens, heads, d], or [rows, length, heads, d] if `cu_seqlens` is None and each row is one document;
-            float16 or bfloat16, any strides with a last one of 1.
+            float16 or bfloat16, any strides, but the last is 1.
         k, v: the same with kv_heads (a divisor of heads); v may have another d.
-        cu_seqlens: int32 [documents + 1], where each document begins, then the number of tokens. Documents may be
-            empty.
+        cu_seqlens: int32 [documents + 1]: where each document begins, and at the end the number of tokens. Documents
+            may be empty.
         max_seqlen: an upper bound on the documents' lengths. Not read without `cu_seqlens`.
-        scale: of the scores, usually d^-0.5.
-        window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: all before it.
-        softcap: c in c * tanh(score / c) (Gemma 2); 0: none.
-        sinks: [heads], a score in each softmax that belongs to no token and no value (gpt-oss).
-        cu_seqlens_k: int32 [documents + 1], as `cu_seqlens`, for k and v, which have any number of tokens. Each
-            document has at least as many keys as queries. Its last query attends to its last key, and so on backwards.
-            Keys after the last document have no influence, and an arbitrary gradient. None: as `cu_seqlens`.
-        causal: False: each token attends to all tokens of its document, without `window`, `sinks` and `cu_seqlens_k`.
+        scale: the factor of the scores, usually d^-0.5.
+        window: how many tokens a token attends to, itself included (transformers' `sliding_window`); 0: no limit.
+        softcap: c in c * tanh(score / c) (Gemma 2); 0: no soft cap.
+        sinks: [heads], one more score in each softmax of a head. It belongs to no token and has no value (gpt-oss).
+        cu_seqlens_k: int32 [documents + 1], like `cu_seqlens`, but for k and v, which may have another number of
+            tokens. Each document has at least as many keys as queries, and its last query and last key are of one
+            token. Keys after the last document have no influence, and an arbitrary gradient. None: `cu_seqlens`.
+        causal: if false, each token attends to all tokens of its document, without `window`, `sinks` and
+            `cu_seqlens_k`.
 
     Returns:
         out: like q with v's last dimension, contiguous.
@@ -98,8 +99,8 @@ def flash4_backward(
     cu_seqlens_k: Tensor | None = None,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms they are
-    the same bits each time."""
+    """(dq, dk, dv) of flash4, contiguous. `lse` contains the sinks. With torch.use_deterministic_algorithms the
+    gradients have the same bits each time."""
     dq, dk, dv = _gradients(q, k, v)
     flash_attn.backward(package())(
         q,
@@ -122,9 +123,10 @@ def flash4_backward(
 def package() -> Any:
     """flash_attn.cute.interface, with a cache on disk for what it compiles.
 
-    The cache is a folder of fxtune's, unless the environment, which the package reads at its first import, names
-    another one or none: the package's default is below /tmp, where others could place files that would be loaded as
-    code. A step fails if the folder is read-only or its file system has no locks, so _cache_folder() tries both.
+    The cache is a folder of fxtune's, unless the environment names another folder or switches the cache off. (The
+    package's default is below /tmp, where others could place files that would be loaded as code.) The package reads
+    the environment at its first import. A step would fail if the folder were read-only or without file locks, so
+    _cache_folder() tries both.
     """
     directory, enabled = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
     if os.environ.get(enabled, "1") == "1" and (folder := _cache_folder(os.environ.get(directory))):
@@ -135,9 +137,9 @@ def package() -> Any:
 
 
 def _cache_folder(configured: str | None) -> Path | None:
-    """A folder where files can be created and locked: `configured`, or one in fxtune's cache; None: it cannot be
-    used. Each kind of GPU has a separate folder, because not all of the package's cache keys contain the GPU
-    (4.0.0b36: bwd_pre).
+    """A folder where files can be created and locked: `configured`, or one in fxtune's cache. None if this folder
+    cannot be used. In fxtune's cache each kind of GPU has a separate folder, because not all of the package's cache
+    keys contain the GPU (4.0.0b36: bwd_pre).
     """
     gpu = "sm{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "cpu"
     try:
@@ -246,7 +248,7 @@ flash4.register_autograd(_backward, setup_context=_setup)
 def _flops(
     q: torch.Size, k: torch.Size, v: torch.Size, cu_seqlens: Any, max_seqlen: int, *rest: Any, **named: Any
 ) -> int:
-    """FLOPs of the forward pass, from shapes alone: torch's estimate of what to save passes nothing else."""
+    """FLOPs of the forward pass, from shapes alone: torch passes nothing else when it estimates what to save."""
     tokens, length = (q[0], max_seqlen) if len(q) == 3 else (q[0] * q[1], q[1])
     causal = named.get("causal", not (rest and rest[-1] is False))
     return tokens * length * q[-2] * (q[-1] + v[-1]) * (1 if causal else 2)
@@ -302,7 +304,7 @@ def _documents(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Scores of one document, [heads, queries, keys], -inf where masked, and the derivative of the soft cap there."""
+    """Scores of one document, [heads, queries, keys], -inf where masked, and the soft cap's derivative at each."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = _heads_first(q, wide) @ _per_head(k, q).mT * scale
     slope = torch.ones_like(scores)
@@ -321,7 +323,7 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values of one document as [heads, length, d]: a copy for each head of the group."""
+    """Keys or values of one document as [heads, length, d], copied for each head of their group."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return _heads_first(x, wide).repeat_interleave(q.shape[1] // x.shape[1], 0)
 

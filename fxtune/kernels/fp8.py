@@ -1,24 +1,25 @@
-"""Frozen linears in fp8: weights and activations as e4m3 with a scale for each row, multiplied at twice the speed of
-bfloat16.
+"""Frozen linears in fp8. Weights and activations are e4m3 numbers with a scale for each row, and are multiplied at
+twice the speed of bfloat16.
 
 A frozen linear has two products: y = x W^T forward, and dx = dy W backward. Both run on tensor cores in e4m3 (3 bits
-of mantissa, 4 of exponent, up to 448). Results are bfloat16, times the scale of their row (of x or dy) and of their
-column (of the weight). A scale is a row's largest number over 448, so an outlier costs only its own row. On an H200
-these products run at 1,000 to 1,300 TFLOP/s, and bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
+of mantissa, 4 of exponent, up to 448). A number of the result is multiplied by the scale of its row (of x or dy) and
+of its column (of the weight), and rounded to bfloat16. A scale is a row's largest absolute value over 448, so an
+outlier costs precision only in its own row. On an H200 these products run at 1,000 to 1,300 TFLOP/s, and products in
+bfloat16 at 700 (`torch._scaled_mm`, fast accumulation).
 
 Hopper's tensor cores read fp8 only along the dimension of the sum. dy W sums over W's rows, so it needs W^T as a
-separate matrix. There are two ways to have it:
+separate matrix. There are two ways:
 
-- Both are kept, 2 bytes a weight as in bfloat16, and the gain is time. The scales of weights are powers of two, so
-  that W^T has the same numbers as W. (Numbers some 2,000 times smaller than the largest of their column are
-  an exception: they lose bits.)
-- Only W is kept, 1 byte a weight. Since W = diag(scales) @ codes, dy W = (dy * scales) @ codes: the scales go into dy
-  before it is quantized, and the codes are transposed in each backward product, 2 bytes of traffic a weight.
+- W and W^T are kept. They take 2 bytes a weight, as bfloat16 does, so the gain is time and not memory. The scales of
+  weights are powers of two, so that W^T has the same numbers as W. (Only numbers some 2,000 times smaller than the
+  largest of their column lose bits.)
+- Only W is kept, 1 byte a weight. Since W = diag(scales) @ codes, dy W = (dy * scales) @ codes: dy is multiplied by
+  the scales before it is quantized. Each backward product transposes the codes, which moves 2 bytes a weight.
 
 Activations and gradients are quantized by rows in each call, once for all linears that read them (fp8_triton.py; plain
-torch on a CPU). Relative errors are 0.026 for each operand, so 0.037 for a product: noise without a preferred
-direction. Source: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 both ways as in DeepSeek-V3 (arXiv
-2412.19437).
+torch on a CPU). The relative error is 0.026 for each operand and 0.037 for a product: noise without a preferred
+direction. Sources: rowwise scales as in FBGEMM and torchao (arXiv 2507.14111), e4m3 for activations and gradients as
+in DeepSeek-V3 (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fxtune.upstream import torch as upstream
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 2.0**-100
-"""The smallest scale: far below any gradient's."""
+"""The smallest scale, far below the scale of any gradient."""
 PART = 64 * 2**20
 """Numbers that the quantization in plain torch casts to float32 at a time."""
 
@@ -49,16 +50,17 @@ class Weight(NamedTuple):
     scales: Tensor
     """float32 [1, out], powers of two."""
     back: Tensor | None = None
-    """The transpose [in, out], in the same dtype, with contiguous rows. None: each backward product makes it."""
+    """The transpose [in, out], in the dtype of `codes`, with contiguous rows. None: backward products transpose W."""
     back_scales: Tensor | None = None
-    """float32 [1, in], powers of two; None like `back`."""
+    """float32 [1, in], powers of two; None if `back` is None."""
 
 
 @torch.no_grad()
 def quantize_rows(x: Tensor, powers: bool = False, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`x` [rows, width] as contiguous e4m3 codes and a float32 scale for each row, [rows, 1]: x is about codes *
-    scales. `powers`: round scales up to a power of two. Rows of zeros get the scale SMALLEST; NaN and infinity stay.
-    `columns`: float32 [width]; the columns of x are multiplied by it first.
+    scales. `powers`: round scales up to a power of two. `columns`: float32 [width]; the columns of x are multiplied by
+    these numbers before the scales are chosen. Rows of zeros get the scale SMALLEST. NaN and infinity in x do not
+    become finite.
     """
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
@@ -71,7 +73,7 @@ def quantize_rows(x: Tensor, powers: bool = False, columns: Tensor | None = None
     for rows, into, scale in zip(x.split(size), codes.split(size), scales.split(size), strict=True):
         wide = rows.float() if columns is None else rows.float() * columns.view(1, -1)
         scale.copy_((wide.abs().amax(1, keepdim=True) * (1 / LARGEST)).clamp_(min=SMALLEST))
-        if powers:  # the next power of two: add all but one of the mantissa's steps, then drop the mantissa
+        if powers:  # round up to a power of two: add the largest mantissa, then clear the mantissa
             scale.copy_(((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32))
         into.copy_((wide * scale.reciprocal()).to(E4M3))
     return codes, scales
@@ -83,7 +85,7 @@ def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.fl
 
 
 def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """dequantize_rows() for scales that are powers of two, which bfloat16 holds exactly, without a float32 copy."""
+    """dequantize_rows() without a float32 copy: the scales are powers of two, so bfloat16 holds them exactly."""
     if codes.is_cuda and codes.is_contiguous():
         from fxtune.kernels import fp8_triton
 
@@ -102,7 +104,7 @@ def quantize_weight(weight: Tensor, transpose: bool = True) -> Weight:
 
 @torch.no_grad()
 def weight_of(codes: Tensor, scales: Tensor, transpose: bool = True) -> Weight:
-    """A weight from its forward half: `codes` [out, in] and `scales`, float32, one for each row."""
+    """The Weight of `codes` [out, in] and `scales`, float32, one for each row. `transpose`: make `back`, too."""
     half = Weight(codes.view(torch.uint8), scales.view(1, -1))
     return Weight(half.codes, half.scales, *transposed(codes, scales)) if transpose else half
 
@@ -145,8 +147,8 @@ def scaled_mm(x: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor, out: Tens
 
 
 def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """dy W [rows, in] for a weight without its transpose. `dy`: the result of quantize_rows(dy, columns=scales), with
-    the weight's scales; `out`: see scaled_mm()."""
+    """dy W [rows, in] for a weight whose transpose is not kept. `dy`: the result of quantize_rows(dy, columns=scales),
+    with the weight's scales; `out`: see scaled_mm()."""
     back = torch.empty(codes.shape[1], len(codes), dtype=torch.uint8, device=codes.device)
     if codes.is_cuda:
         from fxtune.kernels import fp8_triton
@@ -158,7 +160,7 @@ def times_codes(dy: tuple[Tensor, Tensor], codes: Tensor, out: Tensor | None = N
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x W^T with a gradient for x alone. `x`: [..., in] of any floating dtype; the result [..., out] has the same."""
+    """x W^T, differentiable in x alone. `x`: [..., in] of any floating dtype. The result [..., out] has x's dtype."""
     back = None if weight.back is None else weight.back.t()
     y: Tensor = torch.ops.fxtune.fp8_linear(x, weight.codes.t(), weight.scales, back, weight.back_scales)
     return y
@@ -168,7 +170,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, back: Tensor | None, back_scales: Tensor | None) -> Tensor:
     """x [..., in] times `weight` [in, out] with contiguous columns; the matrix is the second argument, as in aten.mm.
 
-    `back` [out, in] and `back_scales` are for the gradient. Without them fp8_linear_backward() takes `weight`.
+    The backward pass multiplies by `back` [out, in] with `back_scales`. Without `back` it transposes `weight`.
     """
     return _product(x, weight, scales)
 
@@ -220,9 +222,9 @@ register_flop_formula(torch.ops.fxtune.fp8_linear_backward)(_flops)
 def head(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Logits of a frozen fp8 head: x [..., width] times the transpose of `codes` [vocabulary, width].
 
-    The gradient of x is a product in the compute dtype with the weight, which each call dequantizes. A softmax
-    over a vocabulary of 128k has most of its numbers near 1e-6 next to one near 1: e4m3 cannot hold that, and dropping
-    the small ones would push all hidden states the same way.
+    The backward pass dequantizes the weight, and its product is not in fp8. A softmax over a vocabulary of 128k has
+    most of its numbers near 1e-6, and one near 1. e4m3 cannot hold both, and losing the small numbers would push all
+    hidden states the same way.
     """
     logits: Tensor = torch.ops.fxtune.fp8_head(x, codes.t(), scales)
     return logits

@@ -1,24 +1,24 @@
 """The experts of a mixture over frozen weights in fp8: gated_experts.py with its two wide products in e4m3.
 
 Weights are [experts, out, in], with a scale for each expert and output row; activations have a scale for each row
-(fp8.py says what that costs). Each token is quantized once, forward as x and backward as dy, and then its codes are
-copied to the rows of its experts: half the bytes of bfloat16 and one quantization in place of k. The kernels of the
-activation write the codes of h and of dg beside what they compute.
+(fp8.py gives the errors). Each token is quantized once in the forward pass (x) and once in the backward pass (dy), and
+its codes are copied to the rows of its k experts. That moves half the bytes of bfloat16, and takes one quantization in
+place of k. The kernels of the activation also write the codes of h and dg.
 
-dy W sums over W's output rows, so it needs W^T as a second matrix, as for linears:
+dy W sums over W's output rows, so it needs W^T as a second matrix. As for linears, there are two ways:
 
 - W and W^T are kept, 2 bytes a weight. This is faster.
 - Only W is kept. Its scales differ by expert and output row, so each row of dy is multiplied by the scales of its
-  expert before it is quantized, and the codes are transposed in each backward pass.
+  expert before it is quantized. Each backward pass transposes the codes.
 
-Adapters never see fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states (`project`), and so do the
-gradients of A1 and B2 (`outer_of`). On Hopper the states are read in place, so no 16-bit row is gathered. The
-adapter's part of y and dx is added before a sum is rounded: by the Triton GEMM itself, or as the rows are added up.
+The adapters' products are not in fp8. r1 = x A1^T and dr2 = dy B2 read the tokens' 16-bit states (`project`), and so
+do the gradients of A1 and B2 (`outer_of`). On Hopper the states are read in place, so no 16-bit row is gathered. The
+adapters' parts of y and dx are added before rounding, by the Triton GEMM or when a token's rows are added up.
 
-The wide products are the Triton kernel or torch's grouped GEMM. Triton's is the default: for the shapes of
-Qwen3-30B-A3B on an H200 it is as fast as torch's in three products, faster in the fourth, and adds the adapter's part
-for 2 to 6 % of its time. quack's kernel is not used: as fxtune calls it, it takes no scales of rows and columns, and
-it accumulates e4m3 slowly.
+Either the Triton kernel or torch's grouped GEMM computes the wide products. Triton's is the default: for the shapes of
+Qwen3-30B-A3B on an H200 it is as fast as torch's in three products and faster in the fourth. Adding the adapter's part
+takes 2 to 6 % of its time. quack's kernel is not used: as fxtune calls it, it takes no scales of rows and columns, and
+its accumulation of e4m3 products is slow.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fxtune.kernels.swiglu import SILU, Activation
 from fxtune.upstream import torch as upstream
 
 TORCH, TRITON = "torch", "triton"
-"""Which grouped GEMM multiplies in fp8: torch's (CUTLASS), or the GEMM of fp8_experts_triton.py. Triton's adds an
-adapter of at most MOST_RANKS itself; for a larger rank torch's multiplies."""
+"""The grouped GEMMs for fp8: torch's (CUTLASS), and the GEMM of fp8_experts_triton.py. Triton's also adds an adapter's
+product. If the adapter's rank is above MOST_RANKS, torch's GEMM is used in its place."""
 
 
 class Weights(NamedTuple):
@@ -51,7 +51,7 @@ class Weights(NamedTuple):
     back: Tensor | None = None
     """The transposes [experts, in, out]. None: each backward pass makes them."""
     back_scales: Tensor | None = None
-    """float32 [experts, in], powers of two; None like `back`."""
+    """float32 [experts, in], powers of two; None if `back` is None."""
 
 
 Rows = tuple[Tensor, Tensor]
@@ -73,7 +73,7 @@ def quantize_experts(weight: Tensor, transpose: bool = True) -> Weights:
 
 
 def dequantize_experts(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[experts, out, in] in `dtype`."""
+    """The weights [experts, out, in] in `dtype`."""
     return fp8.dequantize_weight(codes.flatten(0, 1), scales.flatten(), dtype).view(codes.shape)
 
 
@@ -93,8 +93,8 @@ def fp8_experts(
 
     Args:
         matrices: gate and up as one, [experts, 2 width, d], and down, [experts, d, width], in fp8. On a GPU `hidden`
-            is bfloat16, and both sizes are multiples of 16.
-        adapters: for each of the two matrices; of rank 0 where there is no adapter.
+            is bfloat16, and width and d are multiples of 16.
+        adapters: one for each of the two matrices. A matrix without an adapter has one of rank 0.
         gemm: TORCH or TRITON.
         keep: see gated_experts.gated_experts().
     """
@@ -137,7 +137,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
 
 
 def _inner(layer: Layer) -> tuple[Tensor, Tensor]:
-    """g without its adapter, and r1."""
+    """g without its adapter's product, and r1."""
     r1 = project(layer.hidden, layer.token, layer.a1.mT, layer.ends)
     x = quantize_tokens(layer.hidden, layer.token, layer.back)
     return scaled_product(x, layer.first[0], layer.first[1], layer.ends, layer.hidden.dtype, layer.gemm), r1
@@ -153,7 +153,7 @@ def scaled_product(
 
     Args:
         codes: uint8 [experts, out, in]. scales: float32 [experts, out].
-        low: two factors [rows, r] and [experts, r, out], whose product is added before rounding (only by TRITON).
+        low: two factors, [rows, r] and [experts, r, out]. Their product is added before rounding (not by TORCH).
     """
     left, left_scales = x
     if left.is_cuda and len(left):
@@ -180,8 +180,8 @@ def scaled_product(
 def _with_adapter(
     x: Rows, weights: Sequence[Tensor], narrow: Tensor, factor: Tensor, ends: Tensor, gemm: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of `x` with its experts' `weights` (codes, scales), and the product of `narrow` [rows, r] with
-    `factor` [experts, r, out], if the first product does not contain it."""
+    """The product of `x` and its experts' `weights` (codes, scales), and the product of `narrow` [rows, r] and
+    `factor` [experts, r, out]. The second is None if the first contains it, or if r is 0."""
     codes, scales = weights
     low = (narrow, factor) if narrow.shape[1] else None
     gemm = TORCH if narrow.shape[1] > MOST_RANKS else gemm
@@ -191,7 +191,7 @@ def _with_adapter(
 
 
 def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes [experts, in, out] and scales [experts, in] of the transposes; scales equal to 1 if they are made now."""
+    """Codes [experts, in, out] and scales [experts, in] of the transposes. If they are not kept, all scales are 1."""
     if len(weights) == 4:
         return weights[2], weights[3]
     codes = weights[0]
@@ -207,7 +207,7 @@ def _transposed(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def quantize_tokens(states: Tensor, token: Tensor, back: Tensor) -> Rows:
-    """quantize_rows() of the states [tokens, d] of each row's token; `token` [rows]; `back`: see
+    """Quantize the state of each row's token. `states`: [tokens, d]; `token`: [rows]; `back`: see
     gated_experts.gather()."""
     if states.is_cuda:
         from fxtune.kernels import fp8_experts_triton
@@ -218,7 +218,7 @@ def quantize_tokens(states: Tensor, token: Tensor, back: Tensor) -> Rows:
 
 
 def quantize_scaled(states: Tensor, token: Tensor, factors: Tensor, ends: Tensor) -> Rows:
-    """quantize_rows() of the states [tokens, d] of each row's token times the `factors` [experts, d] of its expert."""
+    """Quantize the state [d] of each row's token, multiplied by the `factors` [experts, d] of the row's expert."""
     if states.is_cuda:
         from fxtune.kernels import fp8_experts_triton
 
@@ -236,7 +236,7 @@ def expand(narrow: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
 
 
 def activate(g: Tensor, r1: Tensor, b1: Tensor, a2: Tensor, ends: Tensor, act: Activation) -> tuple[Rows, Tensor]:
-    """gated_experts.activate() with h quantized."""
+    """gated_experts.activate(), but h is quantized."""
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 
@@ -258,8 +258,8 @@ def activate_backward(
     act: Activation,
     factors: Tensor | None,
 ) -> tuple[Tensor, Rows, Tensor, Tensor, Tensor]:
-    """gated_experts.activate_backward() with dg quantized, too: dg, its codes and scales, dr1, dw, w h. `factors`:
-    float32 [experts, 2 width]: the columns of dg are multiplied by them before dg is quantized."""
+    """gated_experts.activate_backward() that also quantizes dg. Returns dg, its codes and scales, dr1, dw, and w h.
+    `factors`: float32 [experts, 2 width]. The columns of dg are multiplied by them before dg is quantized."""
     if g.is_cuda:
         from fxtune.kernels import gated_experts_triton
 

@@ -1,10 +1,10 @@
 """Triton kernels of fp8_experts.py: quantization of tokens' states, and a grouped GEMM in fp8.
 
-    quantize_tokens   the codes of a token's state, written to the rows of all its experts
-    quantize_scaled   the codes of a token's state times the factors of an expert, for weights without a transpose
-    product           quantized rows times the matrix of their expert, plus a product of low rank
+    quantize_tokens   quantizes a token's state once, and writes the codes to the rows of all its experts
+    quantize_scaled   quantizes a token's state times the factors of an expert, for weights without a kept transpose
+    product           multiplies quantized rows by the matrix of their expert, and adds a product of low rank
 
-Tiles of rows are found as in gated_experts_triton.py. Import this module only on a GPU.
+_tile_of() of gated_experts_triton.py finds a program's tile of rows. Import this module only on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxtune.kernels.fp8_triton import _scale
 from fxtune.kernels.gated_experts_triton import _grid, _tile_of
 
 PRODUCT: dict[str, int] = dict(ROWS=128, COLUMNS=128, DEPTH=128, num_warps=4, num_stages=3)
-"""The fastest launch of five on an H200, for 131,072 rows of 128 experts."""
+"""The launch shape: the fastest of five on an H200, for 131,072 rows of 128 experts."""
 
 
 def quantize_tokens(states: Tensor, rows: int, back: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def quantize_scaled(
 def product(
     x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, low: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """See fp8_experts.scaled_product(): bfloat16 [rows, out]."""
+    """fp8_experts.scaled_product() with a result in bfloat16, [rows, out]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, depth), (experts, columns, _) = x.shape, codes.shape
@@ -77,7 +77,7 @@ def product(
 
 
 def _warps(block: int) -> int:
-    """Warps of a program that holds `block` numbers of a row."""
+    """The number of warps of a program that holds `block` numbers of a row."""
     return 16 if block > 8192 else 8 if block > 2048 else 4
 
 
@@ -140,7 +140,7 @@ def _product(
     begin = (tl.program_id(0) % across) * COLUMNS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for at in range(0, depth, DEPTH):
-        # Rows of other experts are read, too, but not written.
+        # The last tile of an expert also reads rows of the next experts. Their products are not written.
         left = x.load([first, at])
         right = codes.load([expert * columns + begin, at])
         total = tl.dot(left, right.T, total)

@@ -1,8 +1,8 @@
-"""A trained linear in fp8: its three products as e4m3, multiplied at nearly twice the speed of bfloat16.
+"""A trained linear in fp8: its three products take e4m3 numbers, at nearly twice the speed of bfloat16.
 
 Full fine-tuning has three products for each linear: y = x W^T, dx = dy W and dW = dy^T x. All weights stay in 16 or
-32 bits for the optimizer; each call quantizes what it multiplies, with scales of that call. So there is no state
-beside the weights: a checkpoint, a resumed run and an export know nothing of fp8.
+32 bits for the optimizer. Each call quantizes its operands, with new scales. So fp8 adds no state to the weights: a
+checkpoint, a resumed run and an export know nothing of fp8.
 
 - In y and dx, x and dy have a scale for each row (a token), so a token with large numbers costs the others no
   precision. W has one scale. e4m3 is a floating-point format: a scale moves its range, 2^15, and does not change its
@@ -10,19 +10,19 @@ beside the weights: a checkpoint, a resumed run and an export know nothing of fp
 - Hopper's tensor cores read fp8 only along the dimension of the sum, so dx needs W^T, and dW needs x^T and dy^T. One
   kernel writes a matrix and its transpose in one pass (fp8_triton.quantize_both(): 2 bytes read and 2 written a
   number).
-- dW sums over tokens, so a token's scale cannot be applied to the result. The codes of x are transposed as they are,
-  and the scale of each row of x goes into the row of dy: dW = (diag(x scales) dy)^T codes. Only that product needs one
-  scale for the whole of dy, which follows from the rows' scales without reading dy again. So a token with numbers
-  thousands of times larger costs the other tokens precision there: one activation of 1e5 among 2,048 tokens raises
-  the error of dW's other columns from 0.04 to about 0.1. techniques.float8 can compute dW in bfloat16
-  (weight_gradient), or leave a linear out (skip).
+- dW sums over tokens, so a token's scale cannot be applied to the result. The codes of x are transposed, and each row
+  of dy is multiplied by the scale of its row of x: dW = (diag(x scales) dy)^T codes. All rows of this scaled dy have
+  one scale, which follows from the rows' scales without reading dy again. So a token with numbers thousands of times
+  larger costs the other tokens precision in dW: one activation of 1e5 among 2,048 tokens raises the error of dW's
+  other columns from 0.04 to about 0.1. techniques.float8 can compute dW in bfloat16 (weight_gradient), or leave a
+  linear in 16 bits (skip).
 
-The forward pass keeps x^T as codes, 1 byte a number in place of 2. W is quantized in the forward and again in the
-backward pass: keeping W^T would take a byte a weight, and quantizing it takes 0.4 % of a step (computed). Sums
-over tokens are long, so dW is accumulated in float32 throughout; the other products use the tensor cores' fast
+The forward pass keeps the codes of x^T, 1 byte a number in place of 2. W is quantized in the forward pass and again in
+the backward pass: keeping W^T would take a byte a weight, and quantizing it takes 0.4 % of a step (computed). Sums
+over tokens are long, so dW is accumulated in float32 throughout. The other products use the tensor cores' fast
 accumulation, as in fp8.py.
 
-On a CPU plain torch computes the same from the same codes. Sources: rowwise scales as in FBGEMM and torchao (arXiv
+On a CPU plain torch computes the products from the same codes. Sources: rowwise scales as in FBGEMM and torchao (arXiv
 2507.14111), e4m3 for gradients and exact accumulation as in DeepSeek-V3 (arXiv 2412.19437).
 """
 
@@ -38,15 +38,15 @@ from fxtune.kernels.fp8 import E4M3, LARGEST, SMALLEST
 from fxtune.upstream import torch as upstream
 
 MULTIPLE = 16
-"""Sizes of a matrix in an fp8 product are multiples of this."""
+"""The sizes of each matrix in an fp8 product are multiples of this."""
 
 
 def linear(x: Tensor, weight: Tensor, fp8_weight_gradient: bool = True) -> Tensor:
-    """x W^T, differentiable in both. `x`: [..., in], `weight`: [out, in], both floating; the result is [..., out] in
-    autocast's dtype, or in x's.
+    """x W^T, differentiable in x and W. `x`: [..., in], `weight`: [out, in], both floating; the result is [..., out]
+    in autocast's dtype, or in x's.
 
-    The products are rounded to bfloat16, the gradient of the weight to its own dtype. `fp8_weight_gradient`: False
-    computes that gradient as a product in bfloat16. in and out are multiples of 16.
+    The result and the gradient of x are rounded to bfloat16, and the gradient of the weight to the weight's dtype.
+    `fp8_weight_gradient=False`: the gradient of the weight is a product in bfloat16. in and out are multiples of 16.
     """
     dtype = compute_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
@@ -87,17 +87,17 @@ class _Linear(torch.autograd.Function):
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """The largest absolute value of each row of `x` [rows, width] over LARGEST: float32 [rows]. NaN stays."""
+    """float32 [rows]: the largest absolute value of each row of `x` [rows, width] over LARGEST. NaN stays NaN."""
     return (x.abs().amax(1).float() * (1 / LARGEST)).clamp(min=SMALLEST)
 
 
 def tensor_scale(x: Tensor) -> Tensor:
-    """row_scales() with one scale for all rows, float32 of no dimension."""
+    """One scale for all of `x`, made like those of row_scales(): a float32 scalar."""
     return (x.abs().amax().float() * (1 / LARGEST)).clamp(min=SMALLEST)
 
 
 def quantized(x: Tensor, factors: Tensor) -> Tensor:
-    """x * factors as e4m3. `factors`: a scalar, or one factor a row of `x` [rows, width]. The compiler fuses this."""
+    """x * factors as e4m3, for `x` [rows, width]. `factors`: a scalar, or one for each row. The compiler fuses it."""
     return (x.float() * (factors if factors.dim() == 0 else factors.unsqueeze(1))).to(E4M3)
 
 
@@ -107,8 +107,8 @@ def scaled_mm(
     """left right [rows, columns] in `dtype`, for `left` [rows, k] with contiguous rows and `right` [k, columns] with
     contiguous columns, both e4m3.
 
-    `scales`: a number for each row of the left factor, with `scale` for the right factor; or one number for both (then
-    the sums are exact in float32). k and the columns are multiples of 16.
+    `scales`: a scale for each row of `left`, with `scale` as the scale of `right`. Or `scales` is a scalar and `scale`
+    may be None; sums are then accumulated in float32 throughout. k and the columns are multiples of 16.
     """
     if not left.is_cuda:
         product = (left.float() @ right.float()) * (scales.unsqueeze(1) if scales.dim() else scales)
@@ -125,8 +125,8 @@ def scaled_mm(
 
 @torch.library.custom_op("fxtune::fp8_both", mutates_args=())
 def fp8_both(x: Tensor, factors: Tensor, back_factors: Tensor) -> tuple[Tensor, Tensor]:
-    """x * factors [rows, width], and the transpose of x * back_factors [width, rows rounded up to a multiple of 16]
-    with zeros at the end, as e4m3. `x`: [rows, width]; the factors: float32, one for each row."""
+    """Two e4m3 matrices: x * factors [rows, width], and the transpose of x * back_factors, with columns of zeros up to
+    a multiple of 16 columns. `x`: [rows, width]; `factors`, `back_factors`: float32, one for each row."""
     codes, back = _empty_both(x)
     if x.is_cuda:
         from fxtune.kernels import fp8_triton
@@ -140,7 +140,7 @@ def fp8_both(x: Tensor, factors: Tensor, back_factors: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("fxtune::fp8_transpose", mutates_args=())
 def fp8_transpose(x: Tensor, factors: Tensor) -> Tensor:
-    """The second result of fp8_both()."""
+    """The second result of fp8_both() alone."""
     back = _empty_both(x)[1]
     if x.is_cuda:
         from fxtune.kernels import fp8_triton

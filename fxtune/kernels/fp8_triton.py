@@ -1,12 +1,13 @@
-"""Triton kernels of fp8.py: the scale and the codes of each row, in one launch and one pass over memory.
+"""Triton kernels of fp8.py and fp8_training.py. Each is one launch and one pass over memory.
 
-    quantize_rows             a program handles one row
-    dequantize_rows           the inverse, which an fp8 head needs in each step
-    transpose                 a matrix of bytes, for the backward product of a weight without a kept transpose
-    quantize_both             a matrix and its transpose with given factors, for trained weights (fp8_training.py)
+    quantize_rows             computes the scale and the codes of each row; a program handles one row
+    dequantize_rows           the inverse of quantize_rows; an fp8 head needs it in each step
+    transpose                 transposes a matrix of bytes, for the backward product of a weight without `back`
+    quantize_both             quantizes a matrix and its transpose with given factors, for trained weights
 
-The scale depends on the row's largest number, so a row is needed twice. It stays in registers if it fits; otherwise it
-is read again from the cache. All arithmetic is float32. Offsets are int64. Import this module only on a GPU.
+quantize_rows needs each row twice, because the scale depends on the row's largest number. A row that fits stays in
+registers. A longer row is read again from the cache. All arithmetic is float32. Offsets are int64. Import this module
+only on a GPU.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 SIDE = 128
 """Rows and columns that a program of transpose() and quantize_both() moves."""
 HELD = 8192
-"""The longest row that quantize_rows keeps in registers, in numbers. Reading longer ones twice is faster (H200)."""
+"""The most numbers of a row that quantize_rows keeps in registers. On an H200 reading longer rows twice is faster."""
 
 
 def quantize_rows(
     x: Tensor, codes: Tensor, scales: Tensor, smallest: float, powers: bool, columns: Tensor | None = None
 ) -> None:
     """Quantize `x` [rows, width] with contiguous rows into `codes`, e4m3 of that shape, and `scales`, float32 [rows].
-    `columns`: float32 [width]; the columns of x are multiplied by it first."""
+    `columns`: float32 [width]; the columns of x are multiplied by these numbers before the scales are computed."""
     rows, width = x.shape
     assert x.stride(1) == codes.stride(1) == 1
     assert scales.is_contiguous()
@@ -49,8 +50,8 @@ def quantize_rows(
 
 
 def transpose(x: Tensor, into: Tensor) -> None:
-    """Write the transpose of `x` [rows, columns] to `into`; of each matrix, if both are [matrices, ...]. Both are
-    uint8, with contiguous rows."""
+    """Write the transpose of `x` [rows, columns] to `into`. If both are [matrices, ...], transpose each matrix. Both
+    are uint8, with contiguous rows."""
     if x.dim() == 2:
         x, into = x.unsqueeze(0), into.unsqueeze(0)
     matrices, rows, columns = x.shape
@@ -62,7 +63,7 @@ def transpose(x: Tensor, into: Tensor) -> None:
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, into: Tensor) -> Tensor:
-    """Write `codes` (e4m3 [rows, width]) times `scales` (float32 [rows]) to `into`, return it. All are contiguous."""
+    """Write `codes` (e4m3 [rows, width]) times `scales` (float32 [rows]) to `into`, all contiguous. Returns `into`."""
     rows, width = codes.shape
     assert all(tensor.is_contiguous() for tensor in (codes, scales, into))
     if rows:
@@ -75,7 +76,7 @@ def quantize_both(x: Tensor, factors: Tensor | None, codes: Tensor | None, back_
     """Write x * factors to `codes` [rows, width], and the transpose of x * back_factors to `back` [width, rows or
     more], all in one pass over `x` [rows, width]. Both are e4m3; columns of `back` beyond the rows become zeros.
 
-    The factors are float32, one for each row. `codes`, with `factors`, may be None.
+    The factors are float32, one for each row. Without `codes` and `factors`, both None, only `back` is written.
     """
     rows, width = x.shape
     across = back.shape[1]
@@ -199,9 +200,9 @@ def _dequantize_rows(codes_ptr, scales_ptr, into_ptr, width, BLOCK: tl.constexpr
 
 @triton.jit
 def _scale(largest, smallest, POWERS: tl.constexpr):
-    """The scale of a row with this largest absolute value. 448 is the largest number of e4m3.
+    """The scale of a row whose largest absolute value is `largest`. 448 is the largest number of e4m3.
 
-    Next power of two: add all but one step of the mantissa, then drop the mantissa.
+    POWERS rounds the scale up to a power of two: add the largest mantissa, then clear the mantissa.
     """
     scale = tl.maximum(largest * (1.0 / 448.0), smallest)
     if POWERS:

@@ -1,11 +1,11 @@
-"""LoRA over frozen linears as two operators, a group of linears and a whole gated MLP, forward and backward.
+"""LoRA over frozen linears as two operators with backward passes: a group of linears, and a whole gated MLP.
 
 `fxtune::lora_linear` is y = x W^T + scaling (x A^T) B^T for a group of linears that read the same x.
-`fxtune::lora_mlp` is down(act(gate(x)) * up(x)) with an adapter on each of the three. Run linear by linear (peft), an
-adapter costs several passes over activations: casts, a product that is added to the output, a scaled copy of it, and
-the same again backward. Here a group reads x one extra time for x A^T, and dy one extra time for dy B; an MLP over a
-dense base has even these as extra columns of the frozen products. frozen_base.py holds the frozen half and explains
-how A and B become part of its products; `kind` selects it.
+`fxtune::lora_mlp` is down(act(gate(x)) * up(x)) with an adapter on each of the three. peft runs linear by linear.
+There an adapter costs several passes over activations: casts, a product, its scaled copy, its addition to the output,
+and the same again backward. Here a group reads x one extra time for x A^T, and dy one extra time for dy B. An MLP over
+a dense base computes even these as extra columns of the frozen products. frozen_base.py has the frozen half for each
+`kind` of weights, and explains how A and B become part of its products.
 
 Kept for the backward pass: x (the caller's own tensor), x A^T, and for an MLP gate_up (gate and up side by side), the
 widest tensor of a layer. The backward kernel computes p = act(gate) * up again, and in the same pass reduces p and the
@@ -14,8 +14,8 @@ too. With `tiles` > 1 an MLP handles its rows tile by tile, forward and backward
 
 Forward and backward passes are operators, not autograd functions. So torch.compile takes them as they are,
 checkpointing policies can name them, and a recomputation skips an operator whose results nobody uses. Gradients of A
-and B are accumulated and returned in float32 (or their own dtype, if that is another); y and dx are in the compute
-dtype, autocast's or x's. Any number of rows works, zero included.
+and B are accumulated in float32 and returned in the dtypes of A and B. y and dx are in the compute dtype, autocast's
+or x's. Any number of rows works, zero included.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def lora_linear(
         base: the frozen weights in the layout of `kind` (frozen_base.py); for `dense` [augment(weights, ranks)].
         scaling: one factor for each linear, alpha / rank in peft.
         bias: empty, or the frozen bias [out_i] of each linear; then augment() is called with bias=True.
-        padded: promises that only rotary.qkv(), with padding_of() of the group, reads the result. Its gradient then
-            has padding behind each row, into which the backward pass writes dy B, so that dy is not copied.
+        padded: promises that only rotary.qkv(), with the group's padding_of(), reads the result. The gradient of the
+            result then has padding behind each row. The backward pass writes dy B there, so that dy is not copied.
     """
     lists = map(list, (a, b, bias, base, scaling))
     y = torch.ops.fxtune.lora_linear(_flat(x), *lists, kind, padded, None)[0]
@@ -67,7 +67,7 @@ def lora_linear(
 
 
 def padding_of(ranks: Sequence[int], kind: str, bias: bool) -> int:
-    """Numbers of padding that lora_linear() of such a group can use behind each row of the output's gradient."""
+    """How many numbers of padding lora_linear() can use behind each row of its output's gradient."""
     return padded_rank(ranks, bias) if is_dense(kind) else 0
 
 
@@ -101,7 +101,7 @@ def lora_mlp(
 
 
 def base_of(kind: str, tensors: Sequence[Tensor], adapters: Adapters) -> Base:
-    """A group of linears: its frozen weights, stored as `kind`, and its adapters."""
+    """The Base of a group of linears, whose frozen weights `tensors` are stored as `kind`."""
     if is_dense(kind):
         return Dense(tensors, adapters, kind)
     return Fp8(tensors, adapters) if kind == "fp8" else Dequantized(kind, tensors, adapters)
@@ -175,7 +175,7 @@ def _(x: Tensor, a: list[Tensor], b: list[Tensor], bias: list[Tensor], *_: Any) 
 )
 def _linear_backward(dy: Tensor, x: Tensor, xa: Tensor, *arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(dx, da, db). `wanted`: which of the three are needed; the others are returned empty. `padded`: the rows of dy
-    may be followed by padding, which may be overwritten.
+    may have padding behind them. The padding may be overwritten.
     """
     *parts, wanted, padded = arguments
     with torch.autocast(x.device.type, enabled=False):
@@ -203,9 +203,9 @@ def _(
     schema=f"(Tensor x, {_MLP_PARTS}, Tensor? residual) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mlp(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [rows, hidden] -> y, and for the backward pass gate_up, x A^T and p A^T, which are empty unless `keep`.
+    """x [rows, hidden] -> y, and for the backward pass gate_up, x A^T and p A^T. The three are empty without `keep`.
 
-    `residual` [rows, hidden]: as for _linear().
+    `residual` [rows, hidden]: see _linear().
     """
     *parts, residual = arguments
     mlp = _Mlp(*parts)
@@ -233,7 +233,7 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0), x.new_empty(0)
     rows, ranks, width = x.shape[0], [lora_a.shape[0] for lora_a in mlp.a], 2 * mlp.b[0].shape[0]
     narrow = padded_rank(ranks[:2])
-    between = narrow if is_dense(mlp.up_kind) else 0  # where x A^T was, see Dense.split()
+    between = narrow if is_dense(mlp.up_kind) else 0  # the place of x A^T, see Dense.split()
     return (
         x.new_empty(x.shape),
         x.new_empty_strided((rows, width), (width + between, 1)),
@@ -295,8 +295,8 @@ def _(
 def _fused_sums(
     first: Base, second: Base, sums: Sequence[AdapterGradients], xa: Tensor, dyb: Tensor, keep_p: bool
 ) -> FusedSums | None:
-    """The sums over the rows of [dgate | dup] and p for gated_backward() to compute. None: gated_backward() cannot, so
-    each sum takes a pass over memory.
+    """The sums over the rows of [dgate | dup] and p for gated_backward() to compute. None if gated_backward() cannot
+    compute them. Each sum then takes a pass over memory.
     """
     gate, up, down = *first.adapters.ranks, *second.adapters.ranks
     if all(sums[0].wanted) and can_fuse_sums(xa, (gate, up, down)):
@@ -305,14 +305,14 @@ def _fused_sums(
 
 
 def _tiles(rows: int, tiles: int) -> Iterator[slice]:
-    """Slices that cut the rows into `tiles` equal parts, the last one maybe smaller; one empty slice without rows."""
+    """Yield slices that cut the rows into `tiles` equal parts, the last maybe smaller. No rows: one empty slice."""
     size = max(-(-rows // tiles), 1)
     for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` with contiguous rows; there may be gaps between them."""
+    """`x`, copied if its rows are not contiguous. There may be gaps between rows."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -338,7 +338,7 @@ def _save(ctx: Any, lists: list[list[Tensor]], *tensors: Tensor) -> None:
 
 
 def _saved(ctx: Any) -> list[Any]:
-    """The tensors that _save() kept, then its lists."""
+    """The tensors that _save() kept, followed by its lists."""
     rest: list[Any] = list(ctx.saved_tensors)
     lists: list[list[Tensor]] = []
     for length in reversed(ctx.lengths):
@@ -349,7 +349,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 
 def _returned(ctx: Any, gradients: Sequence[Any], options: int) -> tuple[Any, ...]:
-    """The tuple for autograd: dx, da, db where they are wanted, and None for every other argument."""
+    """The tuple for autograd: dx, da and db if they are wanted, and None for every other argument."""
     wanted = _wanted(ctx) if gradients else [False] * 3
     dx, da, db = gradients or [None] * 3
     a, b, *others = ([None] * length for length in ctx.lengths)

@@ -1,26 +1,26 @@
 """The gated MLPs of a mixture's experts and their adapters, as one operator with its own backward pass.
 
 A token t that uses the experts e with the weights w gets the sum of w down_e(act(gate_e(x)) * up_e(x)) over its
-experts. Its rows, one for each of its experts, are sorted by expert (grouped_matmul.Routing). Row by row the operator
-computes
+experts. A token has a row for each of its experts. All rows are sorted by expert (grouped_matmul.Routing). For each
+row the operator computes
 
     g = x GU_e^T + r1 B1_e^T   with r1 = x A1_e^T       h = act(gate of g) * (up of g)
     y = h D_e^T + r2 B2_e^T    with r2 = h A2_e^T       out[t] = sum of w y over the token's rows
 
-Where experts have biases, g and y contain them. Activation defines act, and the order of gate and up in g.
+If experts have biases, g and y contain them. Activation defines act, and the order of gate and up in g.
 
 The products with GU and D take most of the time. The steps between them move as few bytes as possible:
 
-- The kernel of the activation adds r1 B1^T and a bias as it reads g, and computes r2; backward it computes dr1 and
-  adds dr2 A2. The sum over a token's rows adds the bias of y.
-- r2 B2^T and dr1 A1 are as wide as y and dx. Weights with space for adapters (with_space()) need neither tensor:
-  [h, r2] is one tensor, and its product with [D, B2] is y. Without the space quack's GEMM adds r2 B2^T before it
+- The activation's kernel adds r1 B1^T and a bias as it reads g, and also computes r2. Its backward kernel computes dr1
+  and adds dr2 A2. The kernel that sums a token's rows adds the bias of y.
+- r2 B2^T and dr1 A1 are as wide as y and dx. With weights that have space for adapters (with_space()) they are never
+  made: [h, r2] is one tensor, and its product with [D, B2] is y. Without the space quack's GEMM adds r2 B2^T before it
   rounds, and torch's GEMM needs another pass to add it.
 - On Hopper, the adapters' products with x and dy, and the gradients of A1 and B2, read the tokens' states in place
   (expert_adapters_triton.py). Only the products with GU and D need gathered rows.
-- Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>, which equals <dh, h>
-  before dh is multiplied by w, plus <dout[t], bias>.
-- Nothing is summed by atomic additions: the same bits in each run.
+- Neither y nor the gathered x are kept for the backward pass. The gradient of w is <dout[t], y>. It is computed as
+  <dh, h>, with dh before its multiplication by w, plus <dout[t], bias>.
+- No sum takes atomic additions, so each run has the same bits.
 - Trained weights need two more products in the backward pass, for their gradients. The rows are gathered again.
 - Frozen weights in 4 or 8 bits (`stored`) are dequantized for one product at a time, forward and again backward. So
   GU and D are never in 16 bits together, and the backward pass keeps only the codes.
@@ -48,7 +48,7 @@ MOST_RANKS = 128
 
 
 class Adapter(NamedTuple):
-    """The adapters of all experts on one tensor: A [experts, r, in] and B [experts, out, r], the scaling in B."""
+    """The adapters of all experts on one tensor: A [experts, r, in] and B [experts, out, r]. B has the scaling."""
 
     a: Tensor
     b: Tensor
@@ -77,9 +77,9 @@ def gated_experts(
         matrices: gate and up as one tensor [experts, 2 width, d], and down [experts, d, width]; of any strides. With
             `gemm=CUTE` each may be the result of with_space() for its adapter's rank: the first with space for rows,
             the second with space for columns. With `stored` each is a list of packed tensors.
-        adapters: for each of the two matrices, in hidden's dtype; of rank 0 where there is no adapter.
+        adapters: one for each of the two matrices, in hidden's dtype. A matrix without an adapter has one of rank 0.
         gemm: see grouped_matmul.product().
-        biases: for the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; both or none.
+        biases: those of the two products, [experts, 2 width] and [experts, d], frozen, in hidden's dtype; or no bias.
         stored: how the matrices are packed, see quantized.unpack(); empty: they are not packed.
         keep: keep g for the backward pass. Otherwise the backward pass computes it again.
         trained: whether the matrices get gradients. Packed ones cannot.
@@ -148,7 +148,7 @@ def register(
     forward: Callable[[Layer], tuple[Tensor, ...]],
     backward: Callable[[Layer, Tensor, Tensor, Tensor, Tensor], tuple[Any, ...]],
 ) -> Any:
-    """The operator fxtune::`name` of a Layer's arguments, with its backward pass and its FLOPs.
+    """Register and return the operator fxtune::`name` of a Layer's arguments, with its backward pass and its FLOPs.
 
     Args:
         forward: returns the output and three results for the backward pass: g without its adapter [rows, 2 width], r1
@@ -185,7 +185,7 @@ def register(
         frozen = [None] * ctx.parts
         if dout is None:
             return *[None] * 5, frozen, frozen, *[None] * (_FACTORS + len(ctx.options))
-        saved = ctx.saved_tensors  # read once: checkpointing hands out each tensor once
+        saved = ctx.saved_tensors  # read only once: checkpointing hands out each tensor once
         inputs, factors, others = saved[:5], saved[5:11], list(saved[11:])
         results = [others.pop(0) if ctx.keep else saved[0].new_empty(0) for _ in range(3)]
         matrices = others
@@ -229,7 +229,7 @@ def _backward_flops(dout: Any, *inputs: Any, **_: Any) -> int:
 
 
 def _sizes(a1: Any, b1: Any, a2: Any, b2: Any) -> list[int]:
-    """Numbers of one expert's matrices and of its adapters, by the adapters' shapes."""
+    """How many numbers each matrix and each adapter matrix of one expert has, from the adapters' shapes."""
     return [b1[1] * a1[2], b2[1] * a2[2], *(matrix[1] * matrix[2] for matrix in (a1, b1, a2, b2))]
 
 
@@ -252,7 +252,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
     if not layer.keep:
         first = _matrices(layer.first, stored, a1, b1, 1, gemm)
         g, r1 = _inner(layer, first[:, : b1.shape[1]])
-    # dout comes without w, which is multiplied where rows are narrow.
+    # dout is not multiplied by w here. Later products apply w to narrower rows.
     dr2 = project(dout, token, b2, ends, gemm)
     dy = gather(dout, order, back)
     dh = product(dy, _matrices(layer.last, stored, a2, b2), ends, gemm=gemm)
@@ -280,7 +280,7 @@ def _backward(layer: Layer, dout: Tensor, g: Tensor, r1: Tensor, r2: Tensor) -> 
 
 
 def _inner(layer: Layer, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """g without its adapter, and r1. `matrices`: GU [experts, 2 width, d]."""
+    """g without its adapter's product, and r1. `matrices`: GU [experts, 2 width, d]."""
     r1 = project(layer.hidden, layer.token, layer.a1.mT, layer.ends, layer.gemm)
     x = gather(layer.hidden, layer.order, layer.back)
     return product(x, matrices.mT, layer.ends, gemm=layer.gemm), r1
@@ -292,8 +292,8 @@ _operator = register("gated_experts", _forward, _backward)
 def _matrices(
     tensors: Sequence[Tensor], stored: str, a: Tensor, b: Tensor, beside: int = 0, gemm: str = CUBLAS
 ) -> Tensor:
-    """The matrices [experts, out, in] of one product, whose adapter is a [experts, r, in] and b [experts, out, r].
-    `beside`: with space for r rows (1) or r columns (2), if the tensors have the space or are unpacked to it."""
+    """The matrices [experts, out, in] of one product. Its adapter is a [experts, r, in] and b [experts, out, r].
+    `beside`: include space for r more rows (1) or columns (2), if the tensors have space or are unpacked to it."""
     rank = a.shape[1] if beside and gemm == CUTE else 0
     if not stored:
         return _with_its_space(tensors[0], rank, beside) if rank else tensors[0]
@@ -309,8 +309,8 @@ def _matrices(
 
 
 def with_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
-    """A copy of `matrices` [experts, out, in] with the order of its strides, in memory that has space for `rank` more
-    rows (dim 1) or columns (dim 2) of each matrix. `rank` times the size of an element is a multiple of 16 bytes."""
+    """A copy of `matrices` [experts, out, in] in memory that has space for `rank` more rows (dim 1) or columns (dim 2)
+    of each matrix. The strides keep their order. `rank` times the size of an element is a multiple of 16 bytes."""
     sizes = list(matrices.shape)
     sizes[dim] += rank
     across = matrices.stride(1) == 1
@@ -319,7 +319,7 @@ def with_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
 
 
 def _with_its_space(matrices: Tensor, rank: int, dim: int) -> Tensor:
-    """`matrices` and their space, if with_space() made them for this rank; other tensors as they are."""
+    """`matrices` together with their space, if with_space() made them for this rank. Otherwise `matrices` alone."""
     sizes, strides = list(matrices.shape), matrices.stride()
     room = (strides[3 - dim] if strides[dim] == 1 else strides[0] // strides[dim]) - sizes[dim]
     if room != rank:
@@ -338,7 +338,7 @@ def _adapted(
     """
     width = x.shape[1]
     if matrices.shape[2] > width:
-        # .data, so that autograd does not see the write: only a call that has just written the space reads it.
+        # .data hides the write from autograd. Only the call that has just written the space reads it.
         matrices.data[:, :, width:] = factor
         both = x.as_strided((len(x), matrices.shape[2]), x.stride())
         return product(both, matrices.mT, ends, gemm=gemm), narrow.contiguous()
@@ -347,7 +347,7 @@ def _adapted(
 
 
 def _pair(like: Tensor, wide: int, narrow: int, beside: bool) -> tuple[Tensor, Tensor]:
-    """Two uninitialized tensors [rows, wide] and [rows, narrow]. `beside`: as parts of one tensor."""
+    """Two uninitialized tensors [rows, wide] and [rows, narrow]. `beside`: they are parts of one tensor."""
     if not beside:
         return like.new_empty(len(like), wide), like.new_empty(len(like), narrow)
     both = like.new_empty(len(like), wide + narrow)
@@ -355,7 +355,7 @@ def _pair(like: Tensor, wide: int, narrow: int, beside: bool) -> tuple[Tensor, T
 
 
 def gather(states: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """[rows, d]: the states [tokens, d] of each row's token. `order`, `back`: see Routing."""
+    """[rows, d]: the state of each row's token, from `states` [tokens, d]. `order`, `back`: see Routing."""
     if states.is_cuda:
         from fxtune.kernels.gated_experts_triton import scatter
 
@@ -364,7 +364,7 @@ def gather(states: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 
 def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
-    """[rows, r]: the states [tokens, d] of each row's token times the `factor` [experts, d, r] of its expert."""
+    """[rows, r]: each row's state from `states` [tokens, d] times the expert's `factor` [experts, d, r]."""
     if not factor.shape[2]:
         return states.new_empty(len(token), 0)
     if _reads_in_place(states, factor.shape[2]):
@@ -397,7 +397,7 @@ def _reads_in_place(states: Tensor, ranks: int) -> bool:
 
 
 def _expert_of(back: Tensor, ends: Tensor) -> Tensor:
-    """The expert of each pair (token, rank)."""
+    """For each entry of `back` the expert of that row."""
     return torch.searchsorted(ends, back.to(ends.dtype), right=True)
 
 
@@ -410,9 +410,9 @@ def combine(
     ends: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, d]: the sum of each token's rows, weighted by `weights` [tokens, k] if given. First the `bias`
-    [experts, d] of a row's expert, and `plus` [rows, d], are added to the rows, without rounding. Where `back` is -1
-    there is no row; if there is a bias, its weight must be 0."""
+    """[tokens, d]: the sum of each token's rows, weighted by `weights` [tokens, k] if given. Before that, the `bias`
+    [experts, d] of a row's expert, and `plus` [rows, d], are added to the rows, without rounding. An entry -1 of
+    `back` has no row. With a bias, the weight of such an entry must be 0."""
     k = k if weights is None else weights.shape[1]
     expert = None if bias is None or ends is None else _expert_of(back, ends)
     if rows.is_cuda:
@@ -434,8 +434,8 @@ def activate(
     act: Activation,
     beside: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """h [rows, width] and r2 = h A2^T [rows, r]; g [rows, 2 width] comes without r1 B1^T and `bias`. `beside`: both
-    are parts of one tensor."""
+    """h [rows, width] and r2 = h A2^T [rows, r]. `g` [rows, 2 width] does not contain r1 B1^T and `bias` yet.
+    `beside`: h and r2 are parts of one tensor."""
     h, r2 = _pair(g, a2.shape[2], a2.shape[1], beside)
     if g.is_cuda and g.dtype is not torch.float64:
         from fxtune.kernels.gated_experts_triton import forward
@@ -461,10 +461,10 @@ def activate_backward(
     act: Activation,
     beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dg [rows, 2 width], dr1 = dg B1 [rows, r], the part that comes from h of the gradient [rows] of the rows'
-    weights `w` [rows, 1], and w h. `beside`: dg and dr1 are parts of one tensor.
+    """dg [rows, 2 width], dr1 = dg B1 [rows, r], dw [rows], and w h. dw is the gradient of the rows' weights `w`
+    [rows, 1] without the part of a bias. `beside`: dg and dr1 are parts of one tensor.
 
-    `dh` [rows, width] comes without dr2 A2; `dh` and `dr2` come without w.
+    `dh` [rows, width] does not contain dr2 A2 yet. `dh` and `dr2` are not multiplied by w.
     """
     dg, dr1 = _pair(g, g.shape[1], r1.shape[1], beside)
     if g.is_cuda and g.dtype is not torch.float64:
@@ -487,13 +487,13 @@ def activate_backward(
 
 
 def _whole(g: Tensor, r1: Tensor, b1: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    """g of one expert's rows with r1 B1^T and the bias."""
+    """g of one expert's rows, plus r1 B1^T and the bias."""
     inner = _wide(g).addmm(_wide(r1), _wide(b1).t())
     return inner if bias is None else inner + bias[expert]
 
 
 def _halves(inner: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
-    """gate and up as views of g or its gradient."""
+    """gate and up as views of `inner`, which is g or its gradient."""
     if act.interleaved:
         return inner[..., ::2], inner[..., 1::2]
     gate, up = inner.chunk(2, -1)

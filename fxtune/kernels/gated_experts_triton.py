@@ -1,8 +1,8 @@
 """Triton kernels of gated_experts.py: tokens to rows and back, and the gated activation with its products of low rank.
 
 A program of the activation takes a tile of rows of one expert and loops over the columns, so each sum over a row (r2,
-dr1 and the gradient of the row's weight) stays in registers. How many tiles an expert has is known on the device only:
-each program counts the tiles of the experts before its expert, and for a few programs no tile is left.
+dr1 and the gradient of the row's weight) stays in registers. Only the device knows how many tiles an expert has. So
+each program counts the tiles of all experts to find its own tile. For a few programs no tile is left.
 
 All arithmetic is float32. Offsets of rows are int64. Import this module only on a GPU.
 """
@@ -24,7 +24,7 @@ from fxtune.kernels.triton_matrix import matrix
 COLUMNS = 2048
 """Numbers of a row that one program of scatter() and add_up() takes."""
 CLEARED, CLEARING = 4096, 32
-"""Numbers that a program of clear_empty() writes at a time, and programs for each expert."""
+"""CLEARED: numbers that a program of clear_empty() writes at a time. CLEARING: programs for each expert."""
 FORWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 BACKWARD = dict(ROWS=64, COLUMNS=64, num_warps=4, num_stages=3)
 """Launches of the activation's kernels: the fastest of 60 forward and 54 backward launches on an H200,
@@ -37,8 +37,8 @@ IEEE = tl.constexpr("ieee")
 
 
 def scatter(states: Tensor, back: Tensor, out: Tensor) -> Tensor:
-    """Write each of `states` [tokens, d] to its rows of `out` [rows, d]: `back` [tokens k] has k numbers of rows for a
-    token, or -1 for no row."""
+    """Write each of `states` [tokens, d] to its rows of `out` [rows, d]. `back` [tokens k] has the numbers of each
+    token's k rows, or -1 for no row."""
     tokens, width = states.shape
     block = min(triton.next_power_of_2(width), COLUMNS)
     if tokens:
@@ -56,7 +56,7 @@ def add_up(
     expert: Tensor | None = None,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, d]: the sum of each token's k rows, which are multiplied by `weights` [tokens, k] if given. First the
+    """[tokens, d]: the sum of each token's k rows, multiplied by `weights` [tokens, k] if given. Before that, the
     `bias` [experts, d] of a row's `expert` [tokens k], and a row of `plus`, are added to the row."""
     width = rows.shape[1]
     out = rows.new_empty(len(back) // k, width)
@@ -88,8 +88,8 @@ def forward(
     r2: Tensor,
     smallest: float = 0.0,
 ) -> Codes:
-    """Write `h` and `r2`, see gated_experts.activate(). `smallest`: the smallest scale of h's codes, the result; 0: no
-    codes are made."""
+    """Write `h` and `r2`, see gated_experts.activate(), and return the codes of h. `smallest`: the smallest scale of
+    the codes. 0: no codes are made."""
     rows, width = h.shape
     codes, scales = _codes(h, bool(smallest))
     _forward[_grid(rows, ends, FORWARD)](
@@ -117,7 +117,7 @@ def backward(
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Codes]:
     """Write `dg` and `dr1`, and return the gradient of w and w h, see gated_experts.activate_backward(). `smallest`:
-    as for forward(), for the codes of dg. `factors`: float32 [experts, 2 width]; the columns of dg are multiplied by
+    see forward(), but for the codes of dg. `factors`: float32 [experts, 2 width]; the columns of dg are multiplied by
     them before dg is quantized."""
     rows, width = dh.shape
     dw, wh = w.new_empty(rows, dtype=torch.float32), torch.empty_like(dh)
@@ -151,7 +151,7 @@ def _kind(act: Activation, bias: Tensor | None) -> dict[str, Any]:
 
 
 def _grid(rows: int, ends: Tensor, launch: dict[str, int]) -> tuple[int]:
-    """A program for each tile that can exist: the last tile of each expert may be partly empty."""
+    """A program for each tile that can exist. (The last tile of each expert may be partly empty.)"""
     return (triton.cdiv(rows, launch["ROWS"]) + len(ends),)
 
 
@@ -160,7 +160,7 @@ def _sizes(width: int, b1: Tensor, a2: Tensor, ends: Tensor) -> tuple[int, ...]:
 
 
 def _blocks(b1: Tensor, a2: Tensor, ends: Tensor) -> dict[str, int]:
-    """Sizes that Triton wants as powers of two, and its tensor cores as 16 or more."""
+    """Sizes rounded up to powers of two, as Triton wants them; ranks to at least 16, for tensor cores."""
     ranks = (max(triton.next_power_of_2(size), 16) for size in (b1.shape[2], a2.shape[1]))
     return dict(zip(("R1", "R2", "EXPERTS"), (*ranks, triton.next_power_of_2(len(ends))), strict=True))
 
@@ -224,8 +224,8 @@ def _clear_empty(matrices, ends, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile_of(ends, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The expert of a tile (`experts` if there is no such tile), its first row, and the row after the
-    expert's last."""
+    """The expert of a tile (`experts` if there is no such tile), the tile's first row, and the row after the expert's
+    last row."""
     index = tl.arange(0, EXPERTS)
     end = tl.load(ends + index, mask=index < experts, other=0)
     start = tl.load(ends + index - 1, mask=(index > 0) & (index < experts), other=0)
@@ -240,7 +240,7 @@ def _tile_of(ends, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _factor(factor, row, width, ranks, column, rank):
-    """Rows of B1 as [R, COLUMNS]: `factor` points to [rows, ranks]."""
+    """Rows of an expert's B1, transposed: [R, COLUMNS]. `factor` points to B1 [rows, ranks]."""
     at = factor + row.to(tl.int64) * ranks + rank
     return tl.load(at, mask=(column < width) & (rank < ranks), other=0.0)
 
@@ -296,7 +296,7 @@ def _biased(value, bias, exists, BIASED: tl.constexpr):
 def _store_pair(
     line, gate, up, start, width, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The reverse of _read_pair()."""
+    """Write gate and up to the places from which _read_pair() reads them."""
     if INTERLEAVED:
         column = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
         pairs = tl.reshape(tl.join(gate, up), (ROWS, 2 * COLUMNS))
@@ -365,7 +365,7 @@ def _forward(
     a2 += expert.to(tl.int64) * ranks2 * width
     b1 += expert.to(tl.int64) * 2 * width * ranks1
     bias += expert.to(tl.int64) * 2 * width
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # from a column of gate to the next
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1  # the distance between two columns of gate
     to_up = 1 if INTERLEAVED else width
     line = g[0] + row * g[1]
     ahead = _read_pair(line, 0, width, row < end, COLUMNS, INTERLEAVED)

@@ -1,11 +1,11 @@
-"""Products of rows with one matrix for each group of rows, as operators: the experts of a mixture.
+"""Products of rows with a matrix for each group of rows, as operators. A group is the rows of one expert of a mixture.
 
-Rows are sorted by group, and `ends` [groups] says where each group ends, so a group may have any number of rows and
-the host never reads it: no synchronisation, no shape that depends on the data.
+Rows are sorted by group, and `ends` [groups] says where each group ends. A group may have any number of rows. The host
+never reads `ends`, so it does not wait for the device, and no shape depends on the data.
 
 - `fxtune::grouped_mm`: each row times its group's matrix.
-- `fxtune::grouped_outer`: the sum of outer products of each group's rows, which is the gradient of its matrix. It is
-  computed only for matrices that are trained, so frozen experts cost no weight gradients.
+- `fxtune::grouped_outer`: the sum of outer products of each group's rows. This is the gradient of the group's matrix,
+  and is computed only for trained matrices.
 
 On a GPU both are torch's grouped GEMM (`torch.nn.functional.grouped_mm`, from compute capability 8.0 on), or quack's
 on Hopper. The loops below are their reference, and run elsewhere. torch has a kernel for bfloat16 on Hopper and
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fxtune.kernels.matmul import CUBLAS, CUTE, use_cache
 
 ALIGNMENT = 16
-"""Bytes to which grouped GEMMs want each row of a matrix aligned."""
+"""Grouped GEMMs want each row of a matrix to begin at a multiple of this many bytes."""
 NARROW = 64
 """The most columns of a result that is one tile wide, such as an adapter's."""
 
@@ -51,12 +51,12 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Ten
 
 def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = None, gemm: str = CUBLAS) -> Tensor:
     """[rows, out]: row i of x [rows, in] times the matrix of its group in `matrices` [groups, in, out], plus row i of
-    `plus` if given, which may be overwritten. Autograd does not see it.
+    `plus` if given. `plus` may be overwritten. Autograd does not see the product.
 
-    `gemm`: CUTE: quack's kernel, if prepare() ran and the shapes are aligned; quack adds `plus` before it rounds.
-    Otherwise torch's kernel, which rounds before it adds `plus`.
+    `gemm=CUTE`: use quack's kernel, if prepare() ran and the shapes are aligned. It adds `plus` before it rounds.
+    Otherwise torch's kernel is used. It rounds before it adds `plus`.
     """
-    if not matrices.shape[2]:  # the adapter of a product without one
+    if not matrices.shape[2]:  # an adapter of rank 0
         return x.new_empty(len(x), 0)
     if gemm == CUTE and _is_served(x, matrices):
         out = x.new_empty(len(x), matrices.shape[2])
@@ -76,8 +76,8 @@ def product(x: Tensor, matrices: Tensor, ends: Tensor, plus: Tensor | None = Non
 
 
 def outer(x: Tensor, y: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
-    """[groups, in, out]: the sum of x_i y_i^T over each group's rows, zero without rows. x [rows, in], y [rows,
-    out]; `ends`, `gemm`: see product()."""
+    """[groups, in, out]: the sum of x_i y_i^T over each group's rows; zeros for a group without rows. x [rows, in],
+    y [rows, out]; `ends`, `gemm`: see product()."""
     if not (x.shape[1] and y.shape[1]):
         return x.new_empty(len(ends), x.shape[1], y.shape[1])
     if gemm == CUTE and _is_served(x, y):
@@ -94,12 +94,12 @@ def outer(x: Tensor, y: Tensor, ends: Tensor, gemm: str = CUBLAS) -> Tensor:
     from fxtune.kernels.gated_experts_triton import clear_empty
 
     result = result.contiguous()
-    clear_empty(result, ends)  # it is not documented what these kernels write for a group without rows
+    clear_empty(result, ends)  # no documentation says what these kernels write for a group without rows
     return result
 
 
 def segments(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each group that has rows, and its rows. Waits for the device."""
+    """Yield each group that has rows, with the slice of its rows. Waits for the device."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -153,7 +153,7 @@ def _is_served(x: Tensor, other: Tensor) -> bool:
 
 
 def _launch(columns: int) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """Tile, cluster, and whether two warp groups take turns (pingpong): the fastest that was measured on an H200 for
+    """The tile, the cluster, and whether two warp groups take turns (pingpong). They were the fastest on an H200 for
     results of `columns` columns."""
     if columns <= NARROW:
         return (128, 32 if columns <= 32 else 64), (1, 1), True
@@ -209,7 +209,7 @@ def prepare(device: torch.device, dtype: torch.dtype, cache: Path) -> None:
     wide = x.new_zeros(300, 200)[:, :192]
     for with_gaps, tensor in ((rows, matrices), (columns, matrices), (wide, x)):
         with_gaps.copy_(tensor)
-    # Broad on purpose: the compiler of another package has its own errors. Products without gaps have passed.
+    # Suppress any error, because the compiler of another package has its own. Products without gaps have passed.
     with contextlib.suppress(Exception):
         _compare(
             (device, dtype),
@@ -225,7 +225,7 @@ def _compare(
     capable: set[tuple[torch.device, torch.dtype]],
     *products: Callable[[str], Tensor],
 ) -> None:
-    """Add `key` to `capable` if quack's `products` are torch's. Otherwise raise what quack raises, or RuntimeError."""
+    """Add `key` to `capable` if quack and torch agree on `products`; else raise quack's error, or RuntimeError."""
     for compute in products:
         capable.add(key)
         try:
@@ -262,14 +262,14 @@ def _outer_flops(x: Any, y: Any, *_: Any, out_shape: Any = None, **__: Any) -> i
 
 
 class Routing:
-    """Rows of tokens sorted by expert, and back.
+    """Sorts the rows of tokens by expert, and brings them back to their tokens.
 
     `expert` [tokens, k]: the experts of each token. `ends`: see grouped_mm(). All shapes follow from the shape
     of `expert`, and the host reads nothing.
     """
 
     complete = True
-    """Whether each pair (token, rank) has a row."""
+    """Whether each pair of a token and one of its experts has a row."""
 
     def __init__(self, expert: Tensor, experts: int) -> None:
         self.tokens, self.k = expert.shape
@@ -291,23 +291,23 @@ class Routing:
 
 
 class OwnRouting(Routing):
-    """The rows of some of the experts, which a rank holds. A pair (token, rank) with another expert has no row: its
-    entry of `back` is -1, and its weight must be 0."""
+    """The rows of the experts that a rank holds. A pair of a token and another expert has no row: its entry of `back`
+    is -1, and its weight must be 0."""
 
     complete = False
 
     def __init__(self, order: Tensor, back: Tensor, ends: Tensor) -> None:
-        """`order` [rows], `back` [tokens, k]: see Routing. `ends`: of the experts that the rank holds."""
+        """`order` [rows], `back` [tokens, k]: see Routing. `ends`: where the rows of each held expert end."""
         self.tokens, self.k = back.shape
         self.order, self.back, self.ends = order, back.flatten(), ends
         self.elsewhere = back < 0
-        """[tokens, k]: whether the pair has no row."""
+        """[tokens, k]: whether the pair of a token and an expert has no row."""
         numbers = torch.arange(order.shape[0], dtype=ends.dtype, device=ends.device)
         self.expert = torch.searchsorted(ends, numbers, right=True)
 
 
 def pick(rows: Tensor, back: Tensor, complete: bool = False) -> Tensor:
-    """rows[back], zero where `back` is -1. `complete`: it is -1 nowhere."""
+    """rows[back], zero where `back` is -1. `complete`: `back` is -1 nowhere."""
     return rows.index_select(0, back) if complete else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1))[back]
 
 
@@ -328,7 +328,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """pick(rows, back), whose gradient is a permutation too."""
+    """pick(rows, back). Its gradient is also a permutation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, back: Tensor, order: Tensor, complete: bool) -> Tensor:

@@ -1,22 +1,23 @@
-"""Cross-entropy and log-probabilities of a linear head without its logits: loss and gradient chunk by chunk.
+"""Cross-entropy and log-probabilities of a linear head. Its logits are not kept: loss and gradient are computed chunk
+by chunk.
 
 The logits of 64k tokens over a vocabulary of 128k are 16.8 GB in bfloat16. Plain autograd keeps them, their float32
-copy and their gradient. But the gradient of a cross-entropy, softmax - onehot, is known as soon as the logits are, up
-to one factor for each row. So a chunk of rows goes from hidden states to gradients at once, in one buffer that the
-next chunk overwrites:
+copy and their gradient. But the gradient of a row's cross-entropy is softmax - onehot, up to a factor, and follows
+from the row's logits. So a chunk of rows goes from hidden states to gradients in the forward pass, in a buffer that
+the next chunk overwrites:
 
     logits = h W^T                        one matmul, in the head's dtype
     loss, logits <- softmax - onehot      one kernel in float32, in place (cross_entropy_triton.py; torch on a CPU)
-    dh = logits W,   dW += logits^T h     two matmuls; no dW for a frozen head, neither product in evaluation
+    dh = logits W,   dW += logits^T h     two matmuls; only dh for a frozen head, none in evaluation
 
 `linear_cross_entropy` returns the sum over all rows; its backward pass multiplies the stored gradients by one number.
 Memory: the buffer, dh, and dW in float32 where the head is trained. Time: the two or three matmuls that any
 implementation needs, and the kernel's three passes over the buffer, 5 % of the matmuls' time at d = 4096.
 
-`linear_log_probs` returns one number a row, and the backward pass gets a gradient for each. With a frozen head the
-stored dh is scaled row by row. dW adds up rows with their upstream gradients, which are unknown in the forward pass:
-with a trained head the backward pass computes each chunk again. Liger's kernel of the same idea (arXiv 2410.10989)
-takes chunks too small for a fast matmul and waits for the device.
+`linear_log_probs` returns one number a row, and its backward pass gets a gradient for each row. With a frozen head it
+multiplies each row of the stored dh by the row's gradient. With a trained head it computes each chunk again: dW is a
+sum of rows times their gradients, which the forward pass does not know. Liger's kernel has the same idea (arXiv
+2410.10989), but its chunks are too small for a fast matmul, and it waits for the device.
 
 Both functions are autograd.Functions and not custom operators: their gradients are by-products of the forward pass.
 """
@@ -41,7 +42,7 @@ BUFFER = 2**30
 IGNORED = -100
 """The label of a row without a target: torch.nn.functional.cross_entropy's ignore_index."""
 BLOCK = 64 * 2**20
-"""Numbers that are converted to float32 at a time where gradients are scaled or added up."""
+"""How many numbers are converted to float32 at a time when gradients are scaled or added up."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class HeadOptions:
 
     scale: float = 1.0
     cap: float = 0.0
-    """Soft cap of Gemma 2; 0: none."""
+    """The soft cap, as in Gemma 2. 0: no cap."""
     chunk_rows: int | None = None
-    """Rows whose logits are held at a time. None: as many as fit into BUFFER bytes."""
+    """The most rows of a chunk. None: default_chunk_rows()."""
     fp8_scales: Tensor | None = None
     """float32 [1, vocabulary] for a frozen fp8 head: `weight` holds fp8 codes, and the logits are an fp8 product
     (techniques/quantized_modules.py). None: a head of 16 or 32 bits.
@@ -61,7 +62,7 @@ class HeadOptions:
     """GEMM backend of 16-bit products without a bias (matmul.py)."""
 
     def compute_dtype(self, weight: Tensor) -> torch.dtype:
-        """The dtype of the matmuls: autocast's, or else the weight's."""
+        """The dtype of the matmuls: autocast's dtype, or the weight's without autocast; bfloat16 for an fp8 head."""
         return compute_dtype(weight) if self.fp8_scales is None else torch.bfloat16
 
 
@@ -106,7 +107,7 @@ def default_chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def chunk_sizes(rows: int, max_rows: int) -> list[int]:
-    """Rows of each chunk. Chunks are about equal, because a last chunk of few rows is a slow matmul."""
+    """The number of rows of each chunk. They are about equal, because a last chunk of few rows is a slow matmul."""
     step = -(-rows // -(-rows // max_rows)) if rows else 1
     return [min(step, rows - start) for start in range(0, rows, step)]
 
@@ -153,8 +154,8 @@ def _losses_and_gradients(
     needs_grad: Sequence[bool] = (False, False, False),
     upstream: Tensor | None = None,
 ) -> tuple[Tensor, Any, Any, Any]:
-    """(losses [rows], d_hidden, d_weight, d_bias). The last three are gradients of sum(upstream * losses), and None
-    where not `needs_grad`. `upstream`: [rows]; None: ones."""
+    """(losses [rows], d_hidden, d_weight, d_bias). The last three are the gradients of sum(upstream * losses), or None
+    where `needs_grad` is false. `upstream`: [rows]. None: 1 for each row."""
     (rows, _), (vocabulary, width) = hidden.shape, weight.shape
     fp8_scales, sum_dtype = options.fp8_scales, torch.promote_types(dtype, torch.float32)
     losses = hidden.new_empty(rows, dtype=sum_dtype)
@@ -165,12 +166,12 @@ def _losses_and_gradients(
         head, cast_bias = weight, None if bias is None else bias.to(dtype)
         if fp8_scales is None:
             head = weight.to(dtype)
-        elif needs_grad[0]:  # the product for the hidden states' gradient is not in fp8
+        elif needs_grad[0]:  # the gradient of the hidden states is a product in 16 bits
             head = dequantize_weight(weight, fp8_scales, dtype)
         sizes = chunk_sizes(rows, min(options.chunk_rows or default_chunk_rows(vocabulary, dtype), max(rows, 1)))
         # On a GPU the buffer's rows are padded to a multiple of 64 numbers: matmuls and the kernel load 16 bytes at a
-        # time. Not on a CPU: oneDNN's bfloat16 matmul multiplies the uninitialized padding by zeros, and 0 * nan is
-        # nan. Not for fp8: scaled_mm writes rows without padding.
+        # time. On a CPU there is no padding: oneDNN's bfloat16 matmul would multiply the uninitialized numbers by
+        # zeros, and 0 * nan is nan. For fp8 there is none, because scaled_mm writes rows without padding.
         stride = -(-vocabulary // 64) * 64 if hidden.is_cuda and fp8_scales is None else vocabulary
         buffer = torch.empty(max(sizes, default=1), stride, dtype=dtype, device=hidden.device)[:, :vocabulary]
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
@@ -196,7 +197,7 @@ def _losses_and_gradients(
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=sum_dtype)
             del logits
-        del buffer  # the gradients are now copied in the dtypes of the parameters
+        del buffer  # before _cast_like() needs memory for copies of the gradients
     return losses, d_hidden, _cast_like(d_weight, weight), _cast_like(d_bias, bias)
 
 
@@ -216,7 +217,7 @@ def _softmax_gradient(
     if cap:
         tanh = torch.tanh(z / cap)
         z, slope = cap * tanh, scale * (1 - tanh * tanh)  # type: ignore[assignment]
-    # Before exp and log: a difference of large logits is exact, a difference of large logarithms is not.
+    # Subtract the maximum before exp and log: a difference of large logits is exact, one of large logarithms is not.
     z = z - z.amax(-1, keepdim=True)
     total = z.exp().sum(-1, keepdim=True).log_()
     losses.copy_((total - z.gather(1, targets)).squeeze(1)).masked_fill_(ignored, 0.0)
@@ -264,7 +265,7 @@ def _cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | No
 
 
 def scale_and_cap(logits: Tensor, scale: float, cap: float) -> Tensor:
-    """Logits as the model defines them: scaled, then soft-capped where `cap` is above 0."""
+    """Logits as the model defines them: scaled, then soft-capped if `cap` is above 0."""
     if scale != 1.0:
         logits = logits * scale
     return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,9 +1,9 @@
-"""The adapters' part of fused LoRA: A and B are packed for the matmul with the frozen weights (frozen_base.py), then
-activations are multiplied by A and B, and the gradients of A and B are summed.
+"""The adapters' part of fused LoRA: packs A and B for the matmul with the frozen weights (frozen_base.py), multiplies
+activations by A and B, and sums the gradients of A and B.
 
-A group is the linears that read the same input, such as q, k and v; siblings are the linears of one group. On a GPU
-and in 16 bits the kernels of lora_triton.py compute all this, for groups that are small enough and have enough rows;
-otherwise torch does, in the same numeric order. Sums over rows stay float32 until they are written as gradients.
+A group is the linears that read the same input, such as q, k and v. Siblings are the linears of one group. On a GPU
+the kernels of lora_triton.py compute this for 16-bit numbers, small ranks and many rows (see the constants below).
+Otherwise torch does, with the same roundings. Sums over rows stay float32 until they are written as gradients.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class Adapters:
 
 
 def padded_rank(ranks: Sequence[int], bias: bool = False) -> int:
-    """The columns of x A^T: one for each rank of each sibling, one of ones if there is a bias, and columns of zeros up
-    to a multiple of ALIGN."""
+    """The number of columns of x A^T: one for each rank of each sibling, one for a bias (a column of ones), and
+    columns of zeros up to a multiple of ALIGN."""
     return -(-(sum(ranks) + bias) // ALIGN) * ALIGN
 
 
 def pack(adapters: Adapters, a: Tensor, b: Tensor) -> None:
-    """Write every element of the packed A, `a` [R, in], and of the packed B, `b` [out, R]. Each sibling's lora_A and
-    lora_B are a block of them, the rest is 0. The rows of `a` and `b` may have gaps between them."""
+    """Write every element of the packed A, `a` [R, in], and of the packed B, `b` [out, R]. Each sibling's lora_A is a
+    block of A, and its scaled lora_B a block of B. The other elements are 0, or the bias in B. The rows of `a` and `b`
+    may have gaps between them."""
     # The kernel computes in float32, so it is not for float64.
     if a.is_cuda and a.dtype is not torch.float64 and len(adapters.a) <= MAX_SIBLINGS:
         from fxtune.kernels.lora_triton import pack as launch
@@ -93,10 +94,10 @@ def project(
     ones: int | None = None,
     value: float = 1.0,
 ) -> Tensor:
-    """The product x F, where F is `factor` [width, R]: lora_triton.project() for any dtype and R.
+    """The product x F for F = `factor` [width, R]. This is lora_triton.project() for any dtype and R.
 
-    `left`, `right`: the parts of a matmul's operand into which x and the product are also written. `ones`: the column
-    of the product that is `value` instead.
+    x is also written to `left`, and the product to `right`: the parts of a matmul's operand. Column `ones` of the
+    product is replaced by `value`.
     """
     if by_triton(x, factor.shape[1]):
         from fxtune.kernels.lora_triton import project as launch
@@ -113,8 +114,8 @@ def project(
 
 
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """y + t F + residual, for `t` [rows, R] and F, which is `factor` [R, width]: lora_triton.add() for any dtype and
-    R. Written to `out`, or to y if `out` is None."""
+    """Return y + t F + residual, written to `out`, or to y if `out` is None. `t` is [rows, R], and F is `factor`
+    [R, width]. This is lora_triton.add() for any dtype and R."""
     into = y if out is None else out
     if by_triton(y, len(factor)):
         from fxtune.kernels.lora_triton import add as launch
@@ -140,7 +141,7 @@ class AdapterGradients:
     def add(self, dyb: Tensor, x: Tensor | None, xa: Tensor, dy: Tensor | None) -> None:
         """Add a tile of rows to the sums. `dyb`, `xa`: dy B and x A^T, [rows, R]. `x`: [rows, in]. `dy`: [rows, out].
 
-        Without `x` the caller has already added the tile to the sum for A in `totals`, without `dy` to the sum for B.
+        If `x` is None, the caller has already added the tile to A's sum in `totals`; if `dy` is None, to B's sum.
         """
         for index, (activations, t) in enumerate(((x, dyb), (dy, xa))):
             if self.wanted[index] and activations is not None:
@@ -172,7 +173,7 @@ class AdapterGradients:
 
 def _outer(x: Tensor, t: Tensor, into: Tensor | None) -> Tensor:
     """x^T t for `x` [rows, width] and `t` [rows, R], added to `into` if given: partial sums [parts, width, R] in
-    float32, or in float64 for float64. There is one part unless lora_triton computes them."""
+    float32 (float64 for float64). Only lora_triton computes more than one part."""
     if (into is not None and into.shape[0] > 1) or by_triton(x, t.shape[1]):
         from fxtune.kernels.lora_triton import reduce
 

@@ -47,4 +47,4 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "lora_mlp": mlp,
     "lora_mlp_backward": mlp_backward,
 }
-"""By the operator's name in torch.ops.fxtune."""
+"""The formula of each operator, by the operator's name in torch.ops.fxtune."""

@@ -1,14 +1,14 @@
 """Triton kernels of fused LoRA: the adapters' work besides the frozen weights' matmul.
 
     pack        writes A and B of all siblings, scaled and cast, into the matmul's operands: one small launch
-    project     t = x F, rank wide, in one pass over x that also writes x, and t next to it, into the matmul's operand
-    reduce      x^T t, [width of x, rank]: a sum over all rows, cut into parts so that it fills the GPU
-    add         y += t F, in one pass over y, which can also add the residual stream
+    project     computes t = x F [rows, rank] in one pass over x, which also writes [x | t] into the matmul's operand
+    reduce      computes x^T t [width of x, rank], a sum over all rows; the rows are cut into parts to fill the GPU
+    add         adds t F to y in one pass over y, which can also add the residual stream
     unpack      adds up the parts and writes the gradient of each lora_A and lora_B, scaled: one small launch
 
-project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: it does not split the sum, so
-a GPU of 132 processors gets 32 tiles. Parts are added up in a fixed order, so results are the same bits each time. The
-kernels are for 16-bit numbers (on tensor cores float32 would be TF32). Import this module only on a GPU.
+project, reduce and add are bound by memory. cuBLAS treats such shapes as compute-bound: it does not split the sum, and
+may have 32 tiles for a GPU of 132 processors. Parts are added up in a fixed order, so results are the same bits each
+time. The kernels are for 16-bit numbers (on tensor cores float32 would be TF32). Import this module only on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxtune.kernels.triton_matrix import load, matrix, store
 COLUMNS = 1024
 """Columns of A for each program of pack."""
 NUMBERS = 2048
-"""Numbers of B, and of all gradients, for each program of pack or unpack."""
+"""Numbers of B for each program of pack, and of a gradient for each program of unpack."""
 PROJECT = dict(ROWS=64, STEP=128, num_warps=4, num_stages=3)
 REDUCE = dict(COLUMNS=128, STEP=64, num_warps=4, num_stages=4)
 ADD = dict(ROWS=64, COLUMNS=128, TILES=1, num_warps=4)
@@ -45,7 +45,8 @@ def pack(
     into_a: Tensor,
     into_b: Tensor,
 ) -> None:
-    """Write all of `into_a` [R, in] and `into_b` [out, R]. `bias` [out] is the column after the ranks."""
+    """Write all of `into_a` [R, in] and `into_b` [out, R]. `bias` [out] becomes the column of `into_b` after the
+    ranks' columns."""
     width = len(into_a)
     blocks = width * triton.cdiv(into_a.shape[1], COLUMNS)
     targets = matrix(into_a), matrix(into_b), into_b if bias is None else bias
@@ -56,7 +57,7 @@ def unpack(
     da: Tensor | None, db: Tensor | None, scaling: Sequence[float], grad_a: Sequence[Tensor], grad_b: Sequence[Tensor]
 ) -> None:
     """Add up `da` [parts, in, R] and `db` [parts, out, R], float32, into the gradients of each lora_A and (scaled)
-    lora_B. None: the gradients of lora_A, or of lora_B, do not change.
+    lora_B. If `da` or `db` is None, the gradients of lora_A or of lora_B do not change.
     """
     sums = da if da is not None else db
     assert sums is not None
@@ -107,8 +108,8 @@ def project(
 ) -> Tensor:
     """x F [rows, R] in x's dtype, for `x` [rows, width] with contiguous rows and `factor` [width, R] of any strides.
 
-    `left` [rows, width]: x is copied there. `right` [rows, R]: the product is also written there. `ones`: a column of
-    the product that is `value` instead. R is a multiple of 16.
+    x is copied to `left` [rows, width], and the product also written to `right` [rows, R], if they are given. Column
+    `ones` of the product is replaced by `value`. R is a multiple of 16.
     """
     (rows, width), columns = x.shape, factor.shape[1]
     assert x.dtype.itemsize == 2, x.dtype
@@ -136,7 +137,7 @@ def project(
 def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
     """x^T t as partial sums, float32 [parts, width, R], for `x` [rows, width] and `t` [rows, R] with contiguous rows.
 
-    `into`: the result of an earlier call, with any number of rows; the sums are added to its parts.
+    `into`: the result of an earlier call, with any number of rows. This call adds its sums to the parts of `into`.
     """
     (rows, width), columns = x.shape, t.shape[1]
     assert x.dtype.itemsize == 2, x.dtype
@@ -162,8 +163,8 @@ def reduce(x: Tensor, t: Tensor, into: Tensor | None = None) -> Tensor:
 def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | None = None) -> Tensor:
     """Write y + t F, added in float32 and rounded, to `out`, which may be y, and return it.
 
-    `residual` is added to the rounded sum, and the result is rounded again, as a separate operator would do. y is
-    rounded already: with a single rounding even a tiny t F would decide each sum y + residual on a rounding tie.
+    `residual` is added to the rounded sum, and the result is rounded again, as by a separate operator. y is already
+    rounded, so y + residual may lie on a rounding tie. With a single rounding even a tiny t F would decide this tie.
 
     `y`, `out`, `residual`: [rows, width], `t`: [rows, R], all of 16 bits with contiguous rows; `factor`: [R, width] of
     any strides.
@@ -190,7 +191,8 @@ def add(y: Tensor, t: Tensor, factor: Tensor, out: Tensor, residual: Tensor | No
     return out
 
 
-# Tuples with an entry for each sibling: a, b: lora_A, lora_B or their gradients; s: scaling; r: rank; o: outputs.
+# Tuples of the kernels, with an entry for each sibling: a, b: lora_A, lora_B or their gradients; s: scaling; r: rank;
+# o: outputs.
 
 
 @triton.jit
@@ -324,7 +326,7 @@ def _unpack_b(
 
 @triton.jit
 def _added(program, whole, parts, length, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum of all parts [length, width] in the rows of this program."""
+    """Add up all parts [length, width], in the rows of this program."""
     rows = program * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
     inside = (rows < length) & (columns < width)
@@ -441,7 +443,7 @@ def _add(
         mask=(rank[:, None] < ranks) & (column < width),
         other=0.0,
     )
-    # From the last row to the first: a matmul has just written y, and the cache still holds its end.
+    # Programs begin with the last rows: a matmul has just written y, and the cache still holds its end.
     last = tl.num_programs(1) - 1 - tl.program_id(1)
     for tile in range(TILES):
         row = ((last * TILES + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]

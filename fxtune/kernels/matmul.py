@@ -1,17 +1,17 @@
 """Large products in 16 bits by one of two kernels: cuBLAS's, or quack's for Hopper, written in CuTe DSL.
 
-The large products of a model with frozen weights take three quarters of a step's time, and cuBLAS's choice for them is
-not the fastest: all linears of an 8B model's layer, forward and dx at 16,384 rows in bfloat16, take 22.28 ms on an
-H200 at its power limit, and 21.38 ms by quack's kernel.
+The large products of a model with frozen weights take three quarters of a step's time, and cuBLAS is not the fastest
+for them. On an H200 at its power limit, all linears of an 8B model's layer (forward and dx at 16,384 rows in bfloat16)
+take 22.28 ms by cuBLAS and 21.38 ms by quack's kernel.
 
-At its power limit, a GPU is faster the less energy its work takes, and that depends on how often an operand crosses
-the chip. So `gemm="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups a tile, a cluster of two
-adjacent tiles that share the rows of the left factor, and a persistent grid (one program for each streaming
-multiprocessor, "processor" below). Sums are float32 in a fixed order: the same bits in each run.
+A GPU at its power limit is faster if its work takes less energy. The energy depends on how often an operand crosses
+the chip. So `gemm="cute"` is quack-kernels' GEMM with tiles of 256 x 192, two warp groups for each tile, clusters of
+two adjacent tiles that read the same rows of the left factor, and a persistent grid: one program for each streaming
+multiprocessor ("processor" below). Sums are float32 in a fixed order: the same bits in each run.
 
-`gemm` is a preference for large products: cuBLAS computes the small ones, and those whose operands the CuTe kernel
-cannot read (is_served()). The call of quack is an operator, `fxtune::cute_mm`, so that FLOP counters, fake tensors and
-profilers see a product. On a CPU it is torch's own product, which is its reference.
+`gemm` is a preference: cuBLAS still computes small products, and products whose operands the CuTe kernel cannot read
+(is_served()). The call of quack is an operator, `fxtune::cute_mm`, so that FLOP counters, fake tensors and profilers
+see a product. On a CPU the operator is torch's product, the reference.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CAPABILITY = (9, 0)
 TILE = (256, 192)
 CLUSTER = (1, 2)
 MIN_ROWS, MIN_SIZE = 2048, 1024
-"""The CuTe kernel computes products with at least this many rows, and this many columns and terms of each sum. Its
-tile is fixed, while cuBLAS has smaller tiles for small products."""
+"""The CuTe kernel computes products with at least MIN_ROWS rows, MIN_SIZE columns and MIN_SIZE terms in each sum. Its
+tile is fixed, and cuBLAS has smaller tiles for small products."""
 MIN_UTILIZATION = 0.92
-"""The least utilization() for the CuTe kernel. The least that was measured is 0.94."""
+"""The lowest utilization() at which the CuTe kernel computes a product. It was measured from 0.94 on."""
 MAX_SPAN = 2**31
 """cuBLAS computes the product if a tensor spans this many numbers: the CuTe kernel's offsets may have 32 bits."""
 
@@ -48,9 +48,9 @@ def mm(
 ) -> Tensor:
     """left right + plus, [rows, columns], for `left` [rows, k] and `right` [k, columns]; in `out` if given.
 
-    Rows may have space between them; `right` may be a transpose. `plus` [rows, columns] must not be `out`. The CuTe
-    kernel (if `right` is a transpose) and a CPU add it to float32 sums and round once; cuBLAS adds it to the rounded
-    product. `gemm`: CUBLAS, or CUTE for the products that CuTe serves, after prepare(). Autograd sees no product.
+    Rows may have gaps between them; `right` may be a transpose. `plus` [rows, columns] must not be `out`. The CuTe
+    kernel (only if `right` is a transpose) and a CPU add `plus` to the float32 sums and round once. cuBLAS adds it to
+    the rounded product. `gemm`: CUBLAS, or CUTE after prepare(); see is_served(). Not for autograd.
     """
     if gemm == CUTE:
         out = left.new_empty(left.shape[0], right.shape[1]) if out is None else out
@@ -65,8 +65,8 @@ def mm(
 def is_served(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> bool:
     """Whether the CuTe kernel computes this product: on a GPU that it supports, in 16 bits, large, and aligned for it.
 
-    Hopper's copy engine (TMA) moves boxes with a contiguous first dimension and rows that begin at a multiple of 16
-    bytes. It writes multiples of 16 bytes, so a row of another size would overwrite the numbers behind its end.
+    Hopper's copy engine (TMA) moves boxes of matrices whose rows are contiguous and begin at multiples of 16 bytes. It
+    writes multiples of 16 bytes, so a row of another size would overwrite the numbers behind its end.
     """
     (rows, inner), columns = left.shape, right.shape[1]
     results = [out] if plus is None else [out, plus]
@@ -143,7 +143,7 @@ def by_quack(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = Non
         raise RuntimeError("the CuTe kernel would be compiled within a CUDA graph: call matmul.prepare() first")
     from quack.gemm import gemm
 
-    # detach: DLPack exports no tensors that require a gradient. b_kn: the right factor is [k, columns], as in torch.
+    # detach(), because DLPack exports no tensors that require a gradient. b_kn: the right factor is [k, columns].
     gemm(
         left.detach(),
         right.detach(),
@@ -165,7 +165,7 @@ torch.library.impl("fxtune::cute_mm", "cuda")(by_quack)
 
 @torch.library.impl("fxtune::cute_mm", "cpu")
 def reference(left: Tensor, right: Tensor, out: Tensor, plus: Tensor | None = None) -> None:
-    """The same product by torch."""
+    """The operator on a CPU: the product by torch."""
     mm(left, right, out, CUBLAS, plus)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernel of quantized.py: MXFP4 to numbers in 16 or 32 bits, in one pass over memory.
+"""Triton kernel of quantized.py: unpacks MXFP4 to numbers in 16 or 32 bits, in one pass over memory.
 
 Import this module only on a GPU.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 BYTES = 1024
 """Bytes of codes that a program reads."""
 DOUBLED = tl.constexpr(0xC8643210 - 2**32)
-"""Twice the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6, four bits each, as a signed integer."""
+"""A table in one signed integer: twice the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6, in four bits each."""
 SIGN = tl.constexpr(-(2**31))
 
 
 def unpack(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write the numbers of `codes` (uint8, two in each) to `out`, which has twice as many. `scales`: uint8, one for
-    each 16 bytes of codes. All tensors are contiguous, but rows or matrices of `out` may have gaps between them."""
+    """Write the numbers of `codes` (uint8 with two numbers each) to `out`. `scales`: uint8, one for each 16 bytes of
+    codes. All tensors are contiguous, but rows or matrices of `out` may have gaps between them."""
     assert codes.is_contiguous()
     assert scales.is_contiguous()
     assert out.numel() == 2 * codes.numel() == 32 * scales.numel()
@@ -43,7 +43,7 @@ def _unpack(codes_ptr, scales_ptr, into_ptr, blocks, length, step, BYTES: tl.con
     at = part * length + byte
     codes = tl.load(codes_ptr + at, mask=byte < length, other=0).to(tl.int32)
     power = tl.load(scales_ptr + at // 16, mask=byte < length, other=127).to(tl.int32)
-    # 2^(power - 127) has `power` as its exponent's bits; the smallest one is subnormal.
+    # The bits of the exponent of 2^(power - 127) are `power`, except for the smallest power, which is subnormal.
     scale = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
     low, high = _magnitude(codes << 2), _magnitude(codes >> 2)
     numbers = tl.interleave(_signed(low, codes << 28) * scale, _signed(high, codes << 24) * scale)
@@ -56,8 +56,8 @@ def _magnitude(places):
     """The absolute value of a number of e2m1. Bits 2 to 4 of `places` are its code without the sign.
 
     The integer DOUBLED is a table of the doubled values, four bits each. A doubled value becomes the lowest bits of
-    the float32 number 2^23, so no instruction converts it. The kernel's instructions take as long as its bytes: 280
-    for 16 numbers, where comparisons and a conversion take 368.
+    the float32 number 2^23, so no instruction converts it. The kernel's instructions take as long as its reads and
+    writes: 280 instructions for 16 numbers. With comparisons and a conversion there would be 368.
     """
     doubled = (DOUBLED >> (places & 28)) & 15
     return (doubled | 0x4B000000).to(tl.float32, bitcast=True) * 0.5 - 4194304.0
@@ -65,5 +65,5 @@ def _magnitude(places):
 
 @triton.jit
 def _signed(size, sign):
-    """`size` with the highest bit of the integer `sign`."""
+    """`size` with the highest bit of the integer `sign` as its sign."""
     return (size.to(tl.int32, bitcast=True) | (sign & SIGN)).to(tl.float32, bitcast=True)

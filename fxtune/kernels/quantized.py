@@ -4,9 +4,9 @@ techniques/experts/quantized.py hold such weights.
 A weight that is never trained needs 16 bits only while it is being multiplied. It is dequantized into a buffer before
 the matmul, forward and again backward, and nothing in 16 bits outlives the operator.
 
-MXFP4 (OCP Microscaling Formats 1.0): 32 numbers in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) share a power
-of two, one byte with its exponent plus 127 (e8m0). The first of two numbers is in the low half of their byte, as
-gpt-oss ships its experts. Products of these numbers are exact in bfloat16 and float32.
+MXFP4 (OCP Microscaling Formats 1.0): 32 numbers in e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) share a
+scale, a power of two. A byte holds its exponent plus 127 (e8m0). A byte of codes holds two numbers, the first in its
+low half, as in gpt-oss's experts. A number times its scale is exact in bfloat16 and float32.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 MXFP4, MX_BLOCK = "mxfp4", 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of the codes 0 to 7; 8 more is their negative."""
+"""The numbers with the codes 0 to 7. Code c + 8 is the negative of code c."""
 CHUNK = 4096
-"""Rows that the reference of unpack_mxfp4() handles at a time."""
+"""Rows that unpack_mxfp4() in plain torch handles at a time."""
 
 
 @torch.no_grad()
 def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize a weight into `out` [out, in], which is contiguous. MXFP4 also takes an `out` [experts, out, in]
-    whose rows or matrices have gaps between them.
+    """Dequantize a weight into a contiguous `out` [out, in]. With MXFP4 `out` may be [experts, out, in], with gaps
+    between rows or matrices.
 
     `kind`: MXFP4, or a linear's `stored_as`; `tensors`: what pack_mxfp4() or quantized_modules.packed() returns
     for the weight; the codes may have any shape.
@@ -58,7 +58,7 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
         )
         if out.is_cuda:
             functional.dequantize_4bit(codes, state, out=out)
-        else:  # the library has no kernel here that writes to a given tensor
+        else:  # on a CPU the library has no kernel that writes to a given tensor
             out.copy_(functional.dequantize_4bit(codes, state))
 
 
@@ -66,7 +66,7 @@ def unpack(kind: str, tensors: Sequence[Tensor], out: Tensor) -> None:
 def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`weight` [..., in] as codes [..., in / 2] and exponents [..., in / 32], both uint8. `in` is a multiple of 32.
 
-    The scale of a block is the power of two that brings its largest number into [4, 8); the few above 6 become 6.
+    The scale is the power of two that brings a block's largest absolute value into [4, 8). Numbers above 6 become 6.
     """
     blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -81,7 +81,7 @@ def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def unpack_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write what pack_mxfp4() packed to `out`, see unpack()."""
+    """Dequantize the result of pack_mxfp4() into `out`, see unpack()."""
     if out.is_cuda:
         from fxtune.kernels import mxfp4_triton
 
@@ -99,14 +99,14 @@ def unpack_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def int8_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes [out, in] * scale [out], rounded once. `out=` makes it one kernel without an intermediate float32 copy."""
+    """codes [out, in] * scale [out], rounded once. With `out=` this is one kernel without a float32 copy."""
     return torch.mul(codes, scale.unsqueeze(1), out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 
 
-# Cached, because each setLevel() clears the caches of all loggers, and a step asks for the package for each weight.
+# Cached, because each setLevel() clears the caches of all loggers, and a step calls this once for each weight.
 @functools.cache
 def bitsandbytes() -> Any:
-    """The package bitsandbytes. It takes a second to import, and logs missing kernels that fxtune does not use."""
+    """Import bitsandbytes, without its warnings of missing kernels that fxtune does not use. This takes a second."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes
 

@@ -7,17 +7,17 @@ does:
     y1 = x1 cos1 - x2 sin1          dx1 = dy1 cos1 + dy2 sin2
     y2 = x2 cos2 + x1 sin2          dx2 = dy2 cos2 - dy1 sin1
 
-cos and sin [rows, length, width] are transformers', so they include scaling (with YaRN's attention factor) and packed
-positions. If `width` is less than the dimension of a head, the dimensions behind `width` are copied. All arithmetic is
-float32, and each result is rounded once; plain torch code would round bfloat16 three times.
+transformers computes cos and sin [rows, length, width], so they include RoPE scaling (with YaRN's attention factor)
+and the positions of packed documents. If `width` is less than the dimension of a head, the dimensions behind `width`
+are copied. All arithmetic is float32, and each result is rounded once. Plain torch would round bfloat16 three times.
 
 `fxtune::rotary` takes q and k with any strides and returns each contiguous, as [rows, length, heads, dim]: the layout
-that attention kernels read without a copy. The backward pass is the same operator with `back`.
+that attention kernels read without a copy. The backward pass is the same operator with `back=True`.
 
 `fxtune::rotary_qkv` takes the product of all three projections, [rows, length, (heads + 2 kv_heads) dim], and returns
-q, k and v. Its backward pass reads dq, dk and dv where attention left them and writes them side by side, once;
-autograd would write each gradient and then concatenate the three. Behind each row of the result are `room` numbers of
-padding. The matmul that reads the result writes dy B there (fused_lora.py).
+q, k and v. Its backward pass reads dq, dk and dv where attention left them and writes them side by side, once.
+Autograd would write each gradient and then concatenate the three. Each row of the backward pass's result is followed
+by `room` numbers of padding, in which fused_lora.py writes dy B.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q [rows, length, heads, dim] and k [rows, length, kv_heads, dim], rotated; cos, sin [rows or 1, length, width].
 
-    `back`: apply the transpose, as the gradient needs: the negative angle and the same scale.
+    `back`: apply the transpose, for the gradient: rotate by the negative angle, with the same scale.
     """
     rotated = q.new_empty(q.shape), k.new_empty(k.shape)
     _rotate((q, k), rotated, cos, sin, back)
@@ -94,9 +94,9 @@ def _qkv_results(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, 
 
 @torch.library.custom_op("fxtune::rotary_qkv_backward", mutates_args=())
 def _rotary_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int) -> Tensor:
-    """[rows, length, N + room]: first the N columns of the gradient of rotary_qkv's x, then uninitialized padding."""
+    """[rows, length, N + room]: the N columns of the gradient of rotary_qkv's x, and behind them padding."""
     padded = dq.new_empty(_gradient_shape(dq, dk, room))
-    if room and not padded.is_cuda:  # oneDNN's bfloat16 matmul reads the numbers between two rows
+    if room and not padded.is_cuda:  # oneDNN's bfloat16 matmul multiplies the padding by zeros
         padded[..., -room:] = 0
     parts = _parts(padded[..., : padded.shape[-1] - room], dq.shape[2], dk.shape[2])
     _rotate((dq, dk, dv), parts, cos, sin, True)
@@ -128,7 +128,7 @@ def _gradient_shape(dq: Tensor, dk: Tensor, room: int) -> list[int]:
 
 
 def _parts(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as views of their product."""
+    """q, k and v as views of `x`, the product of the three projections."""
     q, k, v = x.unflatten(-1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], 2)
     return q, k, v
 
@@ -151,7 +151,7 @@ def _rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, s
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """The operation on x [rows, length, heads, dim] in plain torch and float32 (float64 for float64)."""
+    """The rotation of x [rows, length, heads, dim] in plain torch and float32 (float64 for float64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     width = cos.shape[-1]
     rotated, cos, sin = x[..., :width].to(wide), cos.to(wide).unsqueeze(2), sin.to(wide).unsqueeze(2)
@@ -164,6 +164,6 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor
 def qkv(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, room: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator rotary_qkv with default arguments; see _rotary_qkv."""
+    """The operator rotary_qkv, by default without `room`; see _rotary_qkv."""
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.fxtune.rotary_qkv(x, cos, sin, heads, kv_heads, room)
     return results

@@ -1,6 +1,6 @@
 """The Triton kernel of rotary.py. A program handles one token: it rotates all heads of q and k, and copies v's.
 
-So a token's cos and sin are read once, and everything else is read once and written once: 24 KB a token of an 8B
+So a token's cos and sin are read once, and q, k and v are read once and written once: 24 KB for a token of an 8B
 Llama. Offsets are int64. Import this module only on a GPU.
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS = 2048
-"""Pairs of dimensions that a program rotates at a time. With four warps a thread has 16 pairs, 64 bytes to read."""
+"""Pairs of dimensions that a program rotates at a time. With four warps each thread reads 16 pairs, 64 bytes."""
 WARPS = 4
 
 
@@ -146,7 +146,7 @@ def _copy(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the dimensions from FROM on of all heads of a token."""
+    """Copy the dimensions from FROM on, for all heads of a token."""
     column = FROM + tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, HEADS, BLOCK):
         head = first + tl.arange(0, BLOCK)[:, None]

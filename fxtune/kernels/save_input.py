@@ -1,6 +1,5 @@
-"""An autograd function inside an eager checkpoint (torch.utils.checkpoint) that is not repeated when its checkpoint
-recomputes: it saves its input before it computes, and a checkpoint stops as soon as it has what the backward pass
-needs.
+"""An autograd function that an eager checkpoint (torch.utils.checkpoint) does not repeat when it recomputes. The
+function saves its input before it computes, and a checkpoint stops as soon as it has what the backward pass needs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def save_input_first(
     forward: Forward, backward: Callable[..., Sequence[Any]], flat: torch.Tensor, trained: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """`forward(flat)`, whose backward pass needs `flat` alone, inside an eager checkpoint: `flat` is saved before the
-    work is done, so that the checkpoint stops there and does not repeat the work.
+    """`forward(flat)` inside an eager checkpoint. The backward pass needs only `flat`, which is saved before forward()
+    runs. So the checkpoint stops recomputing at that place, and does not repeat forward().
 
     `backward(flat, gradient, needed)` returns the gradients of flat and of each of `trained`, or None; `needed`:
     whether each gradient is needed.
@@ -44,7 +43,7 @@ class _Early(torch.autograd.Function):
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the first argument. The second one requires a gradient, so that autograd makes a node."""
+    """Saves the first argument. The second argument requires a gradient, so that autograd makes a node."""
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """act(gate) * up and its gradient, each in one pass over the inner tensors of a gated MLP (SwiGLU, GeGLU: arXiv
 2002.05202).
 
-`gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. Both functions write to a tensor that
-the caller passes, whose rows may have gaps between them. All arithmetic is float32, and each result is rounded once.
-On a GPU Triton kernels compute this (swiglu_lora_triton.py); elsewhere torch does, in the same order.
+`gate_up` [rows, 2 width] is gate and up side by side, the result of one matmul. gated() and gated_backward() write to
+a tensor that the caller passes. Its rows may have gaps between them. All arithmetic is float32, and each result is
+rounded once. On a GPU Triton kernels compute this (swiglu_lora_triton.py); elsewhere torch does, in the same order.
 
-The functions also add the products of adapters, each passed as its two factors: forward to gate and up, backward to
-the gradient of p = act(gate) * up. A separate matmul would read and write the widest tensors of a layer once more.
-The backward pass can also reduce its results over the rows, for the gradients of adapters (`FusedSums`).
+The functions also add the products of adapters, each passed as its two factors. gated() adds a product to gate and up,
+and gated_backward() adds another one to the gradient of p = act(gate) * up. A separate matmul would read and write the
+widest tensors of a layer once more. gated_backward() can also sum its results over the rows, for the gradients of
+adapters (`FusedSums`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ ACTS = ("silu", "gelu_pytorch_tanh")
 
 
 class Activation(NamedTuple):
-    """h = f(gate) * (up + shift), where gate is cut at `limit` and up at both `limit` and -`limit` first.
+    """h = f(gate) * (up + shift). Before that, gate is clamped to at most `limit`, and up to [-limit, limit].
 
-    transformers' default is silu or gelu without a limit; gpt-oss has alpha 1.702, limit 7, shift 1, interleaved.
+    Most models have silu or gelu without a limit; gpt-oss has alpha 1.702, limit 7, shift 1, interleaved.
     """
 
     name: str = "silu"
     """One of ACTS."""
     alpha: float = 1.0
-    """f(gate) = act(alpha gate) / alpha, for silu gate * sigmoid(alpha gate)."""
+    """f(gate) = act(alpha gate) / alpha. With silu this is gate * sigmoid(alpha gate)."""
     limit: float = 0.0
-    """0: none."""
+    """0: no limit."""
     shift: float = 0.0
     interleaved: bool = False
     """Columns of gate and up take turns in g; otherwise all columns of gate come first."""
@@ -41,10 +42,10 @@ class Activation(NamedTuple):
 
 SILU = Activation()
 Share = tuple[Tensor, Tensor]
-"""An adapter's product that is not added yet, as its two factors."""
+"""The two factors of an adapter's product that is still to be added."""
 ROOT_2_OVER_PI, CUBIC = 0.7978845608028654, 0.044715
 MIN_ROWS, MAX_RANK = 4096, 32
-"""On a GPU FusedSums needs at least this many rows, and at most this rank: sums of a larger rank do not fit into
+"""On a GPU FusedSums takes at least MIN_ROWS rows, and ranks up to MAX_RANK: sums of a larger rank do not fit into
 registers.
 """
 
@@ -54,16 +55,16 @@ class FusedSums:
     """Sums over rows that gated_backward() computes from its results: g^T xa and p^T dyb, with g = [dgate | dup]."""
 
     xa: Tensor
-    """[rows, R]: first the columns for dgate, then the columns for dup."""
+    """x A^T [rows, R]: the columns for dgate, followed by the columns for dup."""
     dyb: Tensor
-    """[rows, Q]."""
+    """dy B of down [rows, Q]."""
     ranks: tuple[int, int, int]
-    """Columns of xa for dgate, for dup, and columns of dyb. Other columns of the sums have no meaning."""
+    """The number of columns of xa for dgate, of xa for dup, and of dyb. Other columns of the sums have no meaning."""
     keep_p: bool
     """Whether dp must be overwritten with p; otherwise it may keep its values."""
     totals: tuple[Tensor | None, Tensor | None] = (None, None)
     """The two sums as partial sums, [parts, 2 width, R] and [parts, width, Q], float32 or float64. Before the call
-    both are None, or both are the result of an earlier call, to which the sums of these rows are added.
+    both are None, or both are the result of an earlier call. The call then adds its sums to that result.
     """
 
 
@@ -75,7 +76,7 @@ def can_fuse_sums(x: Tensor, ranks: tuple[int, int, int]) -> bool:
 def gated(act: str, gate_up: Tensor, share: Share, out: Tensor) -> Tensor:
     """Write p = act(gate) * up to `out` [rows, width] and return it.
 
-    `share`: xa [rows, R] and b [2 width, R]; xa b^T is added to `gate_up` first.
+    `share`: xa [rows, R] and b [2 width, R]; xa b^T is added to `gate_up` before the activation.
     """
     if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         from fxtune.kernels.swiglu_lora_triton import forward
@@ -90,10 +91,10 @@ def gated_backward(
     act: str, gate_up: Tensor, dp: Tensor, share: Share, above: Share, out: Tensor, sums: FusedSums | None = None
 ) -> Tensor:
     """Write [dgate | dup] to `out` [rows, 2 width] and return it. `dp` [rows, width], p's gradient, is overwritten
-    with p.
+    with p (with `sums`, if they keep p).
 
-    `share`: as for gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp` first. `sums`: sums to
-    compute as well, with the xa of `share` and the ya of `above` as dyb.
+    `share`: see gated(). `above`: ya [rows, Q] and a [Q, width]; ya a is added to `dp` before the gradients are
+    computed. `sums`: also compute these sums. Their xa is that of `share`, and their dyb is ya.
     """
     if gate_up.is_cuda and gate_up.dtype is not torch.float64:
         if sums is not None:

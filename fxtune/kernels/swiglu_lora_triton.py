@@ -1,11 +1,11 @@
 """Triton kernels of swiglu.py: act(gate + xa b_gate^T) * (up + xa b_up^T), and its gradient.
 
 A separate matmul that adds an adapter's product to gate and up would read and write the widest tensor of a layer once
-more: 57 KB a token of Llama-3-8B for the read, and as much for the write. The gated activation reads that tensor
-anyway, so its kernel adds the product, a few dozen multiplications a number, on tensor cores. A program keeps its
-columns of b and loops over rows, or computes one tile if there are few rows. The backward kernel works tile by tile
-and also adds the product of down_proj's adapter to the gradient of p. With many rows and small ranks the kernel of
-swiglu_reduce_triton.py, which also sums the gradients of adapters, takes the place of the backward kernel.
+more: for each token of Llama-3-8B it would read 57 KB and write 57 KB. The gated activation reads that tensor anyway,
+so its kernel adds the product, a few dozen multiplications a number, on tensor cores. A program keeps its columns of b
+and loops over rows, or computes one tile if there are few rows. The backward kernel works tile by tile and also adds
+the product of down_proj's adapter to the gradient of p. With many rows and small ranks swiglu_reduce_triton.py
+replaces the backward kernel. Its kernel also sums the gradients of adapters.
 
 All arithmetic is float32. Offsets are int64: 128k rows of 28,672 numbers exceed int32. Import this module only on a
 GPU.
@@ -25,11 +25,11 @@ from fxtune.kernels.triton_matrix import load, matrix, store
 TILE = (64, 64, 4)
 """Rows, columns and warps of each program."""
 WALK = dict(ROWS=16, COLUMNS=128, STAGES=4, num_warps=4)
-"""The launch of _walk, where a program loops over rows: rows a step, columns a program, steps whose loads overlap."""
+"""The launch of _walk: rows of an iteration, columns of a program, and how many iterations' loads overlap."""
 WALK_ROWS = 512
 """Rows for each program of _walk. If there are fewer rows than this, there is a program for each tile."""
 RANKS = 64
-"""Columns of xa in one product."""
+"""The most columns of xa in one product."""
 
 Share = tuple[Tensor, Tensor]
 
@@ -55,7 +55,7 @@ def forward(act: str, gate_up: Tensor, out: Tensor, share: Share) -> None:
 def backward(act: str, gate_up: Tensor, dp: Tensor, out: Tensor, share: Share, above: Share) -> None:
     """Write [dgate | dup] to `out` [rows, 2 width], and p to `dp` [rows, width] in place of the gradient of p.
 
-    `above`: ya [rows, Q] and a [Q, width]; ya a is added to dp first.
+    `above`: ya [rows, Q] and a [Q, width]; ya a is added to dp before the gradients are computed.
     """
     (rows, width), (ya, a) = dp.shape, above
     _check_shapes(gate_up, dp, share)
@@ -85,7 +85,8 @@ def _block(ranks: int) -> int:
 
 @triton.jit
 def _add_product(total, left, right, row, column, rows, width, ranks, RANKS: tl.constexpr):
-    """total + left right, [rows, ranks] by [ranks, width]; `row` and `column` as int64 [ROWS, 1] and [1, COLUMNS].
+    """`total` plus a tile of `left` [rows, ranks] times `right` [ranks, width]. `row` and `column` are the tile's
+    place, int64 [ROWS, 1] and [1, COLUMNS].
 
     `right` has two strides: between ranks and between columns.
     """
@@ -150,7 +151,7 @@ def _walk(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The forward pass for `program_rows` rows and a block of columns, whose part of b stays in registers."""
+    """The forward pass for `program_rows` rows and a block of columns. The block's part of b stays in registers."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     step, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, RANKS)
     b_at, in_b = b[0] + column.to(tl.int64) * b[1] + rank[:, None], (rank[:, None] < ranks) & (column < width)
@@ -159,7 +160,7 @@ def _walk(
     first = tl.program_id(1) * program_rows
     last = tl.minimum(first + program_rows, rows)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        # Offsets within a tile are int32, and only the offset of its first row is int64: half the registers.
+        # Only the offset of a tile's first row is int64. Offsets within the tile are int32: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
         gate_at = gate_up[0] + at * gate_up[1]

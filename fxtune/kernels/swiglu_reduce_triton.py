@@ -2,13 +2,14 @@
 
 [dgate | dup] and p, which swiglu_lora_triton.py writes, are the widest tensors of a layer, and three gradients are
 sums over their rows: dgate^T xa and dup^T xa for the lora_B of gate and up, and p^T dyb for the lora_A of down. A
-pass over memory for each gradient costs as much as the activation's gradient itself. Here a program keeps a block of
-columns and loops over the rows: it multiplies the numbers that it has just computed, on tensor cores from registers,
-and sums in float32. So p is written only if p A^T was not kept.
+separate pass over memory for these gradients would cost as much as the activation's gradient itself. Here a program
+keeps a block of columns and loops over the rows. It multiplies the numbers that it has just computed, in registers and
+on tensor cores, and sums in float32. So p is written only if the caller needs it for p A^T.
 
 The rows are cut into parts to fill the GPU. Each part has its own sums, and lora_triton.unpack() adds the parts
-up in a fixed order: the same bits each time. Factors are rounded to 16 bits first, as they are in memory. gate_up and
-dp come without the products of their adapters. The kernel adds these, and keeps their second factors in registers.
+up in a fixed order: the same bits each time. dgate, dup and p are rounded to 16 bits before they are multiplied, as
+they would be in memory. gate_up and dp come without the products of their adapters. The kernel adds the products, and
+keeps the second factor of each in registers.
 
 All other arithmetic is float32. Offsets are int64. Import this module only on a GPU.
 """
@@ -24,17 +25,17 @@ from fxtune.kernels.activation import activation
 from fxtune.kernels.triton_matrix import matrix
 
 NARROW = 16
-"""The largest rank whose sums fit into registers for all columns of a program. With half the columns twice this rank
-fits.
+"""The largest rank whose sums fit into registers for all COLUMNS of a program. For up to twice this rank a program
+takes half the columns.
 """
 WALK = dict(ROWS=32, COLUMNS=128, STAGES=4, num_warps=8, maxnreg=128)
-"""The launch shape: rows a step, columns a program, steps whose loads overlap. 128 registers a thread: two programs a
-processor, so that one computes while the other waits.
+"""The launch shape: rows of an iteration, columns of a program, and the number of iterations whose loads overlap. With
+128 registers a thread, two programs fit on a processor: one computes while the other waits.
 """
 SHARED_MEMORY = 2**17
-"""Bytes of shared memory that four steps need; a processor with less overlaps three."""
+"""Bytes of shared memory that four overlapping iterations need. A processor with less memory overlaps three."""
 SLOTS = 264
-"""Programs that run at once: two for each processor of an H200. A constant, so that all GPUs add up in the same
+"""Programs that run at once: two for each processor of an H200. It is a constant, so that all GPUs add up in the same
 order.
 """
 MOST_PARTS, LEAST_ROWS = 8, 512
@@ -59,9 +60,9 @@ def backward(
     Args:
         gate_up, out: [rows, 2 width], 16 bits. dp: [rows, width], the gradient of p; overwritten with p if `keep_p`.
         xa: [rows, R], x A^T of gate and up. dyb: [rows, Q], dy B of down. All have contiguous rows, with any gaps.
-        ranks: of gate, up and down, each at most twice NARROW. Only the columns of gate's and up's own ranks are
-            written.
-        totals: the result of an earlier call, to which the sums are added; both or none.
+        ranks: the ranks of gate, up and down, each at most twice NARROW. Sums of gate with columns of up are not
+            written, and the other way round.
+        totals: the result of an earlier call, to which this call adds its sums, or twice None.
         factors: b [2 width, R] and a [Q, width]: xa b^T is added to gate_up, and dyb a to dp.
     """
     rows, width = dp.shape
@@ -111,7 +112,7 @@ def _block(rank: int) -> int:
 
 
 def _parts(rows: int, blocks: int) -> int:
-    """The number of parts of the rows that leaves the fewest slots idle in the last wave of programs."""
+    """The number of parts of the rows with which the fewest slots are idle in the last wave of programs."""
     most = max(min(MOST_PARTS, rows // LEAST_ROWS), 1)
     return min(range(1, most + 1), key=lambda parts: (-(-blocks * parts // SLOTS) * SLOTS / (blocks * parts), parts))
 
@@ -177,7 +178,7 @@ def _backward(
     sum_up = tl.zeros((COLUMNS, RANKS), tl.float32)
     sum_down = tl.zeros((COLUMNS, DOWN), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        # Offsets within a tile are int32, and only the offset of its first row is int64: half the registers.
+        # Only the offset of a tile's first row is int64. Offsets within the tile are int32: half the registers.
         below, at = step < last - start, tl.cast(start, tl.int64)
         inside = below & (column < width)
         gate = _tile(gate_up, at * gate_up[1], step, column, inside).to(tl.float32)
@@ -194,13 +195,13 @@ def _backward(
         to = out[0] + at * out[1]
         tl.store(to + (step * out[1] + column), d_gate, mask=inside)
         tl.store(to + width + (step * out[1] + column), d_up, mask=inside)
-        # Adding zero uses each sum, so the program waits for it. Otherwise Triton (3.6 to 3.9) overwrites the xa and
-        # dyb of these products with the next rows while the products run: it gives an operand one buffer too few if
-        # registers read it, too.
+        # Adding zero uses each sum, so the program waits for the product. Without it Triton (3.6 to 3.9) overwrites xa
+        # and dyb with the next rows while the products still read them: an operand that is also read into registers
+        # gets one buffer too few.
         sum_gate = tl.dot(tl.trans(d_gate), xa_gate, sum_gate) + 0.0
         sum_up = tl.dot(tl.trans(d_up), xa_up, sum_up) + 0.0
         sum_down = tl.dot(tl.trans(p), dyb_down, sum_down) + 0.0
-        if KEEP:  # All threads have met at the products above, so all have read the dp that is overwritten here.
+        if KEEP:  # All threads have waited for each other at the products above, so all have read this part of dp.
             tl.store(dp[0] + at * dp[1] + (step * dp[1] + column), p, mask=inside)
     into_b += part.to(tl.int64) * 2 * width * wide_b
     _store(into_b, rank[None, :], columns[:, None], wide_b, sum_gate, width, gate_rank, ADD)

@@ -1,16 +1,17 @@
-"""Experts that are divided over ranks: each rank holds some experts whole, and tokens travel to them and back.
+"""Exchanges tokens between ranks that divide the experts of a layer: each rank holds some experts whole.
 
-Every rank gets the hidden states, the chosen experts and the weights of all tokens of its group (gather_tokens),
-computes the rows of the experts that it holds (own_rows), and sends each rank the partial sums of its tokens, which
-that rank adds up (sum_tokens). The gradient of either exchange is the other one. No token is dropped.
+Every rank gets the hidden states, the chosen experts and the weights of all tokens of its group (gather_tokens). It
+computes the rows of the experts that it holds (own_rows), and sends each rank the partial sums of that rank's tokens.
+The receiving rank adds them up (sum_tokens). gather_tokens is the backward pass of sum_tokens, and the other way
+round. No token is dropped.
 
-With top-8 routing over the 2 to 8 cards of a host most tokens have an expert on most ranks, so sending a token only to
-the ranks of its experts would save little: nothing to speak of on 2 ranks, a third on 8. In return the number of
-received tokens is known before the routing is, and a token travels once for all its experts of a rank.
+With top-8 routing over the 2 to 8 cards of a host most tokens have an expert on most ranks. Sending a token only to
+the ranks of its experts would save little: almost nothing on 2 ranks, a third on 8. Sending all tokens to all ranks
+makes the number of received tokens independent of the routing, and a token travels once for all its experts on a rank.
 
 Partial sums travel in the dtype of the experts and are added in float32, in the order of the ranks: the same bits in
-each run. The ranks may have different numbers of tokens; set_tokens() says how many. own_rows() waits for the device,
-once a layer: tensors with a row for each pair of a token and an expert are only as long as this rank's share.
+each run. The ranks may have different numbers of tokens, which set_tokens() sets. own_rows() waits for the device once
+in each layer, so that tensors with a row for each pair of a token and an expert are no longer than this rank's share.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ class Exchange(NamedTuple):
         return OwnRouting(*own_rows(index, *self[1:], self.group))
 
     def gather(self, states: Tensor, routing: OwnRouting) -> Tensor:
-        """[tokens of all ranks, ...]: the `states` [tokens, ...] of each rank's tokens."""
+        """[tokens of all ranks, ...]: all ranks' `states` [tokens, ...], one rank after the other."""
         gathered: Tensor = gather_tokens(states, routing.tokens, self.group)
         return gathered
 
     def sum(self, states: Tensor, tokens: int) -> Tensor:
-        """[tokens, d]: the sum over ranks of the `states` [tokens of all ranks, d] of this rank's tokens."""
+        """[tokens, d]: for this rank's tokens the sum of all ranks' `states` [tokens of all ranks, d]."""
         summed: Tensor = sum_tokens(states, tokens, self.group)
         return summed
 
     def anywhere(self, flags: Tensor) -> Tensor:
-        """Which of the bool `flags` is set on a rank of the group."""
+        """Whether each of the bool `flags` is set on at least one rank of the group."""
         counts = flags.int()
         dist.all_reduce(counts, group=upstream.process_group(self.group))
         return counts > 0
@@ -77,9 +78,9 @@ def own_rows(index: Tensor, first: int, experts: int, group: str) -> tuple[Tenso
 
 
 def sorted_rows(index: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """own_rows() of tokens whose experts `index` [tokens, k] this rank knows already."""
+    """own_rows() for the experts `index` [tokens, k] of all ranks' tokens, without an exchange."""
     local = index.flatten() - first
-    # Rows of other ranks' experts are sorted behind all others, and cut off.
+    # Sorting puts the rows of other ranks' experts at the end, where they are cut off.
     key, order = torch.where((local >= 0) & (local < experts), local, experts).sort(stable=True)
     ends = torch.searchsorted(key, torch.arange(experts, device=key.device), right=True, out_int32=True)
     order = order[: int(ends[-1])].clone()
@@ -99,13 +100,13 @@ def _(index: Tensor, first: int, experts: int, group: str) -> tuple[Tensor, Tens
 @torch.library.custom_op("fxtune::gather_tokens", mutates_args=())
 def gather_tokens(states: Tensor, rows: int, group: str) -> Tensor:
     """[rows, ...]: the `states` [tokens, ...] of all ranks, one rank after the other. `rows`: how many tokens all
-    ranks have."""
+    ranks have together."""
     return _gather(states, group)
 
 
 @torch.library.custom_op("fxtune::sum_tokens", mutates_args=())
 def sum_tokens(states: Tensor, tokens: int, group: str) -> Tensor:
-    """[tokens, ...]: the sum over ranks of the `states` of this rank's tokens. `states` [rows, ...]: a partial sum for
+    """[tokens, ...]: for this rank's tokens the sum of all ranks' `states`. `states` [rows, ...]: a partial sum for
     each token of all ranks, one rank after the other. `tokens`: how many tokens this rank has."""
     counts = _TOKENS[group]
     received = states.new_empty(len(counts) * tokens, *states.shape[1:])
@@ -152,7 +153,7 @@ def _exchange(received: Tensor, sent: Tensor, receives: list[int], sends: list[i
     try:
         dist.all_to_all_single(received, sent, receives, sends, group=members)
     except RuntimeError as error:
-        if out_of_memory_reason(error):  # NCCL's
+        if out_of_memory_reason(error):  # NCCL reports that memory ran out
             raise
         raise LostRankError(
             f"Rank {members.rank()} of the {members.size()} that divide experts ({socket.gethostname()}) lost another "

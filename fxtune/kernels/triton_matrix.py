@@ -1,5 +1,5 @@
 """A matrix as an argument of a Triton kernel: a tuple of its pointer and the distance between its rows. Import this
-module only on a GPU, like every module that imports triton: torch's CPU builds come without triton.
+module only on a GPU, like every module that imports triton, because torch's CPU builds come without triton.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""`fxtune import`: recipes from the configs of other tools. keys.yaml says what becomes of each key, account.py reads
-it, and trainer_arguments.py and a module for each tool have what several keys decide together."""
+"""`fxtune import`: recipes from the configs of other tools. account.py follows keys.yaml for each key that acts alone.
+trainer_arguments.py and a module for each tool translate keys that act together."""

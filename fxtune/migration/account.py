@@ -1,7 +1,7 @@
-"""What becomes of each key of another tool's config: no key is left out in silence.
+"""Accounts for each key of another tool's config: no key is left out silently.
 
-keys.yaml has what each key becomes. A tool's function `decide` and its `rules` have only what several keys decide
-together; `read` follows the file for all other keys.
+keys.yaml says what becomes of each key that acts alone. Keys that act together are translated by a tool's function
+`decide` and its `rules`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
     value: Any
     fate: Fate
     text: str
-    """The keys of the recipe, or the reason."""
+    """The keys of the recipe with their values, or the reason."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Tool:
 
     @cached_property
     def table(self) -> dict[str, Any]:
-        """The tool's section of keys.yaml, with mappings for texts and `lines`: {key: (`to`, `without`, `differs` or
-        `refused`; the reason; the word behind the key's =, or the key)}."""
+        """The tool's section of keys.yaml, with its texts read as mappings. It also has `lines`: {key: (`to`,
+        `without`, `differs` or `refused`; the reason; the text after `=` in the file, or else the key)}."""
         found = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8"))
         own = found[self.name]
         shared = found["shared"] if own.get("shared", True) else {}
@@ -70,21 +70,21 @@ class Tool:
 
 @dataclass
 class Account:
-    """A config, the recipe that grows from it, and what became of each key. Keys have their names of keys.yaml."""
+    """A config, the recipe that is made from it, and what became of each key. Methods take the names of keys.yaml."""
 
     tool: Tool
     config: Mapping[str, Any]
     gpus: int = 1
-    """On how many cards the other tool ran the config: its global batch follows from them."""
+    """The number of cards on which the other tool ran the config. It is a factor of the global batch."""
     file: Path = Path()
     method: str = "sft"
-    """TRL has its method in the command, not in the file."""
+    """The method of training. TRL has it in the command, not in the file."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """{key of fxtune with dots: value}."""
     entries: dict[str, Entry] = field(default_factory=dict)
-    """By the tool's own names, and also of keys that the config does not set."""
+    """{the tool's name of a key: the entry}, also for keys that the config does not set."""
     differences: list[str] = field(default_factory=list)
-    """What the recipe trains otherwise than the other tool, one sentence each."""
+    """A sentence for each difference between training by the recipe and by the other tool."""
 
     def own(self, name: str) -> str:
         """The tool's own name of a key."""
@@ -95,7 +95,7 @@ class Account:
         return self.config.get(self.own(name)) not in UNSET
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key; where it is not set, the tool's default, or `default`."""
+        """The value of a key. If the config does not set the key: the tool's default, or else `default`."""
         return self.config[self.own(name)] if self.has(name) else self.tool.table["defaults"].get(name, default)
 
     def set(self, target: str, value: Any, *names: str) -> None:
@@ -115,11 +115,11 @@ class Account:
             self._enter(Fate.translated, f"{also}{target}={_short(found)}", name)
 
     def note(self, why: str, *names: str) -> None:
-        """The keys have no effect here."""
+        """Record that the keys `names` have no effect here, and why."""
         self._enter(Fate.no_effect, why, *names)
 
     def refuse(self, why: str, *names: str) -> None:
-        """`why`: what fxtune cannot do, and what to change."""
+        """Record that the keys `names` are refused. `why`: what fxtune cannot do, and what to change."""
         self._enter(Fate.refused, why, *names)
 
     def differ(self, sentence: str) -> None:
@@ -127,7 +127,7 @@ class Account:
             self.differences.append(sentence)
 
     def shown(self) -> list[Entry]:
-        """The entries of the config's keys, and of a key that is missing."""
+        """The entries of the config's keys, and of refused keys that the config lacks."""
         keys = [key for key, entry in self.entries.items() if entry.fate is Fate.refused]
         return [self.entries[key] for key in dict.fromkeys([*self.config, *keys])]
 
@@ -136,14 +136,14 @@ class Account:
         return self.tool.table["values"].get(name, {}).get(str(self.get(name, default)), self.get(name, default))
 
     def follow(self, name: str) -> None:
-        """Do what the rules, or else keys.yaml, say of a key."""
+        """Translate a key by the tool's rule for it, or else by keys.yaml."""
         if name in self.tool.rules:
             return self.tool.rules[name](self, name)
         (kind, head, word), value = self.tool.table["lines"][name], self.get(name)
         if kind == "to":
             target, _, choices = word.partition(":")
             if target in self.recipe and not self.has(name):
-                return None  # a default, and another key has decided
+                return None  # another key has decided, and this value is only a default
             objective = Slot(Config).fields["objective"].chosen({"name": self.recipe.get("objective", "causal_lm")})
             is_read = target.removeprefix("objective.") in (target, *objective.fields)
             if not is_read and not ("objective" in self.recipe and self.has(name)):
@@ -166,11 +166,12 @@ class Account:
 
 
 Rule = Callable[[Account, str], None]
-"""What becomes of a key."""
+"""Translates one key, given by its name in keys.yaml."""
 
 
 def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
-    """Account for each key of `config`. `options`: further fields of Account. Raises ConfigError for odd values."""
+    """Account for each key of `config`. `options`: other fields of Account. Raises ConfigError for a value that the
+    tool would not take."""
     account, table = Account(tool, config, **options), tool.table
     known = {account.own(name): name for name in (*table["lines"], *tool.rules)}
     try:
@@ -195,8 +196,8 @@ def read(tool: Tool, config: Mapping[str, Any], **options: Any) -> Account:
 
 
 def convert(target: str, value: Any) -> Any:
-    """`value`, which YAML may have read as text (`2e-5`), in the type of the recipe's key; None where that is a count
-    and `value` is none (-1, or a share of the run). Raises ValueError."""
+    """`value` in the type of the recipe's key; YAML reads `2e-5` as text. None if the key is a count and `value` is no
+    count (-1, or a share of the run). Raises ValueError if the key cannot have this value."""
     slot = Slot(Config)
     for key in target.split("."):
         slot = slot.below(key) or Slot(Any)
@@ -217,13 +218,14 @@ def convert(target: str, value: Any) -> Any:
 
 
 def within(value: Any, words: str) -> bool:
-    """Whether a value, or each part of a list or a section, is one of the words `A|B`, or ends in `.A`."""
+    """Whether a value, or each entry of a list, or each key of a section, is A or B, or ends in `.A` or `.B`. `words`:
+    `A|B`."""
     parts = value if isinstance(value, (list, dict)) else [value]
     return {str(part).rpartition(".")[2] for part in parts} <= {*words.split("|")}
 
 
 def listed(value: Any) -> list[Any]:
-    """A list, which a config may have as one value or as text with commas."""
+    """`value` as a list. A config may have a single value, or a text with commas, in place of a list."""
     given = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     return [part.strip() if isinstance(part, str) else part for part in given]
 

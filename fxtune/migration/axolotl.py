@@ -1,4 +1,4 @@
-"""Reads a config of Axolotl (YAML). Its keys: docs.axolotl.ai/docs/config-reference."""
+"""Reads a config of Axolotl (YAML). Its keys are documented at docs.axolotl.ai/docs/config-reference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fxtune.migration import trainer_arguments as shared
 from fxtune.migration.account import UNSET, Account, Tool, listed, pairs, within
 
 CHATS = r"chat_template(\.default|\.argilla_chat)?|sharegpt.*|messages|chatml\..+|llama3\..+|zephyr\.nectar|alpaca.*"
-"""Types of datasets whose rows are chats, or pairs of chats with `rl`."""
-DEFAULTS = {"pretraining_dataset": {"type": "pretrain"}, "test_datasets": {"split": "test"}}  # of an entry
+"""Types of datasets whose rows are chats; with `rl`, pairs of chats."""
+DEFAULTS = {"pretraining_dataset": {"type": "pretrain"}, "test_datasets": {"split": "test"}}  # of an entry of the key
 TEXTS = ("completion", "pretrain")
 PLACES = pairs("path split train_on_split=split name=subset revision")
 COLUMNS = pairs(
@@ -18,9 +18,9 @@ COLUMNS = pairs(
     "field_system=system field_instruction=instruction field_input=input field_output=output field_prompt=prompt "
     "field_completion=completion field_label=label"
 )
-"""Keys of a dataset that name a column -> the column as fxtune reads it."""
+"""{key of a dataset that names a column: fxtune's name for this column}."""
 ROLES = {"system": "system", "user": "user human", "assistant": "assistant gpt model", "tool": "tool"}
-"""Names of roles that fxtune reads."""
+"""{role: the names of this role that fxtune reads}."""
 USUAL = pairs("train_on_eos=turn|all train_on_eot=turn|all roles_to_train=assistant|gpt")
 IGNORED = ("ds_type", "trust_remote_code", "conversation", "no_input_format")
 
@@ -51,7 +51,7 @@ def decide(account: Account) -> None:
 
 
 def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
-    """An entry of data.sources."""
+    """`entry` of the config's `key` as an entry of data.sources. Raises ValueError to refuse it."""
     left = DEFAULTS.get(key, {}) | (entry if isinstance(entry, dict) else {"path": entry})
     kind, files = left.pop("type", None), listed(left.pop("data_files", None) or [])
     left |= kind if isinstance(kind, dict) else {}
@@ -63,7 +63,7 @@ def _source(account: Account, key: str, entry: Any) -> dict[str, Any]:
     if files and "://" not in str(files[0]):
         source["path"] = files[0]
     named = {left.pop(name): column for name, column in COLUMNS.items() if isinstance(left.get(name), str)}
-    own = {"messages": "conversations"}  # fxtune reads it without being told
+    own = {"messages": "conversations"}  # fxtune reads this column without a new name
     if columns := {name: column for name, column in named.items() if name not in (column, own.get(column))}:
         source["columns"] = columns
     mappings = left.pop("message_property_mappings", {})

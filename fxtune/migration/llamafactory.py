@@ -1,4 +1,4 @@
-"""Reads a config of LLaMA-Factory (YAML). Its keys: src/llamafactory/hparams in its repository."""
+"""Reads a config of LLaMA-Factory (YAML). Its keys are in src/llamafactory/hparams of LLaMA-Factory's repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxtune.migration import trainer_arguments as shared
 from fxtune.migration.account import Account, Tool, listed, pairs
 
 COLUMNS = pairs("system tools images chosen rejected kto_tag=label messages")
-"""Columns of dataset_info.json -> the column as fxtune reads it."""
+"""{column in dataset_info.json: fxtune's name for this column}."""
 ALPACA = pairs("prompt=instruction query=input response=output history") | COLUMNS
 
 
@@ -38,7 +38,7 @@ def decide(account: Account) -> None:
 
 
 def _source(account: Account, key: str, name: str) -> dict[str, Any]:
-    """The entry of dataset_info.json with this name, as an entry of data.sources."""
+    """The entry `name` of dataset_info.json as an entry of data.sources. Raises ValueError if it cannot be read."""
     place = Path(str(account.get("dataset_dir", "data"))) / "dataset_info.json"
     places = [above / place for above in (Path(), account.file.parent, *account.file.resolve().parents)]
     file = next((file for file in places if file.is_file()), None)

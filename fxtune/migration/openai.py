@@ -1,4 +1,4 @@
-"""Reads a fine-tuning job of OpenAI's API, as JSON. Its keys: platform.openai.com/docs/api-reference/fine-tuning."""
+"""Reads a fine-tuning job of OpenAI's API, as JSON (platform.openai.com/docs/api-reference/fine-tuning)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a config of ms-swift (YAML, or args.json of a run). Its keys: swift.readthedocs.io."""
+"""Reads a config of ms-swift (YAML, or args.json of a run). Its keys are documented at swift.readthedocs.io."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def decide(account: Account) -> None:
 
 
 def _source(account: Account, key: str, name: Any) -> dict[str, Any]:
-    """`org/data:subset#500`, or a file."""
+    """An entry of data.sources. `name`: `org/data:subset#500`, where subset and number of rows are optional, or a
+    file."""
     path, _, limit = str(name).partition("#")
     path, _, subset = path.partition(":") if "://" not in path else (path, "", "")
     source: dict[str, Any] = {"path": path}

@@ -1,4 +1,4 @@
-"""What several keys decide together in each tool: the batch, the optimizer, the precision, adapters, held-out rows."""
+"""Rules for keys of other tools that act together: batch, optimizer, precision, adapters, held-out rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ADAPTERS = ("lora_", "peft_", "use_dora", "use_rslora", "target_modules", "modul
 
 
 def trainer(account: Account, kind: str) -> None:
-    """Decide the keys of transformers' Trainer that act together. `kind`: `lora`, or anything for full fine-tuning."""
-    # The precision: 16-bit training, and fxtune's fast bundle with it.
+    """Translate the keys of transformers' Trainer that act together. `kind`: `lora`; all else is full fine-tuning."""
+    # The precision. Training in bfloat16 also gets fxtune's fast bundle.
     kind = "lora" if kind == "lora" else "full"
     half = str(account.get("bf16") or account.get("pure_bf16")).lower() in ("true", "auto", "full", "bfloat16")
     half = half and (account.has("bf16") or not account.get("fp16"))
@@ -29,7 +29,7 @@ def trainer(account: Account, kind: str) -> None:
         account.note("there is no adapter", *(key for key in keys if key.startswith(ADAPTERS)))
     elif not account.get("lora_alpha"):
         account.set("techniques.lora.alpha", 2 * int(account.get("lora_r")), "lora_alpha")
-    # The batch: rows of a card x accumulation x cards with rows of their own.
+    # The batch: rows of a card x accumulated micro-batches x cards that take different rows.
     micro, accumulate = "per_device_train_batch_size", "gradient_accumulation_steps"
     cards, rows = max(1, account.gpus // int(account.get("context_parallel_size") or 1)), int(account.get(micro))
     times = account.get(accumulate, 1)
@@ -57,7 +57,7 @@ def trainer(account: Account, kind: str) -> None:
     if steps >= 1 and not constant:
         account.set("schedule.warmup_steps", int(steps), "warmup_steps")
         account.note("warmup_steps decides", "warmup_ratio")
-    else:  # transformers' `constant` has no warm-up, and its newer versions read a share in warmup_steps
+    else:  # transformers' `constant` has no warm-up; newer versions take warmup_steps below 1 as a share of the steps
         given = account.has("warmup_steps") and (steps or not account.has("warmup_ratio"))
         share = 0 if constant else steps if given else account.get("warmup_ratio")
         account.set("schedule.warmup_steps", share, "warmup_steps", "warmup_ratio")
@@ -84,7 +84,7 @@ def quantize(account: Account, name: str) -> None:
 
 
 def targets(account: Account, name: str) -> None:
-    """The modules that get adapters, also on tensors that hold all experts, by the names of their linears."""
+    """Translate the names of the linears, and of the tensors of experts, that get adapters."""
     wanted = account.get(name) or "all-linear"
     if not account.get(name):
         account.differ(f"{name} is not set: peft adapts a few linears, which the model's family decides, fxtune all")
@@ -102,18 +102,18 @@ def targets(account: Account, name: str) -> None:
 
 
 def _names_of(pattern: str) -> list[str] | None:
-    """The names of linears with which the modules of a regular expression end; None if that is not clear. A group
-    gives several: `mlp.(up|down)_proj` gives up_proj and down_proj."""
+    """The names of linears at the end of a regular expression for modules; None if the expression may mean more or
+    less than these linears. A group gives several names: `mlp.(up|down)_proj` gives up_proj and down_proj."""
     *path, last = re.split(r"\\?\.(?![^(]*\))", pattern.rstrip("$"))
     if "|" in re.sub(r"\([^()]*\)", "", pattern) or any(re.search(r"\([^)]*\d", part) for part in path):
-        return None  # several patterns, or some layers only
+        return None  # the expression has several patterns, or names some layers only
     found = re.fullmatch(r"(\w*)(?:\(([\w|]+)\)(\w*))?", last)
     names = (found[2] or "").split("|") if found and last else []
     return [f"{found[1]}{name}{found[3] or ''}" for name in names] if found and names else None
 
 
 def sharding(account: Account, name: str) -> None:
-    """A section or a file of DeepSpeed, FSDP or accelerate."""
+    """Judge a section or a file of DeepSpeed, FSDP or accelerate: only weights on the host are refused."""
     if "offload" in re.sub(r"'\w*offload\w*': (False|None)", "", str(account.get(name))):
         account.refuse("weights on the host are not supported. Take techniques=qlora, or more cards", name)
     else:
@@ -121,7 +121,7 @@ def sharding(account: Account, name: str) -> None:
 
 
 def vision(account: Account, name: str) -> None:
-    """Whether the vision encoder, or its projector (`aligner`), is frozen."""
+    """Translate whether the vision encoder (freeze_vit) or the projector (freeze_aligner) is frozen."""
     if account.get(name) not in OFF:
         account.note("the vision encoder and its projector stay as they are", name)
     elif "lora" in account.recipe["techniques"]:
@@ -141,7 +141,7 @@ def learn_all(account: Account, name: str) -> None:
 
 
 def tracking(account: Account, name: str) -> None:
-    """Where metrics go, by transformers' names."""
+    """Translate the trackers of metrics from transformers' names."""
     account.note("metrics.jsonl and the report are always written", name)
     names = {str(word).lower() for word in listed(account.get(name))}
     if "wandb" in names:
@@ -153,7 +153,8 @@ def tracking(account: Account, name: str) -> None:
 
 
 def rows(account: Account, target: str, name: str, source: Callable[[Account, str, Any], dict[str, Any]]) -> None:
-    """The entries of the key `name` as data.sources or data.eval_sources. `source` raises ValueError to refuse."""
+    """Add the entries of the key `name` to `target`, data.sources or data.eval_sources. `source` translates an entry,
+    and raises ValueError to refuse it."""
     try:
         found = [source(account, name, entry) for entry in listed(account.get(name, []))]
     except ValueError as error:
@@ -165,7 +166,7 @@ def rows(account: Account, target: str, name: str, source: Callable[[Account, st
 
 
 def held_out(account: Account, name: str) -> None:
-    """A share or a count of the rows, unless held-out rows have a source of their own."""
+    """Translate the share or the number of held-out rows. It has no effect if there are data.eval_sources."""
     value = float(account.get(name))
     if value <= 0 or "data.eval_sources" in account.recipe:
         return account.note("no share of the rows is held out", name)

@@ -1,4 +1,4 @@
-"""Reads a config of TRL's command line (`trl sft --config FILE`). Its keys: SFTConfig, DPOConfig, ModelConfig."""
+"""Reads a config of TRL's command line (`trl sft --config FILE`): the fields of SFTConfig, DPOConfig, ModelConfig."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 What: replaces `process_image`, `resize`, `rescale` and `normalize` of PilBackend, which the image processors of all
   families inherit.
 Why: PilBackend copies the whole picture five times, resizes it with Pillow, and rescales it as float64. A picture of
-  12 megapixels takes 183 ms there, and 36 ms here (docs/log.md). transformers' other backend needs torchvision, whose
-  build on PyPI does not load beside the CPU build of torch.
+  12 megapixels takes 183 ms with PilBackend, and 36 ms with this module (docs/log.md). transformers' other backend
+  needs torchvision, whose build on PyPI does not load beside the CPU build of torch.
 
-torch's uint8 kernel, which torchvision also calls, resizes pixels. It rounds otherwise than Pillow: by 0.2 of 255
-levels on average in tall, narrow images, and in one value of 300 in other images. Both differ from exact arithmetic by
-0.1 to 0.2 levels. Pillow applies filters that the kernel lacks, such as Lanczos.
+torch's uint8 kernel, which torchvision also calls, resizes the images. Its rounding differs from Pillow's: by 0.2 of
+255 levels on average in tall, narrow images, and in one value of 300 in other images. Both differ from exact
+arithmetic by 0.1 to 0.2 levels. Pillow still applies the filters that the kernel lacks, such as Lanczos.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MODES = {None: "bilinear", Image.Resampling.BILINEAR: "bilinear", Image.Resampli
 
 
 def blank(image_processor: Any, height: int, width: int) -> Any:
-    """A black image for `image_processor`. FewerPasses resizes it at no cost."""
+    """A black image for `image_processor`. A processor of FewerPasses resizes it at no cost."""
     return _blank(height, width) if isinstance(image_processor, FewerPasses) else Image.new("RGB", (width, height))
 
 
 def _blank(height: int, width: int) -> np.ndarray:
-    """uint8 [3, height, width], stored as one byte."""
+    """A black image, uint8 [3, height, width], that takes one byte of memory."""
     return np.broadcast_to(np.uint8(0), (3, height, width))
 
 
@@ -44,7 +44,7 @@ def _is_blank(image: Any) -> bool:
 
 
 class FewerPasses(PilBackend):
-    """A base class between the class of an image processor and PilBackend."""
+    """A base class that replaces methods of PilBackend for an image processor, see with_fewer_passes()."""
 
     family: type
     """The class of the image processor in transformers."""
@@ -75,7 +75,7 @@ class FewerPasses(PilBackend):
             return super().resize(image, size, resample=resample, **options)
         pixels = torch.from_numpy(image)[None]
         resized = F.interpolate(pixels, size=tuple(target), mode=MODES[resample], antialias=True)
-        return resized[0].contiguous().numpy()  # by channel: the next passes are faster
+        return resized[0].contiguous().numpy()  # one channel after the other makes the next passes faster
 
     def rescale(self, image: np.ndarray, scale: float, **options: Any) -> np.ndarray:  # type: ignore[override]
         scaled = image.astype(np.float32, order="C")
@@ -96,7 +96,7 @@ class FewerPasses(PilBackend):
 
 
 class _ResizedByMethod:
-    """A base class before Gemma 4's image processor, which resizes with a function of its module. Calls resize()."""
+    """A base class for Gemma 4's image processor: calls resize() where the family resizes by a function of its own."""
 
     def aspect_ratio_preserving_resize(
         self, image: np.ndarray, patch_size: int, max_patches: int, pooling_kernel_size: int, resample: Any
@@ -118,7 +118,7 @@ def _class_between(family: type) -> type:
 
 
 def with_fewer_passes(image_processor: Any) -> Any:
-    """A PilBackend processor with the same settings and fewer passes; a processor of another backend unchanged."""
+    """`image_processor` with the same settings and fewer passes. A processor of another backend is not changed."""
     if not isinstance(image_processor, PilBackend):
         return image_processor
     return _restored(type(image_processor), vars(image_processor))

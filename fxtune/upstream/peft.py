@@ -1,4 +1,4 @@
-"""Private parts of peft, and what it imports beside itself. See the package's docstring for the form of an entry."""
+"""Private parts of peft, and its imports of other libraries. See the package's docstring for the form of an entry."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ AVAILABLE = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available"
 
 @contextlib.contextmanager
 def alone() -> Iterator[Any]:
-    """peft, which finds no library of quantized weights that this process has not imported yet.
+    """Yield the module peft. In the body peft finds only libraries of quantized weights that are already imported.
 
     peft imports each installed library of quantized linears. bitsandbytes takes one to three seconds, because its
-    import loads torch's compiler. A model with quantized linears has imported their library already. peft has no
-    option for this. For an entry None in sys.modules Python says that there is no such module.
+    import loads torch's compiler. A model with quantized linears has already imported their library. peft has no
+    option for this. If an entry of sys.modules is None, Python says that the module does not exist.
     """
     hidden = [name for name in LIBRARIES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is allowed there
@@ -50,8 +50,8 @@ READ = "convert_peft_config_for_transformers"
 #
 # What: convert_peft_config_for_transformers(), by which peft reads the names of linears, such as `down_proj`, as names
 #   of tensors that hold all experts.
-# Why: peft calls it for each model whose files transformers converts. fxtune calls it earlier, before there are
-#   adapters, and switches it off while adapters are added.
+# Why: peft calls it for each model whose files transformers converts. fxtune calls it before it adds adapters, and
+#   switches it off while it adds them.
 
 
 def read_as_experts(config: Any, model: nn.Module) -> None:
@@ -85,12 +85,12 @@ def _conversion() -> Any:
 
 
 def specialize(layer: nn.Module, behaviour: type) -> None:
-    """Let `layer` have the methods of `behaviour` before the methods of its class, which super() calls."""
+    """Let `layer` have the methods of `behaviour`. super() in them calls the methods of the layer's class."""
     kind: Any = type(layer)
     layer.__class__ = _specialized(kind, behaviour)
 
 
 @functools.cache
 def _specialized(kind: Any, behaviour: type) -> Any:
-    """One class for all layers of a class, so that they share a compiled graph."""
+    """Make one class for all layers of the class `kind`, so that they share a compiled graph."""
     return type(f"{behaviour.__name__}{kind.__name__}", (behaviour, kind), {"__module__": kind.__module__})

@@ -11,10 +11,10 @@ from fxtune.errors import ConfigError, first_line
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise ConfigError for a panic of the library's Rust code, such as a regular expression that never ends.
+    """Raise ConfigError if the library's Rust code panics in the body, as at a regular expression that never ends.
 
     What: PanicException of pyo3, a BaseException that no module exports.
-    Why: the library raises nothing else for a regular expression that it gives up on.
+    Why: if the library gives up on a regular expression, it raises only this.
     """
     try:
         yield
@@ -30,8 +30,8 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextmanager
 def one_panic() -> Iterator[None]:
-    """panics_as_errors() without the report that Rust prints for each text of a batch: native code's stderr is held
-    back in the block, and dropped if it panics."""
+    """panics_as_errors() without the report that Rust prints for each text of a batch. In the body native code's
+    stderr is held back. It is dropped after a panic, and otherwise written at the end."""
     try:
         held, shown = os.memfd_create("stderr"), os.dup(2)
     except (AttributeError, OSError):  # not Linux, or stderr is closed

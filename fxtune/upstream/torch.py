@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def foreach(name: str, tensors: Sequence[torch.Tensor], *operands: Any) -> None:
-    """Call the in-place method `name` (`copy_`, `mul_`) on each tensor, with the tensor's entry of each list in
-    `operands`.
+    """Call the in-place method `name` (`copy_`, `mul_`) on each tensor. An operand is a list with an argument for each
+    tensor, or one argument for all.
 
     What: torch._foreach_NAME, a few kernels for all tensors.
     Why: torch has no public function for several tensors at once.
@@ -83,7 +83,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     """Products of fp8 matrices of several experts on a GPU.
 
     What: torch._scaled_grouped_mm.
-    Why: fxtune's products of linears and experts take scales in the same form.
+    Why: torch.nn.functional.scaled_grouped_mm wants a recipe for the scales. This function takes scales alone.
     """
     product: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
     return product(*operands, **options)
@@ -106,7 +106,7 @@ def remove_forward_hooks(module: nn.Module) -> None:
     """Remove the forward hooks of `module`.
 
     What: _forward_hooks of nn.Module.
-    Why: in public a hook is removed by its handle, which is the property of its author.
+    Why: the public way to remove a hook is its handle, which only the hook's author has.
     """
     module._forward_hooks.clear()
 
@@ -115,8 +115,8 @@ def remove_recorders(module: nn.Module) -> None:
     """Remove transformers' hooks on `module` and inside it that record results, such as attention's weights.
 
     What: _forward_hooks of nn.Module.
-    Why: if one result is asked for, transformers installs all hooks (LLaVA asks for hidden states of the vision
-    encoder), and torch.compile cannot trace them.
+    Why: if a model asks for one result (LLaVA asks for hidden states of the vision encoder), transformers installs all
+    hooks, and torch.compile cannot trace them.
     """
     for part in module.modules():
         hooks = part._forward_hooks
@@ -125,11 +125,11 @@ def remove_recorders(module: nn.Module) -> None:
 
 
 def of_any_size(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, for compiled code that takes any size of all its dimensions but the last of several.
+    """`tensor`, marked so that compiled code takes any size of its dimensions, except the last one of several.
 
     What: torch._dynamo.maybe_mark_dynamic, _is_view of tensors.
-    Why: for torch.compile(dynamic=True) two sizes that are equal in the first call are one size, so it compiles again
-    when they differ. It also compiles for the size of a view's base, so a view is copied.
+    Why: torch.compile(dynamic=True) takes sizes that are equal in the first call for one size, and compiles again when
+    they differ. It also compiles for the size of a view's base, so a view is copied.
     """
     tensor = tensor.clone() if tensor._is_view() else tensor
     for dimension in range(max(tensor.dim() - 1, 1)):
@@ -141,7 +141,7 @@ def end_workers(batches: Any) -> Callable[[], None] | None:
     """The function that ends the worker processes of a pass over a DataLoader; None for a pass without workers.
 
     What: _shutdown_workers of torch's iterator.
-    Why: torch ends workers when nothing refers to the iterator, and a traceback may refer to it until the end.
+    Why: torch ends workers when nothing refers to the iterator. A traceback may refer to it until the process ends.
     """
     return getattr(batches, "_shutdown_workers", None)
 
@@ -155,7 +155,8 @@ def muon_parts() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
     """Muon's orthogonalization of a matrix, and its factor for the learning rate.
 
     What: _zeropower_via_newtonschulz and _adjust_lr of torch.optim._muon.
-    Why: torch.optim.Muon updates whole matrices, and a rank has rows; with these the bits are the same.
+    Why: torch.optim.Muon updates whole matrices, but a rank may hold only rows of a matrix. These functions give the
+    same bits as torch.optim.Muon.
     """
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
@@ -169,7 +170,7 @@ def process_group(name: str) -> Any:
     """The process group with this `group_name`.
 
     What: _resolve_process_group of torch.distributed.
-    Why: an operator of torch takes a name, and no group.
+    Why: an operator of torch cannot take a group as an argument, only its name.
     """
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
@@ -187,7 +188,7 @@ def forget_meshes() -> None:
     """Empty DTensor's tables of operators.
 
     What: functions of torch.distributed.tensor that clear its caches.
-    Why: the tables hold the meshes of all tensors, with them the process groups, and so the threads of gloo.
+    Why: the tables refer to the meshes of all tensors. The meshes keep the process groups and gloo's threads alive.
     """
     if "torch.distributed.tensor" in sys.modules:
         for table in DTENSOR_TABLES:
@@ -196,10 +197,10 @@ def forget_meshes() -> None:
 
 
 def set_host_timeout(group: Any, patience: timedelta) -> None:
-    """How long exchanges between hosts may take, in a group that also exchanges between GPUs.
+    """Set how long exchanges between hosts may take, in a group that also exchanges between GPUs.
 
     What: _set_default_timeout of the group's backend for CPU tensors.
-    Why: init_process_group takes one time for both.
+    Why: init_process_group takes one timeout for hosts and GPUs.
     """
     group._get_backend(torch.device("cpu"))._set_default_timeout(patience)
 
@@ -207,18 +208,18 @@ def set_host_timeout(group: Any, patience: timedelta) -> None:
 # The compiler
 
 # What: counters, graph breaks, failed guards, metrics and errors of torch._dynamo.
-# Why: a graph break changes no number, and torch has no public report of it (torch._dynamo.explain compiles anew).
-# Importing torch._dynamo takes a second.
+# Why: a graph break changes no result, and torch has no public report of it (torch._dynamo.explain compiles anew).
+# Only functions below use torch._dynamo, because importing it takes a second.
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch raises where code cannot be compiled as asked."""
+    """The errors that torch raises if it cannot compile code as asked."""
     found = torch._dynamo.exc
     return found.Unsupported, found.UserError, found.FailOnRecompileLimitHit
 
 
 def recompile_limit_error() -> type[Exception]:
-    """What torch raises after too many compilations of one function."""
+    """The error that torch raises after too many compilations of one function."""
     return torch._dynamo.exc.FailOnRecompileLimitHit
 
 
@@ -229,7 +230,7 @@ def compiler_error() -> type[Exception]:
 
 @functools.cache
 def unwrapped_error(kind: type[Exception]) -> type[Exception]:
-    """A subclass of `kind` that torch's compilers pass on as it is; they wrap all errors but their own."""
+    """A subclass of `kind` that torch's compilers raise unchanged. They wrap all errors except their own."""
     base = torch._dynamo.exc.ShortenTraceback
 
     def begin(self: Any, text: str) -> None:
@@ -249,7 +250,7 @@ def graph_breaks() -> list[Any]:
 
 
 def guard_failures() -> dict[Any, list[Any]]:
-    """By code object, why its compiled code was not reused."""
+    """For each code object, the reasons why its compiled code was not used again."""
     return torch._dynamo.utils.guard_failures
 
 
@@ -269,9 +270,9 @@ COMPILER_LOG = "torch._dynamo"
 def is_unknown_writes(record: logging.LogRecord) -> bool:
     """Whether torch says in its log that it cannot determine which arguments a Triton kernel writes.
 
-    What: a warning with an exception from the file that analyses Triton kernels, or with this text.
-    Why: torch then assumes that all are written, and may compile wrong code, as torch 2.11 does for Liger's RMSNorm;
-        only the log says so.
+    What: a warning with an exception from the file that analyses Triton kernels, or a record with the text below.
+    Why: torch then assumes that the kernel writes all arguments, and may compile wrong code, as torch 2.11 does for
+        Liger's RMSNorm. Only the log says so.
     """
     analysed = Path(record.pathname).stem == "triton_kernel_wrap" and record.levelno >= logging.WARNING
     return (analysed and bool(record.exc_info)) or "assuming every input is mutated" in record.getMessage()
@@ -288,10 +289,10 @@ def raise_recompile_limit(limit: int) -> None:
 
 
 def compiling_with(**options: Any) -> AbstractContextManager[Any]:
-    """Dynamo's options in a body.
+    """A context manager that sets these options of Dynamo in its body.
 
     What: torch._dynamo.config.patch.
-    Why: torch.compile's `options` are Inductor's.
+    Why: torch.compile's `options` are options of Inductor.
     """
     context: AbstractContextManager[Any] = torch._dynamo.config.patch(options)
     return context
@@ -301,7 +302,7 @@ def default_compiler_cache() -> Path:
     """The folder in which Inductor keeps compiled code unless a variable names another one.
 
     What: torch._inductor's default_cache_dir.
-    Why: torch writes its default into the variable that users set, and only this tells the two apart.
+    Why: torch writes its default into the variable that users set. Only this function tells the two apart.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -309,7 +310,7 @@ def default_compiler_cache() -> Path:
 
 
 def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
-    """Let Inductor call `change` with each graph just before it generates code, after any pass that is installed.
+    """Let Inductor call `change` with each graph just before it generates code, after the passes already installed.
     `name`: part of the key of the cache of compiled code.
 
     What: post_grad_custom_post_pass of Inductor, and the class of such a pass.
@@ -340,8 +341,8 @@ def install_graph_pass(name: str, change: Callable[[Any], Any]) -> None:
 
 
 def keep_operator_order() -> None:
-    """Let Inductor generate code in the order of a graph's operators, from now on. Ranks compile for their own sizes,
-    and would hang if they exchanged tensors in different orders.
+    """Let Inductor generate code in the order of a graph's operators from now on. Each rank compiles for its own
+    sizes, and ranks that exchange tensors in different orders hang.
 
     What: reorder_for_peak_memory of Inductor, which sorts operators by the sizes of the first call.
     Why: torch.compile takes no `options` beside a `mode`.
@@ -352,7 +353,7 @@ def keep_operator_order() -> None:
 
 
 def activation_budget() -> float:
-    """The compiler's budget: of the tensors that it would keep for the backward pass, the share that it keeps.
+    """The compiler's budget: the share of activations that it keeps for the backward pass. It recomputes the others.
 
     What: torch._functorch.config.activation_memory_budget.
     Why: torch documents this setting, but under a private name.
@@ -361,7 +362,7 @@ def activation_budget() -> float:
 
 
 def with_activation_budget(share: float) -> AbstractContextManager[Any]:
-    """The compiler's budget in a body; see activation_budget()."""
+    """A context manager that sets the compiler's budget in its body; see activation_budget()."""
     context: AbstractContextManager[Any] = torch._functorch.config.patch(activation_memory_budget=share)
     return context
 
@@ -370,7 +371,7 @@ def with_activation_budget(share: float) -> AbstractContextManager[Any]:
 
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-"""The operator by which Inductor's graphs view the result of a product, where code says reshape()."""
+"""The operator for a reshape() of a product's result in Inductor's graphs."""
 
 
 def attention_operator(name: str) -> Callable[..., Any]:

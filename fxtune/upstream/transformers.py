@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # The name of a config's attention.
 #
 # What: `_attn_implementation`, a property of configs and of the configs inside them.
-# Why: `attn_implementation=` of from_pretrained() is public, but a config that exists has only this property, and
-#   models are built from configs here.
+# Why: `attn_implementation=` of from_pretrained() is public, but fxtune builds models from configs, and an existing
+#   config has only this property.
 
 
 def attention_of(config: Any) -> str:
@@ -40,7 +40,7 @@ def set_attention(config: Any, name: str) -> None:
 # What: the code of an attention's forward, which calls `apply_rotary_pos_emb` by that name in its Python module.
 # Why: replacing the function in the module would change each model of the process. transformers' registry
 #   `use_kernelized_func` does nothing without the package `kernels`. A forward in fxtune would copy what fifteen
-#   families do between projections and attention, which changes in each release.
+#   families do between projections and attention. That code changes in each release.
 
 ROPE = "apply_rotary_pos_emb"
 
@@ -52,8 +52,8 @@ def rotates_by_name(kind: type[nn.Module]) -> bool:
 
 @functools.cache
 def with_rotation(forward: Any, function: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """A copy of `forward`, a method of an attention that rotates_by_name(), that calls `function` in place of
-    apply_rotary_pos_emb."""
+    """A copy of an attention's method `forward` that calls `function` in place of apply_rotary_pos_emb. For classes
+    of which rotates_by_name() is true."""
     return _with_functions(_renamed(forward), {ROPE: function})
 
 
@@ -93,7 +93,7 @@ def with_operators(forward: Any, replacements: tuple[tuple[str, Callable[..., An
 
 
 def rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The function that an attention of this class calls to rotate: its family's, or with_rotation()'s."""
+    """The function that an attention of this class calls for RoPE: its family's, or that of with_rotation()."""
     rotation: Callable[..., Any] | None = getattr(_renamed(kind.forward), "__globals__", {}).get(ROPE)
     return rotation
 
@@ -109,12 +109,12 @@ def _renamed(forward: Any) -> Any:
 # The eager attention of a family.
 #
 # What: the function `eager_attention_forward` in the Python module of an attention class.
-# Why: transformers' registry has each attention function but `eager`, which each family defines for itself.
+# Why: transformers' registry has all attention functions except `eager`. Each family defines its own.
 
 
 def eager_attention(kind: type) -> Callable[..., Any]:
-    """The function that an attention of this class calls for `eager`. Raises UnavailableError for code without it,
-    which came with a model."""
+    """The function that an attention of this class calls for `eager`. Raises UnavailableError if there is none, as in
+    code that came with a model."""
     for parent in kind.__mro__:
         function: Callable[..., Any] | None = getattr(
             sys.modules.get(parent.__module__), "eager_attention_forward", None
@@ -127,8 +127,8 @@ def eager_attention(kind: type) -> Callable[..., Any]:
 def load_hub_attention(name: str) -> None:
     """Load an attention kernel of the hub. Raises ImportError, OSError and ValueError as transformers does.
 
-    What: `lazy_import_flash_attention`. Why: transformers calls it when a model runs, and only its error says early
-    that a kernel cannot be loaded.
+    What: `lazy_import_flash_attention`. Why: transformers calls it when a model runs. Called earlier, its error says
+    in time that a kernel cannot be loaded.
     """
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
@@ -143,13 +143,14 @@ def load_hub_attention(name: str) -> None:
 
 
 def recorded_outputs(decoder: nn.Module) -> Mapping[str, Any]:
-    """The modules of a decoder that return what transformers records, by the name of the output."""
+    """For each output that transformers records, by its name, the modules of a decoder that return it."""
     return getattr(decoder, "can_record_outputs", None) or {}
 
 
 def router_loss(model: nn.Module) -> Callable[..., Any] | None:
-    """The auxiliary loss of a mixture: (logits of all routers, number of experts, experts used); None: no loss."""
-    # The class of a model with divided weights is torch's, over the family's.
+    """A mixture's function of the auxiliary loss: (logits of all routers, number of experts, experts used). None if
+    there is no such loss."""
+    # torch gives a model with divided weights a subclass of the family's class, defined in a module of torch.
     files = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     return next((loss for file in files if (loss := getattr(file, "load_balancing_loss_func", None))), None)
 
@@ -157,7 +158,7 @@ def router_loss(model: nn.Module) -> Callable[..., Any] | None:
 # The tiles of an image of LLaVA-OneVision.
 #
 # What: `image_size_to_num_patches` of its modeling file.
-# Why: it searches the config's `image_grid_pinpoints`, and the processor does not return the result.
+# Why: the function searches the config's `image_grid_pinpoints`, and the processor does not return the result.
 
 
 def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> int:
@@ -170,9 +171,9 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 
 # Names of tensors in a checkpoint's files.
 #
-# What: `_weight_conversions`, what a model's tensors were made of as they were read; revert_weight_conversion(), which
-#   undoes it; get_model_conversion_mapping(), which lists for each tensor of a model the tensors of the files, the
-#   operations that join them, and their older names;
+# What: `_weight_conversions`, the conversions by which a model was read; revert_weight_conversion(), which undoes
+#   them; get_model_conversion_mapping(), which lists for each tensor of a model its tensors in the files, the
+#   operations that join these, and older names;
 #   `_keys_to_ignore_on_load_unexpected`, `_keys_to_ignore_on_save`, `all_tied_weights_keys` and
 #   remove_tied_weights_from_state_dict(), which say what files hold.
 # Why: save_pretrained() does all of this, but only for a whole model in one process' memory.
@@ -180,20 +181,20 @@ def tiles_of_image(size: list[int], pinpoints: list[list[int]], side: int) -> in
 
 def forget_conversions(model: nn.Module) -> None:
     """Let save_pretrained() write this model's tensors by their names in the model."""
-    # transformers deletes it itself after some conversions, and then reads a missing one as None.
+    # transformers deletes this attribute after some conversions, and reads a missing attribute as None.
     model._weight_conversions = None  # type: ignore[assignment]
 
 
 def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model as the files of its family have them."""
+    """`tensors` of a model, converted to the names and shapes that files of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def find_conversions(model: Any) -> None:
-    """Keep with an empty model how its family's files differ, for renamed() and as_stored(): transformers does not
-    know a class that torch has divided."""
+    """Store in an empty model how its family's files differ from it, for renamed() and as_stored(). transformers does
+    not know the class that the model has after torch has divided it."""
     if mapping := _conversions_of(model):
         model._weight_conversions = mapping
 
@@ -208,22 +209,22 @@ class Joined(NamedTuple):
     """A tensor of a model that transformers converts from tensors of the files."""
 
     operations: tuple[tuple[Any, ...], ...]
-    """(class, *arguments) of each operation."""
+    """For each operation (name of its class, *arguments)."""
     sources: dict[str, list[str]]
     """The names in the files for each source pattern of the conversion, in the order of the patterns."""
 
 
 EXPERTS_APART = (("MergeModulelist", 0),), (("MergeModulelist", 0), ("Concatenate", 1))
-"""Operations that stack experts, each of one matrix in the files or of several (gate and up)."""
+"""Operations that stack the experts' matrices: one matrix of each expert, or several that are joined (gate and up)."""
 TURNED_EXPERTS = (("Transpose", 1, 2, True),)
-"""Transposes the experts of files that have [experts, in, out]."""
+"""The operation for files with experts [experts, in, out]: a transpose."""
 
 
 def renamed(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], dict[str, Joined]]:
-    """What transformers makes of the tensors `stored` in files of `model`: {name in the model: name in the files} of
-    each that has one name in both, and {name in the model: its sources} of each that is converted.
+    """How transformers reads the tensors `stored` in files of `model`: {name in the model: name in the files} of
+    tensors that are at most renamed, and {name in the model: Joined} of tensors that are converted.
 
-    Of find_conversions() only what acted on a tensor is kept, as in from_pretrained().
+    The model keeps only those results of find_conversions() that acted on a tensor, as in from_pretrained().
     """
     from transformers.core_model_loading import WeightRenaming, dot_natural_key
 
@@ -249,13 +250,13 @@ def renamed(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], dict[str
 
 
 def other_conversions(model: Any) -> set[str]:
-    """Operations of transformers on weights of this model's files that Joined does not describe."""
+    """The conversions of weights of this model's files, in words, except EXPERTS_APART and TURNED_EXPERTS."""
     found = {_operations(change) for change in _conversions_of(model) if _converts(change)}
     return {words(operations) for operations in found.difference(EXPERTS_APART, [TURNED_EXPERTS])}
 
 
 def words(operations: Iterable[tuple[Any, ...]]) -> str:
-    """Operations of a conversion as transformers' documentation writes them."""
+    """A conversion's operations as a text, written as in transformers' documentation."""
     return ", ".join(f"{name}({', '.join(map(str, arguments))})" for name, *arguments in operations)
 
 
@@ -274,7 +275,7 @@ def _operations(converter: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def not_in_files(model: Any) -> list[str]:
-    """Patterns of names that files may hold and this model does not read, tied weights among them."""
+    """Patterns of names that this model does not read, though files may have them. Tied weights are among them."""
     tied = [
         f"^{re.escape(prefix + name)}$"
         for name in model.all_tied_weights_keys
@@ -284,9 +285,9 @@ def not_in_files(model: Any) -> list[str]:
 
 
 def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
-    """The names in `state`, a model's tensors, that its files have: each tied weight once.
+    """The names in `state`, a model's tensors, that its files have. Of tied weights only one name is in the files.
 
-    transformers tells tied weights by their memory, so each tensor needs some.
+    transformers recognizes tied weights by their memory, so no tensor may be on the meta device.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -297,7 +298,7 @@ def saved_names(model: Any, state: Mapping[str, Tensor]) -> list[str]:
 def import_code_of_models() -> None:
     """Let this process import the code that came with models.
 
-    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs their folder on the path.
+    What: `init_hf_modules`. Why: a pickled tokenizer with code of its own needs the folder of this code on the path.
     """
     from transformers.dynamic_module_utils import init_hf_modules
 
@@ -306,22 +307,22 @@ def import_code_of_models() -> None:
 
 # The processor of a vision model.
 #
-# What: check_argument_for_proper_class() of processors, which takes a video processor of transformers' own class only.
+# What: check_argument_for_proper_class() of processors, which accepts only video processors of transformers' class.
 # Why: transformers' video processors need torchvision, which is not in every environment (PyPI's does not load beside
-#   the CPU build of torch), and the processors of Qwen's models do not begin without one. Images need none.
+#   the CPU build of torch). The processors of Qwen's models cannot be made without one, although images need none.
 
 
 class _NoVideo(dict[str, Any]):
-    """Stands for a video processor, and is written as an empty object. Rows with videos are bad rows."""
+    """Stands for a video processor, and is saved as an empty object. Rows with videos are bad rows."""
 
 
 def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
-    """transformers' processor (text with images to ids, and images to tensors) of a model of this config, with
-    `tokenizer`; the files of its image processor are in `folder`.
+    """transformers' processor for a model of this config, with `tokenizer`. A processor turns text with images into
+    ids, and images into tensors. The files of its image processor are in `folder`.
 
-    Raises KeyError if transformers has no processor for this config, and else what transformers raises.
+    Raises KeyError if transformers has no processor for this config, and otherwise what transformers raises.
     """
-    # From its module: transformers 5.17 has only a stand-in for it at the top where torchvision is missing.
+    # Imported from its module: without torchvision the package transformers 5.17 has only a stand-in for this class.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -345,8 +346,9 @@ def read_processor(folder: Path, tokenizer: Any, config: Any) -> Any:
 
 
 def _hidden_image_processor(folder: Path, config: Any) -> Any:
-    """The class of the image processor in `folder`, from its module: without torchvision transformers 5.17 shows only
-    a stand-in for the class of Idefics3 and SmolVLM, which needs no torchvision. None if there is no such class."""
+    """The class of the image processor in `folder`, imported from its module; None if there is no such class. Without
+    torchvision the package transformers 5.17 has only a stand-in for the class of Idefics3 and SmolVLM, although this
+    class needs no torchvision."""
     from transformers.image_processing_base import ImageProcessingMixin
 
     values, _ = ImageProcessingMixin.get_image_processor_dict(folder)

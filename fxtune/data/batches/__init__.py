@@ -1,1 +1,1 @@
-"""Token tables to the batches of each step."""
+"""From token tables to the batches of each step."""

@@ -1,4 +1,4 @@
-"""A micro-batch as the model takes it, read from the memory maps."""
+"""A micro-batch in the form that the model takes, read from the memory maps of token tables."""
 
 from __future__ import annotations
 
@@ -17,63 +17,66 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 
 IGNORE_INDEX = -100
-"""The target of positions without one: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""
+"""Marks positions without a target: the ignore_index of `torch.nn.functional.cross_entropy` and of Hugging Face."""
 TARGET_COUNTS = 16
-"""How many numbers of targets with_rounded_targets() allows for one shape."""
+"""After with_rounded_targets() batches of one shape have at most this many different numbers of targets."""
 MIN_TARGETS = 128
-"""Rows in one tile of the head's matmul."""
+"""Rows in one tile of the head's matmul. with_rounded_targets() takes no smaller steps."""
 ON_HOST = {"image_grid_thw", "image_sizes", "batch_num_images"}
 """Tensors of images that stay in host memory: sizes and counts, by which models shape other tensors."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: int64 tensors [rows, length], what kernels need to know about them, and counts on the host."""
+    """One micro-batch: int64 tensors [rows, length], the bounds of documents for kernels, and counts on the host."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """`targets[r, t]` is the token after `input_ids[r, t]` in the same document if that token
-    is supervised, else -100."""
+    """`targets[r, t]`: the token after `input_ids[r, t]`, if it belongs to the same document and is supervised;
+    otherwise -100."""
     position_ids: torch.Tensor
-    """Restart at 0 in each document, or go on from a prompt that it shares. The padding of a packed row is a document
-    by itself; in a row with one document the positions go on through the padding."""
+    """Positions begin at 0 in each document, or continue the prompt that two documents share. The padding of a packed
+    row counts as a document. In a row that is not packed positions go on through the padding."""
     cu_seqlens: torch.Tensor
-    """int32 [slots + 1]: where each document begins in the flattened [rows x length] tokens, of whole rows also with
-    `pieces`. The rest repeats the total, so that compiled code sees no new shape. A row that is not packed is one
-    document, padding included."""
+    """int32 [slots + 1]: the position of each document's first token in the flattened [rows x length] tokens of whole
+    rows, also if the batch has pieces. Unused slots repeat the total, so that compiled code sees no new shape. A row
+    that is not packed is one document, padding included."""
     supervised_at: torch.Tensor
     """int64 [supervised]: the flattened positions that have a target. Only these need logits."""
     labels: torch.Tensor
-    """int64 [supervised]: their targets; IGNORE_INDEX for positions that with_rounded_targets() added."""
+    """int64 [supervised]: the targets at `supervised_at`; IGNORE_INDEX where with_rounded_targets() added a
+    position."""
     tokens: int
     """Tokens that are not padding."""
     pieces: int = 1
-    """How many pieces of equal length the rows are cut into. All tensors but `cu_seqlens` are of one piece."""
+    """The number of pieces of equal length that each row is cut into. All tensors except `cu_seqlens` hold one
+    piece."""
     filled: torch.Tensor | None = None
     """int64 [rows]: the tokens of each row before its padding. None: there is no padding."""
     group_of: torch.Tensor | None = None
     """int64 [slots]: for each document of `cu_seqlens`, the index of its group in the micro-batch, from 0 on; -1 for
     padding and unused slots. None: each document of the data is a group by itself, without a label."""
     document_labels: torch.Tensor | None = None
-    """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None as `group_of`."""
+    """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None if `group_of` is None."""
     reference: torch.Tensor | None = None
     """float32 [supervised]: the log-probability of each target under the reference model, if it is stored."""
     step_sums: torch.Tensor | None = None
     """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step, or over an evaluation's data."""
     images: dict[str, torch.Tensor] | None = None
     """Arguments of the model's forward for all images of the micro-batch, in the order of its documents
-    (`pixel_values`, `image_grid_thw`, ...). None: there is no image. ON_HOST stay in host memory."""
+    (`pixel_values`, `image_grid_thw`, ...). None: there is no image. Tensors in ON_HOST stay in host memory."""
     rope_positions: torch.Tensor | None = None
     """int64 [3, rows, length]: time, height and width of each token for rotary embeddings, from 0 on in each document
     (M-RoPE). None: the rotary embeddings take `position_ids`."""
     cu_seqlens_k: torch.Tensor | None = None
-    """int32 [slots + 1]: as `cu_seqlens`, for keys and values, where a document attends to tokens of another one
-    (shared_prompts.py). None: each document attends to its own tokens."""
+    """int32 [slots + 1]: `cu_seqlens` for keys and values. They differ if documents also attend to a prompt in another
+    document (shared_prompts.py). None: each document attends only to its own tokens."""
     key_index: torch.Tensor | None = None
     """int64 [keys]: the flattened token of each key. Keys after the last bound of `cu_seqlens_k` belong
     to no document."""
     key_copies: torch.Tensor | None = None
-    """int64 [2, rows x length]: the key of each token in its own document, and in another one; -1 without another."""
+    """int64 [2, rows x length]: for each token, the index of its key in its own document, and in the other document
+    that attends to the token, or -1."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""
@@ -85,7 +88,7 @@ class Batch:
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:
         """`values` [supervised], one for each of `labels`, summed over each document of `cu_seqlens`: [slots]. 0 for a
         document without supervised tokens and for unused slots. `values` must be 0 where the label is IGNORE_INDEX.
-        Raises ConfigError for a piece of rows, which may have a part of a document."""
+        Raises ConfigError if the batch has a piece of rows, because a piece may cut a document."""
         if self.pieces > 1:
             raise ConfigError("parallel.context: this objective needs whole documents. Set it to 1.")
         return values.new_zeros(len(self.cu_seqlens) - 1).index_add(0, self.document_of_target(), values)
@@ -95,8 +98,8 @@ class Batch:
         return torch.searchsorted(self.cu_seqlens[1:].long(), self.supervised_at, right=True)
 
     def last_tokens(self) -> torch.Tensor:
-        """int64 [slots]: the flattened position of each document's last token before padding. Unused slots have some
-        position."""
+        """int64 [slots]: the flattened position of each document's last token before padding. The positions of unused
+        slots mean nothing."""
         last = self.cu_seqlens[1:].long() - 1
         if self.filled is None:
             return last
@@ -105,15 +108,16 @@ class Batch:
 
     @property
     def supervised(self) -> int:
-        """Targets that are not -100, in a batch without added ones."""
+        """The number of supervised tokens, in a batch without the positions that with_rounded_targets() adds."""
         return len(self.labels)
 
     def with_rounded_targets(self) -> Batch:
-        """The same batch with positions without a target added to `supervised_at`, and IGNORE_INDEX to `labels`, up to
-        a multiple of MIN_TARGETS or of a TARGET_COUNTS-th of all positions. On the host only.
+        """The same batch with more entries in `supervised_at`: positions without a target, with IGNORE_INDEX in
+        `labels`. The number of entries becomes a multiple of 1/TARGET_COUNTS of all positions, or of MIN_TARGETS if
+        that is more. On the host only.
 
-        The loss and its gradients stay the same. The head computes the added rows for nothing, but its matmuls and
-        buffers have few sizes: freed memory fits the next request, and a recorded CUDA graph serves every batch.
+        The loss and its gradients stay the same. The head computes some useless rows, but its matmuls and buffers have
+        few sizes: freed memory fits the next request, and a recorded CUDA graph serves every batch.
         """
         positions = self.targets.numel()
         step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
@@ -143,7 +147,7 @@ class Batch:
         return self._with_each_tensor(torch.Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that `stream` reads these tensors, which another stream wrote."""
+        """Tell the allocator that `stream` reads these tensors. Another stream wrote them."""
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(stream)
@@ -154,7 +158,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """The content of a micro-batch, small enough to send to a worker. The arrays are int64, with an entry for each
+    """A description of a micro-batch, small enough to send to a worker. The arrays are int64, with an entry for each
     document or part of a document."""
 
     source: np.ndarray
@@ -169,31 +173,31 @@ class BatchSpec:
     packed: bool
     pad_id: int
     slots: int
-    """Entries of `cu_seqlens` for packed rows: one for each document, and one a row for its padding. Unpacked rows
-    take one slot each, by which attention recognizes them."""
+    """`cu_seqlens` of packed rows has room for this many documents. The padding of a row counts as a document. Rows
+    that are not packed have one slot each; attention recognizes them by this."""
     piece: int = 0
     pieces: int = 1
-    """The batch has piece number `piece` of `pieces` of each row. `pieces` divides `width`."""
+    """Each row is cut into `pieces` pieces, and the batch has number `piece` of them. `pieces` divides `width`."""
     group: np.ndarray | None = None
     """Index of each document's group in the micro-batch. None: each document is a group without a label."""
     label: np.ndarray | None = None
-    """float32: the label of each document, NaN without one. None as `group`."""
+    """float32: the label of each document, NaN without one. None if `group` is None."""
     shared: np.ndarray | None = None
-    """How many tokens before `start` each document shares with the document before it. None: each document attends to
-    its own tokens."""
+    """For each document, the number of tokens before `start` that it shares with the document before it. None: each
+    document attends only to its own tokens."""
     keys: int = 0
-    """Entries of `key_index`, with `shared`."""
+    """The size of `key_index`, if `shared` is not None."""
 
     def whole(self) -> BatchSpec:
-        """The same documents, each with all its tokens; rows may be too short for them."""
+        """The same documents, each with all its tokens, also the shared ones. They may not fit the rows."""
         if self.shared is None:
             return self
         return replace(self, start=self.start - self.shared, length=self.length + self.shared, shared=None)
 
 
 def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
-    """Copy the documents into rows: one slice a document, all in numpy. A complete row is cut into pieces, so the last
-    token of a piece has its target, and positions go on in the next piece."""
+    """Copy the documents into rows: one slice a document, all in numpy. Rows are complete before they are cut into
+    pieces, so the last token of a piece has a target, and positions go on in the next piece."""
     rows = len(spec.offsets) - 1
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)

@@ -1,7 +1,7 @@
 """The images of documents: their sizes, from the token tables, and their tensors for a micro-batch.
 
-Images are decoded and resized where the batch is built: in the loader's workers. No tensors are kept, because they are
-many times as large as the file: each use reads the file again.
+The loader's workers decode and resize images when they build a batch. The tensors are not kept, because they are many
+times larger than the file. Each use reads the file again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
 
 PROBED = 8
-"""Images of a micro-batch whose tensors are made to estimate the size of all."""
+"""The size of all image tensors of a micro-batch is estimated from about this many images."""
 
 
 class LostImageError(DataError):
@@ -31,14 +31,14 @@ class LostImageError(DataError):
         super().__init__(what)
         self.table, self.image = table, image
         self.place = table.name if table is not None else ""
-        """Where the row is, for the message."""
+        """The place of the row, for the message."""
 
     def __str__(self) -> str:
         return f"{self.place}: {super().__str__()}"
 
 
 def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndarray, length: np.ndarray) -> int:
-    """About how many bytes the tensors of the images of these documents take (BatchSpec has the arrays)."""
+    """An estimate of the bytes of documents' image tensors. `source`, `start`, `length`: see BatchSpec."""
     processor = next((table.image_processor for table in tables if table.images is not None), None)
     parts = zip(source.tolist(), start.tolist(), length.tolist(), strict=True)
     of_table = [(tables[at], tables[at].images_in(first, count)) for at, first, count in parts]
@@ -48,13 +48,13 @@ def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndar
     probed = indices[:: -(-len(indices) // PROBED)]
     try:
         tensors = processor.merge([processor.blank_tensors([table.image(index).size]) for table, index in probed])
-    except RowError:  # the step with this image says so
+    except RowError:  # the step with this image will raise the error
         return 0
     return sum(tensor.nbytes for tensor in tensors.values()) * len(indices) // len(probed)
 
 
 class BatchImages:
-    """Makes the tensors of the images of documents. `pieces`: as in BatchSpec."""
+    """Makes the image tensors of documents. `pieces`: as in BatchSpec."""
 
     def __init__(self, tables: Sequence[TokenTable], pieces: int) -> None:
         processors = [table.image_processor for table in tables if table.images is not None]
@@ -71,7 +71,7 @@ class BatchImages:
             self._of_documents.append(self._last)
 
     def rope_positions(self, table: TokenTable, start: int, length: int, shared: int) -> np.ndarray | None:
-        """int64 [3, length]: the positions of the document that was added last; None if they are its token positions.
+        """int64 [3, length]: the positions of the document that was added last; None if they equal its position_ids.
         `shared`: as in BatchSpec."""
         if self.processor is None or self.processor.rope_positions is None:
             return None
@@ -112,7 +112,7 @@ class ImageSizes(NamedTuple):
     heights: np.ndarray
     widths: np.ndarray
     document: np.ndarray
-    """Index of the image's span."""
+    """Index of the image's document among the spans."""
 
     def __len__(self) -> int:
         return len(self.features)
@@ -122,7 +122,7 @@ NO_IMAGES = ImageSizes(*(np.zeros(0, np.int64) for _ in ImageSizes._fields))
 
 
 def image_sizes(tables: Sequence[TokenTable], found: Spans) -> ImageSizes:
-    """The images of documents. An image in a shared prompt is computed once, so it counts once."""
+    """The sizes of documents' images. An image in a shared prompt is computed once, so it counts once."""
     parts = []
     for number, table in enumerate(tables):
         if table.images is None:

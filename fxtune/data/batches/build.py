@@ -1,4 +1,4 @@
-"""Builds what a run reads from the data config: token tables, and the plans of training and evaluation."""
+"""Builds the data of a run from its data config: token tables, and the plans of training and evaluation."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def plan_training(
     """The plan of a training run on `tables`, one for each of `data.sources`.
 
     The run ends after `max_steps` or `epochs`, whichever comes first; if both are None, after one epoch. `excluded`:
-    digests of documents that are left out; `near_copies`: the same, of data.dedup. `ramp`: train.batch_ramp. Raises
-    ConfigError if settings contradict each other, and DataError if a table has nothing to learn from, or a document
-    that must not be cut and that no stage of an epoch takes whole.
+    digests of documents to leave out. `near_copies`: digests of documents that data.dedup leaves out. `ramp`:
+    train.batch_ramp. Raises ConfigError if settings contradict each other. Raises DataError if a table has nothing to
+    learn from, or if a document must not be cut and is longer than the rows of all stages of its epoch.
     """
     assert len(tables) == len(data.sources)
     data.validate()
@@ -87,9 +87,9 @@ def plan_evaluation(
 ) -> Plan:
     """The plan of an evaluation: each segment exactly once, always in the same order, one micro-batch a step.
 
-    `shares`: the share of each table's documents that is held out and used, as data.eval_fraction chooses it, at most
-    data.eval_limit of them; 1: all of them. None: all documents of all tables. `excluded`: digests of documents that
-    are left out; `near_copies`: the same, of data.dedup.
+    `shares`: for each table, the share of its documents that data.eval_fraction holds out. At most data.eval_limit of
+    these documents are evaluated. None: all documents of all tables are evaluated. `excluded`: digests of documents to
+    leave out. `near_copies`: digests of documents that data.dedup leaves out.
     """
     data.validate()
     share, different = _shares(shares or (1.0,))
@@ -112,13 +112,13 @@ def plan_evaluation(
 
 
 def _shares(shares: Sequence[float]) -> tuple[float, Optional[tuple[float, ...]]]:
-    """(the share of all tables, None), or (0, the share of each table) where they differ."""
+    """(the common share of all tables, None), or (0, the share of each table) if shares differ."""
     return (shares[0], None) if len(set(shares)) == 1 else (0.0, tuple(shares))
 
 
 Accept = Callable[[list[TokenTable], list[TokenTable], DataConfig], tuple[list[TokenTable], list[TokenTable]]]
-"""(tables of data.sources, tables of data.eval_sources, how rows are made) -> the tables to train and to evaluate
-on."""
+"""(tables of data.sources, tables of data.eval_sources, the data config) -> (tables for training, tables for
+evaluation)."""
 
 
 def as_they_are(
@@ -148,8 +148,8 @@ def prepare_data(
     images: Optional[ImageProcessor] = None,
     **sizes: Any,
 ) -> PreparedData:
-    """Tokenize every source, or take it from the cache, and plan the run. `sizes`: as plan_training() takes them.
-    `accept`: as Objective.accept(). `images`: the processor of a model that reads images."""
+    """Tokenize every source, or take its tokens from the cache, and plan the run. `sizes`: other arguments of
+    plan_training(). `accept`: see Objective.accept(). `images`: the processor of a model that reads images."""
     data.validate()
     if not data.sources:
         raise ConfigError(
@@ -184,7 +184,7 @@ def prepare_evaluation(
     """The plan of the held-out data, as prepare_data() makes it; None if the config holds nothing out."""
     if not data.holds_out:
         return None
-    # Near-copies are known only from all sources.
+    # If one source holds rows out, all sources are read, because near-copies are found among all of them.
     sources = data.sources if any(data.held_out_shares) else []
     tables, held_out = (
         [tokenize(source, data, tokenizer, None, progress, images) for source in side]
@@ -203,7 +203,7 @@ def _evaluation(
     micro_batch_size: int,
     pad_id: int,
 ) -> Optional[Plan]:
-    """The plan of the held-out data. `tables`: of data.sources, or none; `held_out`: of data.eval_sources."""
+    """The plan of the held-out data. `tables`: the tables of data.sources, or []. `held_out`: of data.eval_sources."""
     parts = [(table, share) for table, share in zip(tables, data.held_out_shares, strict=False) if share]
     parts += [(table, 1.0) for table in held_out]
     if not parts:

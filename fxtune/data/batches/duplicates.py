@@ -1,15 +1,15 @@
 """Finds documents that repeat others, exactly or nearly, so that each is learned once (`data.dedup`).
 
-It acts before documents are held out: of similar documents only the first is used, for training or for evaluation, so
-no near-copy of a held-out document is trained on.
+Copies are left out before documents are held out. Of similar documents only the first is used, for training or for
+evaluation, so no near-copy of a held-out document is trained on.
 
 Exact copies have the same token ids and therefore the same stored digest. Near-copies are found by MinHash and
-locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998): a document is the set of its shingles, the sequences
-of SHINGLE tokens in it, and the chance that two sets agree in one of PERMUTATIONS minima is their Jaccard similarity.
-Minima are compared in bands; documents that share a band are candidates. The similarity of candidates is then computed
-from the sets themselves, so no document is left out by chance. Shingles that a tenth of the documents have, such as
-the shingles of a chat template or a system prompt, say nothing about a document and are not compared. The images of a
-document are part of each of its shingles, so documents with different images are never near-copies.
+locality-sensitive hashing (Broder 1997; Indyk and Motwani 1998). A document counts as the set of its shingles, the
+sequences of SHINGLE tokens in it. Each of PERMUTATIONS hash functions has a minimum over this set. The chance that two
+sets have the same minimum is their Jaccard similarity. Documents that agree in a band, a few minima, are candidates.
+The similarity of candidates is computed from the whole sets, so no document is left out by chance. Shingles that a
+tenth of the documents have (those of a chat template or a system prompt) are not compared. The images of a document
+are part of each of its shingles, so documents with different images are never near-copies.
 
 Everything is a function of the tokens and the settings. The minima and the bands take 0.75 KB a document at the
 default similarity. The result is cached.
@@ -36,13 +36,13 @@ SHINGLE = 5
 """Tokens of a shingle."""
 PERMUTATIONS = 128
 FREQUENT, SAMPLED = 0.1, 2000
-"""A shingle is not compared if this share of a sample of SAMPLED documents has it."""
+"""A shingle is not compared if at least the share FREQUENT of a sample of SAMPLED documents has it."""
 FEW = 50
-"""With fewer documents every shingle is compared."""
+"""Among fewer documents every shingle is compared."""
 _CATCH = 0.99
-"""The chance that two documents that are just similar enough share a band."""
+"""Two documents with exactly the required similarity become candidates with at least this chance."""
 _COMPARED = 100
-"""Earlier documents of its bands that a document is compared with at most."""
+"""A document is compared with at most this many earlier documents."""
 _BLOCK = 1 << 20
 """Tokens that are hashed at a time."""
 _SHOWN = 3
@@ -51,12 +51,12 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What `data.dedup` leaves out, besides exact copies."""
+    """The documents that `data.dedup` leaves out besides exact copies."""
 
     near: np.ndarray
     """uint64, ascending: the digests of near-copies."""
     like: np.ndarray
-    """uint64: for each near-copy, the digest of the earlier document that it is similar to."""
+    """uint64: for each near-copy, the digest of the similar document that is kept."""
 
 
 def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig) -> Duplicates:
@@ -71,9 +71,9 @@ def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable]
     file = cache_root(data) / "duplicates" / f"{key}.npy"
     try:
         near, like = np.load(file).astype(np.uint64, casting="safe")
-    except (OSError, ValueError, EOFError, TypeError):  # there is none, or it is damaged
+    except (OSError, ValueError, EOFError, TypeError):  # the file is missing or damaged
         near, like = _near_copies([*held_out, *tables], len(held_out), data.dedup_similarity)
-        with suppress(OSError):  # it is computed again the next time
+        with suppress(OSError):  # without the file, the next run computes the result again
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file, shared=True) as out:
                 np.save(out, np.stack([near, like]))
@@ -81,8 +81,8 @@ def find_duplicates(tables: Sequence[TokenTable], held_out: Sequence[TokenTable]
 
 
 def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
-    """Which documents of a table repeat no earlier document of the table and no digest of `seen`, bool. The pieces of
-    a chat have its digest: the pieces of its first copy are kept."""
+    """A mask of the documents of a table to keep, bool. A document is not kept if `seen` has its digest or it repeats
+    an earlier document. All pieces of a chat have the chat's digest; the pieces of its first copy are kept."""
     distinct, of, pieces = np.unique(table.digests, return_inverse=True, return_counts=True)
     order = np.argsort(of, kind="stable")
     rank = np.empty(len(of), np.int64)
@@ -96,10 +96,10 @@ def first_copies(table: TokenTable, seen: np.ndarray) -> np.ndarray:
 
 
 def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float) -> tuple[np.ndarray, np.ndarray]:
-    """The fields of Duplicates. Documents of the first `held_out` tables are never near-copies."""
+    """(`near`, `like`) for Duplicates. Documents of the first `held_out` tables are always kept."""
     digests = np.concatenate([table.digests for table in tables])
     first = np.unique(digests, return_index=True)[1]
-    order = np.sort(first)  # each content once, in the order of the tables
+    order = np.sort(first)  # the first document with each content, in the order of the tables
     ends = np.cumsum([len(table) for table in tables])
     owner = np.searchsorted(ends, order, side="right")
     inside = order - (ends - [len(table) for table in tables])[owner]
@@ -131,7 +131,7 @@ def _near_copies(tables: Sequence[TokenTable], held_out: int, similarity: float)
 
 
 class _Shingles:
-    """The set of shingles of each document, given by its table and its index there."""
+    """The sets of shingles of documents. `owner`: the table of each document; `inside`: its index in the table."""
 
     def __init__(self, tables: Sequence[TokenTable], owner: np.ndarray, inside: np.ndarray) -> None:
         self.tables, self.owner, self.inside = tables, owner, inside
@@ -145,7 +145,8 @@ class _Shingles:
             self.frequent = hashes[times >= max(2, FREQUENT * len(sample))]
 
     def of(self, document: int) -> np.ndarray:
-        """Hashes of a document's shingles, uint64, each once, ascending. A shorter document is one shingle."""
+        """The distinct hashes of a document's shingles, uint64, ascending. A document shorter than a shingle is one
+        shingle."""
         table, at = self.tables[self.owner[document]], int(self.inside[document])
         start, end = int(table.offsets[at]), int(table.offsets[at + 1])
         ids = np.asarray(table.ids[start:end]).astype(np.uint64)
@@ -168,7 +169,7 @@ class _Shingles:
 
 
 def _bands(shingles: _Shingles, count: int, similarity: float) -> list[np.ndarray]:
-    """For each band, a hash of a document's minima in it, uint64 [documents]."""
+    """An array for each band, uint64 [documents]: a hash of each document's minima in the band."""
     rows = max(
         rows
         for rows in (1, 2, 4, 8, 16, 32)
@@ -192,7 +193,7 @@ def _bands(shingles: _Shingles, count: int, similarity: float) -> list[np.ndarra
 
 
 def _blocks(shingles: _Shingles, count: int) -> Iterator[tuple[int, int]]:
-    """Ranges of documents of about _BLOCK tokens."""
+    """(first, end) of successive ranges of documents with about _BLOCK tokens."""
     lengths = np.array(
         [
             shingles.tables[owner].offsets[at + 1] - shingles.tables[owner].offsets[at]

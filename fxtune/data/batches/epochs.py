@@ -1,8 +1,8 @@
-"""The endless sequence of rows: epoch after epoch, each packed into rows and shuffled by the seed and its number.
+"""The endless sequence of rows. Each epoch is packed into rows and shuffled by the seed and the epoch's number.
 
-An epoch has all segments; or each source's share, if sources have weights; or the shares of short and of long
-documents (data.mix). Everything is a pure function of (tables, settings, epoch), so no part needs the parts before it.
-It takes about 40 bytes a segment, and 8 more for each epoch that is kept.
+An epoch has all segments. If sources have weights, it has a share of each source, and with data.mix a share of long
+and a share of short documents. Everything is a pure function of (tables, settings, epoch). The sequence takes about 40
+bytes of memory a segment, and 8 more for each epoch in the cache.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from fxtune.errors import DataError
 _VERSION = 1
 """Part of the fingerprint. Raise it when the same settings give other rows."""
 _PASSES, _ORDER, _ROWS, _KINDS = 1, 2, 3, 4  # 5 and 6 are in growing_rows.py
-"""Keys of the permutations by purpose, so that no two permutations are the same."""
+"""Keys of permutations for different purposes, so that no two permutations are the same."""
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """All that decides the rows, besides the tables. The fields' names and order are part of the fingerprint."""
+    """The settings that decide the rows of given tables. Names and order of the fields are part of the fingerprint."""
 
     sequence_length: int
     packing: bool
@@ -56,15 +56,15 @@ class StreamSettings:
     eval_fraction: float
     side: Side
     weights: Optional[tuple[float, ...]]
-    """One per table; None: every segment once per epoch."""
+    """A weight for each table; None: an epoch has every segment once."""
     seed: Optional[int]
-    """None: no shuffling, as for evaluation; without packing, the longest documents come first then."""
+    """None: rows are not shuffled (evaluation). Without packing, the longest documents then come first."""
     mix: Optional[LengthMix] = None
-    """None: as in the data."""
+    """None: long and short documents in the shares that the data has."""
     limit: Optional[int] = None
-    """Held-out documents of each table at most; None: all."""
+    """Use at most this many held-out documents of each table; None: all."""
     shares: Optional[tuple[float, ...]] = None
-    """The share of each table that is held out, where tables differ; None: `eval_fraction` of each."""
+    """The held-out share of each table, if tables differ; None: `eval_fraction` for all tables."""
     distinct: Optional[bool] = None
     """Whether only the first of equal documents is used; None: no."""
     share_prompts: Optional[bool] = None
@@ -97,16 +97,16 @@ class RowSequence(ABC):
 
     tables: tuple[TokenTable, ...]
     segments: Segments
-    """The segments of all tables, which rows consist of."""
+    """The segments of all tables. Rows consist of segments."""
     source: np.ndarray
-    """int64 [segments]: index of the table."""
+    """int64 [segments]: index of each segment's table."""
     has_equal_epochs: bool
     """Whether all epochs have as many rows as the first."""
     shared: Optional[tuple[np.ndarray, ...]]
     """shared_tokens() of each table; None: rows have whole documents."""
 
     def __init__(self) -> None:
-        # A step can span two epochs, and summaries read the first one at any time.
+        # A step can take rows of two epochs, and summaries read epoch 0 at any time.
         self.epoch = lru_cache(maxsize=3)(self._build)
         self._ends: list[int] = []
 
@@ -114,11 +114,11 @@ class RowSequence(ABC):
     def _build(self, number: int) -> Epoch: ...
 
     def _count(self, number: int) -> int:
-        """Rows of an epoch, after all epochs before it were counted."""
+        """The number of rows of an epoch. All epochs before it have been counted."""
         return len(self.epoch(number))
 
     def end(self, epoch: int) -> int:
-        """Rows of all epochs up to and including `epoch`; 0 for -1."""
+        """The number of rows of all epochs up to and including `epoch`; 0 for -1."""
         if self.has_equal_epochs:
             return (epoch + 1) * len(self.epoch(0))
         while len(self._ends) <= epoch:
@@ -126,7 +126,7 @@ class RowSequence(ABC):
         return self._ends[epoch] if epoch >= 0 else 0
 
     def locate(self, row: int) -> tuple[int, int]:
-        """(the epoch of the sequence's row `row`, the row's position in it)."""
+        """(the epoch that has row `row` of the sequence, the row's position in this epoch)."""
         if self.has_equal_epochs:
             return divmod(row, len(self.epoch(0)))
         while not self._ends or self._ends[-1] <= row:
@@ -135,7 +135,7 @@ class RowSequence(ABC):
         return epoch, row - self.end(epoch - 1)
 
     def rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the segments of the sequence's rows first..last - 1, the offset of each row in them [rows + 1])."""
+        """(the segments of the rows from `first` to `last` - 1, the offsets of rows in these segments [rows + 1])."""
         segments, sizes = [], []
         while first < last:
             number, row = self.locate(first)
@@ -151,27 +151,27 @@ class RowSequence(ABC):
         return spans(self.tables, self.source[segments], self.segments.take(segments), self.shared)
 
     def document_counts(self, segments: np.ndarray) -> np.ndarray:
-        """How many documents each segment has, int64 [segments]."""
+        """The number of documents of each segment, int64 [segments]."""
         return document_counts(self.tables, self.source[segments], self.segments.group[segments])
 
     def shared_counts(self, segments: np.ndarray) -> np.ndarray:
-        """How many tokens each segment's documents share with another document of the group, int64 [segments]."""
+        """For each segment, the number of tokens that its documents share with another one of the group, int64."""
         if self.shared is None:
             return np.zeros(len(segments), np.int64)
         found = self.spans(segments)
         return np.bincount(found.segment, found.shared, len(segments)).astype(np.int64)
 
     def share(self, epoch: int, row: int) -> float:
-        """The share of an epoch that is complete before its row `row`."""
+        """The share of an epoch that is complete before row `row` of the epoch."""
         return row / len(self.epoch(epoch))
 
     def row_at(self, epoch: int, share: float) -> int:
-        """The number of rows that is `share` of an epoch, rounded."""
+        """The number of rows in the share `share` of an epoch, rounded."""
         return round(share * len(self.epoch(epoch)))
 
 
 class EpochStream(RowSequence):
-    """The rows of all epochs. Raises DataError if a table has nothing to learn, or a document that is too long."""
+    """The rows of all epochs. Raises DataError if a table has nothing to learn, or if a document is too long."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class EpochStream(RowSequence):
         self.tables = tuple(tables)
         self.settings = settings
         self.excluded = excluded
-        """Digests of documents that are left out, because they are held out as well; None or empty: none."""
+        """Digests of documents to leave out, because they are held out as well."""
         self.near_copies = near_copies
-        """Digests of documents that are left out, because they are similar to another one; None or empty: none."""
+        """Digests of documents to leave out, because they are similar to another document."""
         self.shared = tuple(map(shared_tokens, self.tables)) if settings.share_prompts and self.is_grouped else None
         length, on_long, packing = settings.sequence_length, settings.on_long, settings.packing
         each = [
@@ -203,9 +203,9 @@ class EpochStream(RowSequence):
         self.supply = [int(segments.supervised.sum()) for segments in by_table]
         """Supervised tokens of each table."""
         self.long = self.segments.length > (settings.mix.threshold if settings.mix else settings.sequence_length)
-        """bool [segments]: which are long for `settings.mix`; without it, none."""
+        """bool [segments]: whether a segment is long for `settings.mix`."""
         self.rows_of_group = self._rows_of_group()
-        """Rows that a group takes: one; without packing, one for each of its documents."""
+        """The number of rows that a group takes: 1 with packing, otherwise the number of its documents."""
         if settings.mix:
             self._require_both_kinds(settings.mix)
         if settings.weights and 0 in self.supply:
@@ -214,19 +214,19 @@ class EpochStream(RowSequence):
                 f"{name} has no supervised tokens, and the weights of data.sources are shares of "
                 "supervised tokens. Remove the weights."
             )
-        # Each epoch draws other segments then, so the number of rows differs a little.
+        # With weights or a mix each epoch draws other segments, so the number of rows differs a little.
         self.has_equal_epochs = settings.weights is None and settings.mix is None
         self._pattern: Optional[tuple[np.ndarray, np.ndarray]] = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The rest is derived, and can be millions of rows.
+        # The other attributes follow from these, and can have millions of entries.
         return EpochStream, (self.tables, self.settings, self.excluded, self.near_copies)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for streams with the same rows."""
+        """Two streams with the same rows have the same fingerprint."""
         settings = {**asdict(self.settings), "side": self.settings.side.value}
-        # Fields that a later version added count only where they are set, so that earlier fingerprints stay valid.
+        # Fields that a later version added count only if they are set, so that earlier fingerprints stay valid.
         for added in ("mix", "limit", "shares", "distinct", "share_prompts"):
             if settings[added] is None:
                 del settings[added]
@@ -241,12 +241,12 @@ class EpochStream(RowSequence):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether a group has several documents, or a document a label."""
+        """Whether some group has several documents, or some document has a label."""
         return any(table.is_grouped for table in self.tables)
 
     def groups(self) -> list[np.ndarray]:
-        """For each table, which of its groups are used, bool: on the stream's side, and no copies that are left
-        out."""
+        """For each table, a mask of the groups that are used, bool. They are on the stream's side, and data.dedup does
+        not leave them out."""
         settings, used, seen = self.settings, [], np.zeros(0, np.uint64)
         for at, table in enumerate(table.by_group for table in self.tables):
             chosen = is_on_side(settings.side, table.held_out_by, settings.share(at), settings.limit)
@@ -259,7 +259,8 @@ class EpochStream(RowSequence):
         return used
 
     def labels(self, found: Optional[Spans] = None) -> np.ndarray:
-        """The label of each document of `found`, NaN without one, float32 [documents]. None: of all segments."""
+        """The label of each document of `found`, NaN without one, float32 [documents]. `found`: None for the documents
+        of all segments."""
         found = self.spans(np.arange(len(self.segments))) if found is None else found
         labels = np.full(len(found), np.nan, np.float32)
         for at, table in enumerate(self.tables):
@@ -298,11 +299,12 @@ class EpochStream(RowSequence):
         return Epoch(segments, offsets).reordered(rows)
 
     def drawn(self, epoch: int) -> np.ndarray:
-        """The segments of an epoch, in no order: int64."""
+        """The segments of an epoch before they are shuffled or packed, int64."""
         return np.arange(len(self.segments)) if self.has_equal_epochs else np.concatenate(self._draw(epoch))
 
     def _draw(self, epoch: int) -> list[np.ndarray]:
-        """The segments of an epoch with weights or a mix: of each source, or of long and of short documents."""
+        """The segments of an epoch that has weights or a mix: an array for each source, or for long and for short
+        documents."""
         weights, mix, of = self.settings.weights, self.settings.mix, self.segments
         if mix:
             share, total = Fraction(mix.long_share), int(of.length.sum())
@@ -320,10 +322,10 @@ class EpochStream(RowSequence):
     def _draw_share(
         self, members: np.ndarray, sizes: np.ndarray, quota: Fraction, epoch: int, *key: int
     ) -> np.ndarray:
-        """The segments of `members` (a mask) that an epoch gets, until their `sizes` add up to `quota`.
+        """Draw segments of `members` (a mask) for an epoch, until their `sizes` add up to `quota`.
 
-        The members form an endless sequence of passes, each a new permutation by `key`. An epoch takes the next
-        `quota` of it, so shares hold over any number of epochs, and no segment is repeated before all were used.
+        The members form an endless sequence of passes. Each pass is a new permutation by `key`. An epoch goes on where
+        the epoch before it ended, so shares hold over any number of epochs, and each pass uses every segment once.
         """
         segments = np.flatnonzero(members)
         supply = int(sizes[segments].sum())
@@ -365,7 +367,7 @@ class EpochStream(RowSequence):
         )
 
     def _require_segments(self, by_table: list[Segments]) -> None:
-        """Raise DataError if a table has no segment. Of tables that share a hold-out, one with segments is enough."""
+        """Raise DataError if a table has no segment. For held-out data, one table with segments is enough."""
         held_out = self.settings.side is Side.held_out
         empty = [at for at, segments in enumerate(by_table) if not len(segments)]
         if not empty or (held_out and len(empty) < len(by_table)):

@@ -1,19 +1,19 @@
 """The endless sequence of rows of a run whose rows grow in stages (data.length_schedule, stages.py).
 
-An epoch takes each document once. Where an epoch lasts over several stages, each stage takes random documents that are
-left:
+An epoch takes each of its segments once. If it lasts over several stages, each stage draws documents at random that no
+earlier stage of the epoch has taken:
 
-- A stage that ends within the epoch fills exactly its steps, first with documents that fit a row whole. Longer
+- A stage that ends within the epoch fills its steps exactly. Documents that fit a row whole come before others. Longer
   documents wait for the next stage.
 - If too few documents fit, just enough longer documents are cut to fill the steps.
-- If all that is left of an epoch fits into the present stage, no longer rows follow. So long documents are cut.
+- If the rest of the epoch fits into the present stage, its long documents are cut, because no longer rows follow.
 
 A piece begins with the last token of the piece before it, as context. So each supervised token of an epoch is a target
-exactly once. Chats and groups are not cut, and with an on_long other than split nothing is: such a document needs a
-stage in its epoch that takes it whole, else the run is refused.
+exactly once. Chats and groups are never cut, and other documents are cut only with data.on_long=split. A run is
+refused if a document must not be cut and no stage of its epoch takes it whole.
 
-All this is a function of (stream, stages, epoch). From the first epoch that begins in the last stage on, rows are as
-without stages.
+All this is a function of (stream, stages, epoch). Epochs that begin in the last stage have the rows of a run without
+stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxtune.data.stages import StepRows
 from fxtune.errors import DataError
 
 _ORDER, _ROWS = 5, 6
-"""Keys of the permutations by purpose; epochs.py has other keys."""
+"""Keys of permutations for different purposes. epochs.py has other keys."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class CutSegments:
 
     segments: Segments
     source: np.ndarray
-    """int64 [segments and pieces]: index of the table."""
+    """int64 [segments and pieces]: the index of the table of each segment and piece."""
     is_cut: np.ndarray
     """bool [segments]: whether a segment may be cut."""
     first: dict[int, np.ndarray]
-    """For rows of each length, int64 [segments + 1]: segment i has the pieces first[i]..first[i + 1] - 1."""
+    """{length of rows: int64 [segments + 1]}. For rows of length n, segment i has the pieces from first[n][i] up to
+    first[n][i + 1] - 1."""
 
     @staticmethod
     def of(stream: EpochStream, lengths: Sequence[int]) -> CutSegments:
@@ -71,14 +72,14 @@ class CutSegments:
         return CutSegments(Segments.joined(parts), np.concatenate(sources), is_cut, first)
 
     def pieces(self, segments: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the pieces of `segments` for rows of `length`, how many each has), int64."""
+        """(the pieces of `segments` for rows of `length`, the number of pieces of each segment), int64."""
         first, end = self.first[length][segments], self.first[length][segments + 1]
         count = end - first
         return np.repeat(first, count) + places_within(count), count
 
 
 class _Block(NamedTuple):
-    """A stage's rows in an epoch, and the leftover segments."""
+    """The rows of one stage in an epoch, and the segments that are left for later stages."""
 
     rows: Epoch
     left: np.ndarray
@@ -87,8 +88,7 @@ class _Block(NamedTuple):
 class GrowingRows(RowSequence):
     """The rows of `stream` in the stages of `step_rows`.
 
-    Raises DataError if an epoch has a document that must not be cut and that no stage takes whole. This is found only
-    when the epoch is counted or built.
+    Counting or building an epoch raises DataError if a document must not be cut and no stage takes it whole.
     """
 
     has_equal_epochs = False
@@ -100,7 +100,7 @@ class GrowingRows(RowSequence):
         self.tables, self.shared = stream.tables, stream.shared
         self.segments, self.source = cut_segments.segments, cut_segments.source
         self._whole: dict[int, int] = {}
-        """{stage: rows of an epoch that is fully inside the stage}, where all such epochs have equally many."""
+        """{stage: the number of rows of an epoch inside the stage}, for stages whose epochs all have this number."""
 
     def share(self, epoch: int, row: int) -> float:
         begin, end = (self.step_rows.tokens(self.end(number)) for number in (epoch - 1, epoch))
@@ -111,7 +111,7 @@ class GrowingRows(RowSequence):
         return self.step_rows.row(begin + share * (end - begin)) - self.end(epoch - 1)
 
     def cut_documents(self, epoch: int) -> int:
-        """How many documents of an epoch are cut for shorter rows."""
+        """The number of documents of an epoch that are cut for shorter rows."""
         used = self.epoch(epoch).segments
         pieces = used[used >= len(self.stream.segments)]
         return len(set(zip(self.source[pieces].tolist(), self.segments.group[pieces].tolist(), strict=True)))
@@ -142,7 +142,8 @@ class GrowingRows(RowSequence):
         return Epoch(np.concatenate([block.segments for block in blocks]), np.concatenate([[0], *offsets]))
 
     def _take(self, left: np.ndarray, number: int, stage: int, row: int) -> _Block:
-        """The rows of a stage, made of the segments `left` of epoch `number`, from the sequence's row `row` on."""
+        """Make the rows of a stage from `left`, the segments that are left of epoch `number`. They are the run's rows
+        from row `row` on."""
         length, end = self._lengths.starts[stage].length, self._lengths.end(stage)
         left = left[permutation(len(left), self.stream.settings.seed or 0, _ORDER, number, stage)]
         key = (number, stage)
@@ -161,7 +162,7 @@ class GrowingRows(RowSequence):
         block = self._rows(chosen, length, room, key)
         if len(block.rows) == room:
             return _Block(block.rows, np.concatenate([block.left, spare, long]))
-        # All of each document that is cut, so that a document is whole or has all its pieces.
+        # If a document is cut, all its pieces are taken. So the epoch has each document whole or in all its pieces.
         missing = self._capacity(room, length) - self._fills(whole)
         of_segment = np.repeat(np.arange(len(counts)), counts)
         taken, _ = self._until_full(pieces, missing)
@@ -173,7 +174,8 @@ class GrowingRows(RowSequence):
         return _Block(block.rows, np.concatenate([block.left, waiting]))
 
     def _rows(self, segments: np.ndarray, length: int, room: int | None, key: tuple[int, int]) -> _Block:
-        """`segments`, in random order, as rows of `length` in random order; of more than `room` rows the fullest."""
+        """Put `segments`, which are in random order, into rows of `length` in random order. If they need more than
+        `room` rows, keep the fullest rows; without packing the first."""
         if self.stream.settings.packing:
             size = self.segments.length[segments]
             slots, offsets = packing_pattern(size, length)
@@ -191,7 +193,7 @@ class GrowingRows(RowSequence):
         return _Block(packed.reordered(order[is_kept[order]]), left)
 
     def _until_full(self, segments: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the first of `segments` that together fill `capacity`, or all of them; the others)."""
+        """(the first `segments`, up to the one that fills `capacity`; the other segments)."""
         filled = (
             np.cumsum(self.segments.length[segments]) if self.stream.settings.packing else np.arange(len(segments)) + 1
         )
@@ -199,15 +201,16 @@ class GrowingRows(RowSequence):
         return segments[:count], segments[count:]
 
     def _capacity(self, rows: int, length: int) -> int:
-        """How much fills `rows` rows: tokens, or documents if a row has only one."""
+        """The capacity of `rows` rows: tokens with packing, documents without packing."""
         return rows * length if self.stream.settings.packing else rows
 
     def _fills(self, segments: np.ndarray) -> int:
-        """How much of a capacity `segments` take: tokens, or documents."""
+        """How much of a capacity `segments` take: tokens with packing, documents without packing."""
         return int(self.segments.length[segments].sum()) if self.stream.settings.packing else len(segments)
 
     def _refuse(self, waiting: np.ndarray, stage: int, row: int) -> NoReturn:
-        """Raise DataError: documents that are not cut wait for longer rows, and row number `row` would be empty."""
+        """Raise DataError: row number `row` would be empty, and the documents that are left are too long for it and
+        must not be cut (`waiting`)."""
         waiting = np.unique(waiting)
         source, group = self.source[waiting], self.segments.group[waiting]
         table = self.stream.tables[int(source[0])]

@@ -1,4 +1,4 @@
-"""The rows of a run, divided into steps: how many steps it has, and which stage each row belongs to."""
+"""Divides the rows of a run into steps: how many steps the run has, and to which stage each row belongs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BatchSizes:
     """How rows are divided into steps and micro-batches."""
 
     micro_batch_size: int
-    """Rows in a micro-batch of the longest rows. A micro-batch of shorter rows has more, for the same tokens."""
+    """Rows in a micro-batch of the longest rows. A micro-batch of shorter rows has more rows and the same number of
+    tokens."""
     global_batch_size: int
     max_steps: Optional[int] = None
     epochs: Optional[float] = None
@@ -31,13 +32,14 @@ class BatchSizes:
     """Micro-batches of a step are dealt out to the ranks in turn. This plan is for `rank`."""
     piece: int = 0
     pieces: int = 1
-    """This plan has piece number `piece` of `pieces` of each row, which is padded to a multiple of `pieces`."""
+    """Each row is padded to a multiple of `pieces` and cut into `pieces` pieces. This plan has number `piece`."""
     last: Optional[int] = None
-    """The plan ends after this step; None: where max_steps and epochs say."""
+    """The plan ends after this step; None: max_steps and epochs decide."""
     dropped: int = 0
-    """Step s has the rows of step s - dropped: the run went back by so many steps and takes them again."""
+    """Steps that were dropped when the run went back to an earlier checkpoint. Step s has the rows of step
+    s - dropped, because the rows of dropped steps are taken again."""
     stages: tuple[Stage, ...] = ()
-    """Stages of the run; empty: one, of global_batch_size rows of the stream's sequence_length."""
+    """Stages of the run; empty: a single stage with global_batch_size rows a step, of the stream's sequence_length."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,15 @@ class Layout:
     count: int
     """Rows of the run."""
     fullest: tuple[int, ...]
-    """For each stage that the run reaches: the most documents in a row of the stage's first epoch."""
+    """For each stage that the run reaches: the most documents in any row of the stage's first epoch."""
     most_shared: tuple[int, ...]
-    """The same for tokens that a document of the row shares with another one."""
+    """For each stage that the run reaches: the most tokens that documents share in any row of its first epoch."""
 
     @staticmethod
     def of(rows: RowSequence, step_rows: StepRows, count: int) -> Layout:
         fullest, most_shared = list[int](), list[int]()
         for stage, start in enumerate(step_rows.starts):
-            if start.row >= count and stage:  # the run ends before it
+            if start.row >= count and stage:  # the run ends before this stage
                 break
             epoch, row = rows.locate(start.row)
             end = step_rows.end(stage)
@@ -73,7 +75,7 @@ class Layout:
 
 
 def lay_out(stream: EpochStream, sizes: BatchSizes) -> Layout:
-    """The rows of a run of max_steps and epochs, and how they are divided into steps."""
+    """Lay out the rows of a run that max_steps or epochs end."""
     most, packing = sizes.max_steps, stream.settings.packing
     longest = stream.settings.sequence_length
     stages = sizes.stages or (Stage(0.0, sizes.global_batch_size, longest),)
@@ -87,7 +89,7 @@ def lay_out(stream: EpochStream, sizes: BatchSizes) -> Layout:
     cut_segments = CutSegments.of(stream, shorter) if shorter else None
 
     def layout(step_rows: StepRows) -> Layout:
-        """The layout of the rows of max_steps steps, or of the epochs if these are fewer."""
+        """The layout of the rows of max_steps steps, or of the epochs if these have fewer rows."""
         rows = stream if cut_segments is None else GrowingRows(stream, step_rows, cut_segments)
         count = math.inf if most is None else step_rows.first_row(most)
         if most is None or sizes.epochs is not None:
@@ -95,12 +97,12 @@ def lay_out(stream: EpochStream, sizes: BatchSizes) -> Layout:
         return Layout.of(rows, step_rows, int(count))
 
     if most is not None:
-        # As an upper bound beside epochs it may be more steps than their documents last for.
+        # If `epochs` is set, max_steps is an upper bound, and there may be too few documents for so many steps.
         with suppress(DataError) if sizes.epochs is not None else nullcontext():
             found = layout(StepRows.of(stages, most))
             if found.step_rows.first_row(most) <= found.count:
                 return found
-    # Rows of the longest length, as far as that is known: cutting rows shorter may make a few more.
+    # Begin with the number of steps for rows of the longest length. Shorter rows may need a few more steps.
     equal = [stage._replace(rows=stage.rows * stage.length // longest) if packing else stage for stage in stages]
     rows = int(_count_rows(stream, 1.0 if sizes.epochs is None else sizes.epochs, math.inf))
     low, high = 0, most
@@ -119,7 +121,7 @@ def lay_out(stream: EpochStream, sizes: BatchSizes) -> Layout:
 def _count_rows(rows: RowSequence, epochs: float, limit: float) -> float:
     """Rows of `epochs` epochs, but at most `limit`."""
     count = number = 0
-    while number < int(epochs) and count < limit:  # one by one: a weighted epoch takes time to build
+    while number < int(epochs) and count < limit:  # stop at the limit, because a weighted epoch takes time to build
         count, number = rows.end(number), number + 1
     if epochs > int(epochs) and count < limit:
         count += rows.row_at(int(epochs), epochs - int(epochs))

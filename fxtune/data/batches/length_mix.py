@@ -1,15 +1,15 @@
 """Short and long documents together: an order of rows that gives every step the same share of long documents.
 
-A model that is tuned on long documents alone loses quality on short ones, and a model that sees them in turns is
-pulled back and forth. So each optimizer step has the share that `data.mix.long_share` declares:
+A model that is tuned on long documents alone loses quality on short documents. A model that sees long and short
+documents in turns is pulled back and forth. So each step has the share that `data.mix.long_share` declares:
 
-- An epoch has as many tokens as the data, and draws the declared share from the long documents. Each kind is an
-  endless sequence of passes (epochs.py). The scarcer kind is repeated more often, and `Plan.notes()` says how often.
+- An epoch has as many tokens as the data, and draws the declared share from the long documents. Long documents are an
+  endless sequence of passes, and so are short ones (epochs.py). `Plan.notes()` says how often each kind is repeated.
 - The epoch's rows are ordered so that every stretch is balanced: while the rows so far have too many long tokens, take
   a row with too few, else a row with too many. (Steinitz 1913 has the theorem for any dimension.)
 
-Any stretch of rows is within one row's tokens of the epoch's share, so a step of G rows is within 1/G of it. No order
-does better for rows with one long document each. Over a run the share is exact.
+Any stretch of rows differs from the epoch's share by at most one row's tokens, so a step of G rows differs by at most
+1/G. No order does better for rows with one long document each. Over a run the share is exact.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LengthMix:
 def balanced_order(long: np.ndarray, tokens: np.ndarray, order: np.ndarray) -> np.ndarray:
     """A permutation of rows, int64 [rows], in which each stretch has about the overall share of long tokens.
 
-    `long` and `tokens`: int64 [rows], a row's tokens in long documents and in all. `order`: a permutation, which stays
-    the order of the rows with too many long tokens, and of the other rows.
+    `long`: each row's tokens in long documents, int64 [rows]. `tokens`: each row's tokens in all documents. `order`: a
+    permutation. The rows with too many long tokens keep this order among each other, and so do the other rows.
     """
-    # A row's long tokens beyond the overall share, in units of 1 / sum(tokens), so that integers are exact.
+    # The number of a row's long tokens beyond the overall share, times sum(tokens), so that integers are exact.
     excess = long * int(tokens.sum()) - tokens * int(long.sum())
     above, below = order[excess[order] > 0], order[excess[order] <= 0]
     gains, losses = excess[above].tolist(), excess[below].tolist()

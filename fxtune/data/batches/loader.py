@@ -1,15 +1,15 @@
 """Delivers batches on the device, ahead of their use.
 
-The main process sends a worker the content of a micro-batch, a few numbers. The worker copies the tokens from the
-memory maps and sends tensors back. It holds only open tables, so it starts at any step. On a GPU a separate stream
-copies a batch while the batch before it is computed, and its number of targets is rounded up
+The main process sends a worker a BatchSpec, which is small. The worker copies the tokens from the memory maps and
+sends tensors back. It has no state except open tables, so it can start at any step. On a GPU a separate stream copies
+a batch while the previous batch is computed. For a GPU the number of targets is also rounded up
 (Batch.with_rounded_targets), so that steps have few shapes.
 
-Workers are started by a fork server, a process without threads that imports torch once: fork alone can hang, because
-torch and the tokenizer have started threads, and spawn takes seconds. A batch of 4 x 4096 tokens takes 0.2 ms, so
-workers matter only for slow disks and for images, and a CPU run has none.
+A fork server starts the workers: a process without threads that imports torch once. A fork of the main process can
+hang, because torch and the tokenizer have started threads, and spawn takes seconds. A batch of 4 x 4096 tokens takes
+0.2 ms, so workers matter only for slow disks and for images, and a CPU run has none.
 
-A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers go on where it stopped. After
+A worker that dies (out of memory, a full /dev/shm) costs the run seconds: new workers go on at the same batch. After
 MAX_WORKER_DEATHS deaths the main process builds the batches itself. Each death prints a line.
 """
 
@@ -43,7 +43,7 @@ from fxtune.system.terminal.library_log import LIBRARY_LOG
 from fxtune.upstream.torch import end_workers, workers
 
 MAX_WORKER_DEATHS = 3
-"""Deaths of workers in a run after which none is started."""
+"""After this many deaths of workers in a run, no worker is started again."""
 MEMORY_SHARE = 0.25
 """Share of the free memory, at the start of the loader, for images of prefetched batches."""
 SHARED_SHARE = 0.5
@@ -51,17 +51,17 @@ SHARED_SHARE = 0.5
 SHARED_MEMORY = Path("/dev/shm")
 """The folder through which workers pass batches to the main process."""
 SHUTDOWN_SECONDS = 2.0
-"""How long workers may take to end by themselves before they are killed; one may be reading from a slow disk."""
+"""Workers that have not ended after this time are killed. They may be reading from a slow disk."""
 
 
 @dataclass
 class LoaderConfig:
     num_workers: Optional[int] = field(default=None, metadata={"min": 0, "max": 1024})
-    """Processes that build batches; null: 0 on a CPU, and for a GPU 2 (building a batch copies slices of a memory
-    map), or up to 8 to decode the images of rows."""
+    """Processes that build batches. Null: 0 on a CPU, at most 2 for a GPU, or at most 8 if rows have images to
+    decode."""
     prefetch_factor: int = field(default=4, metadata={"min": 1, "max": 1024})
-    """Batches that a worker keeps ready; fewer, and fewer workers, where their images would take more than a quarter
-    of the free memory or half of /dev/shm."""
+    """Batches that a worker keeps ready. If their images would take more than a quarter of the free memory or half of
+    /dev/shm, the loader takes fewer batches, and fewer workers."""
 
     def resolved(self, device: torch.device, with_images: bool = False) -> LoaderConfig:
         """A copy with the number of workers in place of null."""
@@ -101,12 +101,13 @@ class StepBatches:
 
     index: int
     data_step: int
-    """The same step of a run that drops none (BatchSizes.dropped). Dropout and stochastic rounding draw by it, so an
-    extended run has the bits of a whole one."""
+    """The number of this step in a run that drops no steps (BatchSizes.dropped). It seeds dropout and stochastic
+    rounding, so an extended run has the same bits as a run of the full length."""
     micro_batches: Iterator[Batch]
-    """In order. Take them before the next step (the rest is skipped) and while the iterator of steps exists."""
+    """The micro-batches in order. The next step skips micro-batches that were not taken. None can be taken after the
+    iterator of steps has ended."""
     counted: Optional[int] = None
-    """How many micro-batches, from the first on, count in sums (Plan.counted_micro_batches); None: all."""
+    """The number of micro-batches, from the first on, that count in sums (Plan.counted_micro_batches); None: all."""
     wait_seconds: float = 0.0
     """How long the consumer of `micro_batches` has waited for them."""
 
@@ -125,7 +126,7 @@ class Loader:
         self._pass: Optional[Iterator[Batch | DataError]] = None
 
     def steps(self, start_step: int = 0) -> Iterator[StepBatches]:
-        """From `start_step` to the end of the plan."""
+        """The steps from `start_step` to the end of the plan."""
         assert self._loader is not None, "the loader was closed"
         feed = self._on_device(self._on_host(start_step))
         try:
@@ -145,24 +146,25 @@ class Loader:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the workers of the last pass. torch ends them when nothing refers to the pass, but the traceback of a
-        signal may refer to it until the interpreter exits, which then waits 5 s for each worker (torch 2.11)."""
+        """End the workers of the last pass. torch would end them when nothing refers to the pass. But the traceback of
+        a signal may refer to it until the interpreter exits, and torch 2.11 then waits 5 s for each worker."""
         batches, self._pass = self._pass, None
         if (shutdown := end_workers(batches)) is None:  # the main process builds the batches
             return
-        # In a thread: torch waits without limit for the thread that pins memory, which waits for what a worker sends.
+        # A thread ends them, because torch waits without limit for its thread that pins memory. That thread waits for
+        # data from a worker.
         thread = threading.Thread(target=shutdown, name="fxtune-loader-end", daemon=True)
         thread.start()
         thread.join(SHUTDOWN_SECONDS)
         if thread.is_alive():
-            _kill(workers(batches))  # they hold nothing that would be lost
+            _kill(workers(batches))  # workers hold nothing that would be lost
 
     def _begin_pass(self) -> Iterator[Batch | DataError]:
         assert self._loader is not None
         before = multiprocessing.active_children()
         try:
             return iter(self._loader)
-        except BaseException:  # a signal while workers start, which nothing else refers to yet
+        except BaseException:  # a signal came while workers start, and nothing refers to the new processes yet
             _kill(set(multiprocessing.active_children()).difference(before))
             raise
 
@@ -171,11 +173,11 @@ class Loader:
             num_workers=workers,
             multiprocessing_context=_safe_context(),
             worker_init_fn=partial(_init_worker, LIBRARY_LOG.file, self._with_images),
-            persistent_workers=True,  # an evaluation's workers serve the next one
+            persistent_workers=True,  # the next evaluation uses the same workers
             prefetch_factor=self.config.prefetch_factor,
         )
-        # With its own generator: DataLoader draws a seed at each start, and the global generator's would change the
-        # dropout of the first step after a resume.
+        # DataLoader draws a seed at each start. It has its own generator, because a draw from the global generator
+        # would change the dropout of the first step after a resume.
         return DataLoader(
             _BatchDataset(self.plan.tables, round_targets=self.device.type == "cuda"),
             batch_size=None,
@@ -209,15 +211,15 @@ class Loader:
                     yield batch
                 return
             except (RuntimeError, OSError, EOFError) as problem:
-                self._end_pass()  # releases its shared memory, which may have been full
+                self._end_pass()  # this releases the pass's shared memory, which may have been full
                 self._replace_workers(problem, step)
 
     def _replace_workers(self, problem: Exception, step: int) -> None:
-        """Start new workers if `problem` is the death of one; raise any other problem."""
+        """Start new workers if `problem` is the death of a worker. Raise any other problem."""
         message = str(problem).strip()
         assert self._loader is not None
-        # torch's message begins with "Caught" if a worker raised an error, and with one of the other two if a worker
-        # died. An OSError of this process is a broken pipe to a dead worker.
+        # torch's message begins with "Caught" if a worker raised an error, and with one of the other two texts below
+        # if a worker died. An OSError of this process means a broken pipe to a dead worker.
         if isinstance(problem, RuntimeError):
             died = message.startswith(("DataLoader worker", "Pin memory thread"))
         else:
@@ -238,7 +240,7 @@ class Loader:
         self._loader = self._make_loader((self.config.num_workers or 0) if restart else 0)
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
-        """Yield each batch on the device. On a GPU, the copy of the next one has started by then."""
+        """Yield each batch on the device. On a GPU, the copy of the next batch starts before a batch is yielded."""
         if self.device.type != "cuda":
             yield from batches
             return
@@ -262,7 +264,7 @@ class Loader:
 
 
 class _SpecSampler:
-    """Yields the specs of the batches that the workers build, from (`step`, `micro`) on, in the main process."""
+    """Runs in the main process and yields the specs of the batches to build, from (`step`, `micro`) on."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -277,13 +279,13 @@ class _SpecSampler:
 
 
 class _BatchDataset(Dataset[Batch | DataError]):
-    """The dataset of a worker: a BatchSpec as key gives a Batch. The tables pickle as paths."""
+    """The dataset of a worker: its keys are BatchSpecs, its items Batches. The tables pickle as paths."""
 
     def __init__(self, tables: Sequence[TokenTable], round_targets: bool) -> None:
         self.tables, self.round_targets = tables, round_targets
 
     def __getitem__(self, spec: BatchSpec) -> Batch | DataError:
-        """An error is returned: torch would raise it with the worker's traceback in its message."""
+        """Build a batch. An error is returned, because torch would add the worker's traceback to a raised error."""
         try:
             batch = build_batch(self.tables, spec)
         except DataError as error:
@@ -297,8 +299,8 @@ def _kill(processes: Iterable[BaseProcess]) -> None:
 
 
 def start_fork_server(config: LoaderConfig, device: torch.device) -> None:
-    """Start the server that workers are forked from, without waiting for it: it imports torch, which takes seconds,
-    while the model is built. Does nothing if `config` asks for no workers on `device`."""
+    """Start the fork server of the workers, and do not wait for it. It imports torch, which takes seconds, while the
+    model is built. Does nothing if `config` asks for no workers on `device`."""
     if config.resolved(device).num_workers and _safe_context().get_start_method() == "forkserver":
         multiprocessing.forkserver.ensure_running()
 
@@ -313,7 +315,8 @@ def _safe_context() -> Any:
 
 
 def _init_worker(log: Optional[Path], with_images: bool, worker: int) -> None:
-    # It also ends the worker with the main process. torch's watchdog would not: a worker's parent is the fork server.
+    # This call also ends the worker when the main process ends. torch's watchdog would not, because a worker's parent
+    # is the fork server.
     leave_signals_to_main_process()
     LIBRARY_LOG.collect_in_worker(log)
     if with_images:
@@ -322,6 +325,6 @@ def _init_worker(log: Optional[Path], with_images: bool, worker: int) -> None:
 
 
 def _ignore_broken_connection(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
-    """The excepthook of a worker: if the main process ends first, resource_sharer fails, which is no error."""
+    """The excepthook of a worker. If the main process ends first, resource_sharer fails. This is not reported."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)

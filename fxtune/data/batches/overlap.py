@@ -1,8 +1,8 @@
 """Rows that are both trained on and held out, found by their tokens.
 
 With such a row an evaluation measures what the model remembers. Two rows are the same if their token ids have the same
-digest, which the tables store; their files, names and formats may differ. In preferences two rows are on both sides if
-their prompts have the same token ids.
+digest, which the tables store; their files, names and formats may differ. Two rows of preferences count as the same
+row if their prompts have the same token ids.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _HeldOut:
     """The recipe's key that names the source."""
     source: SourceConfig
     hashes: np.ndarray
-    """As TokenTable.held_out_by."""
+    """The hashes by which rows are compared, see TokenTable.held_out_by."""
     table: TokenTable | None = None
     mask: np.ndarray | None = None
     """Which documents of the source are held out, bool; None: all."""
@@ -48,8 +48,8 @@ def require_no_overlap(
     tokenizer: Any,
     images: ImageProcessor | None = None,
 ) -> np.ndarray:
-    """Digests of documents to leave out of training, sorted uint64. `tables` are of data.sources, `eval_tables` of
-    data.eval_sources. Raises DataError if there are such documents and data.on_overlap=error."""
+    """Digests of documents to leave out of training, sorted uint64. `tables`: the tables of data.sources;
+    `eval_tables`: the tables of data.eval_sources. With data.on_overlap=error, raises DataError for such documents."""
     if data.on_overlap is OnOverlap.keep:
         return np.zeros(0, np.uint64)
     tables, eval_tables = [table.by_row for table in tables], [table.by_row for table in eval_tables]
@@ -60,7 +60,7 @@ def require_no_overlap(
     if (questions := data.applicable_questions()).path is not None:
         held_out.append(_tokenized_questions(questions, data, tokenizer, images))
     shares = data.held_out_shares
-    if len(set(shares)) > 1:  # a row may be in two sources, trained on in one and held out in the other
+    if len(set(shares)) > 1:  # a row may be in two sources: one trains on it, the other holds it out
         for source, table, share in zip(data.sources, tables, shares, strict=True):
             mask = is_on_side(Side.held_out, table.held_out_by, share)
             held_out.append(_HeldOut("data.sources", source, table.held_out_by, table, mask))
@@ -93,7 +93,7 @@ def _tokenized_questions(
 def _overlap_error(
     data: DataConfig, tables: Sequence[TokenTable], both: Sequence[np.ndarray], held_out: Sequence[_HeldOut]
 ) -> DataError:
-    """The error for rows that are trained on and held out. `both`: for each table, which documents they are."""
+    """The error for rows that are trained on and held out. `both`: for each table, a mask of these documents."""
     common = np.concatenate([table.held_out_by[mask] for table, mask in zip(tables, both, strict=True)])
     by_prompt = any(table.prompts is not None for table in tables)
     count = sum(int(mask.sum()) for mask in both)
@@ -131,7 +131,7 @@ def _overlap_error(
 
 def notes_on_copies(tables: Sequence[TokenTable], used: Sequence[np.ndarray]) -> Iterator[str]:
     """A sentence for each table with copies of a document, and a sentence about documents in several tables. `used`:
-    for each table, which of its groups are used, bool."""
+    for each table, a mask of the groups that are used, bool."""
     uniques = []
     for table, is_used in zip(tables, used, strict=True):
         digests = table.by_group.digests[is_used]

@@ -1,13 +1,13 @@
 """Packs documents into rows of a fixed capacity with almost no padding.
 
 The algorithm is best-fit decreasing: it takes the documents from the longest to the shortest, and puts each into the
-fullest row that has room. Only lengths matter, so this file works on their histogram (LPFHP in Krell et al. 2021,
-"Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027): all documents of one length are placed
-together, and rows with the same room left are one entry with a count. Unlike the paper's, this placement is exactly
-best-fit decreasing.
+fullest row that has room. Only lengths matter, so this file works on a histogram of lengths (LPFHP in Krell et al.
+2021, "Efficient Sequence Packing without Cross-contamination", arXiv 2107.02027): all documents of one length are
+placed together, and rows with the same room left are one entry with a count. The paper's placement is an
+approximation of best-fit decreasing; this one is exact.
 
-The first step depends on lengths alone: the *pattern*, which lengths share a row. The second step gives each slot a
-document, by another permutation in each epoch.
+Packing has two steps. packing_pattern() decides from the lengths alone which lengths share a row. assign_documents()
+gives each slot of this pattern a document. Each epoch assigns documents by another permutation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def packing_pattern(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.
 
 def assign_documents(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.ndarray] = None) -> np.ndarray:
     """The document of each slot, int64 [slots]. Documents of equal length are taken in the order of `order`, a
-    permutation; None: in their own order."""
+    permutation; None: in the order of `lengths`."""
     if order is None:
         order = np.arange(len(lengths))
     documents = np.empty(len(slots), np.int64)
@@ -53,7 +53,7 @@ def assign_documents(lengths: np.ndarray, slots: np.ndarray, order: Optional[np.
 
 
 class _OpenRows:
-    """Rows by the room that they have left: {room: [(content, how many rows)]}, and the rooms in ascending order."""
+    """Rows by the room left in them: {room: [(content, number of rows)]}, and the rooms in ascending order."""
 
     def __init__(self) -> None:
         self.groups: dict[int, list[tuple[Optional[_Fill], int]]] = {}
@@ -66,7 +66,8 @@ class _OpenRows:
         self.groups[room].append((fill, rows))
 
     def take(self, length: int) -> Optional[tuple[int, Optional[_Fill], int]]:
-        """Remove and return the (room, content, rows) with the least room that is at least `length`."""
+        """Remove equal rows with the least room that still holds `length`. Returns (room, content, number of rows);
+        None if no row has room."""
         at = bisect_left(self.ascending, length)
         if at == len(self.ascending):
             return None
@@ -87,7 +88,7 @@ def _place(length: int, count: int, capacity: int, open_rows: _OpenRows) -> None
             open_rows.add(room - each * length, _Fill(fill, length, each), full)
             count -= full * each
             rows -= full
-        if count and rows:  # fewer documents are left than one row takes
+        if count and rows:  # the documents that are left do not fill one row
             open_rows.add(room - count * length, _Fill(fill, length, count), 1)
             rows -= 1
             count = 0
@@ -96,7 +97,7 @@ def _place(length: int, count: int, capacity: int, open_rows: _OpenRows) -> None
 
 
 def _unroll(groups: list[tuple[Optional[_Fill], int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(slots, offsets) of groups of equal rows."""
+    """(slots, offsets) for packing_pattern(), of groups of equal rows: (content, number of rows)."""
     lengths: list[int] = []
     counts: list[int] = []
     starts = []

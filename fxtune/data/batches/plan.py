@@ -1,9 +1,9 @@
-"""Which documents each step learns from: a pure function of (tables, settings, step).
+"""Decides which documents each step learns from, as a pure function of (tables, settings, step).
 
-Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py), or
-as many as its stage has (stages.py). If an epoch ends inside a step, the next one begins there; only the last step of
-a run can be short. There is no iterator state, so a run resumes at any step. Batches are read from memory maps when
-they are requested.
+Step s takes rows s x global_batch_size to (s + 1) x global_batch_size of the endless sequence of rows (epochs.py). In
+a run with stages a step takes the number of rows of its stage (stages.py). If an epoch ends inside a step, the step
+goes on with rows of the next epoch. Only the last step of a run can have fewer rows. There is no iterator state, so a
+run resumes at any step. Batches are read from memory maps when they are requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 
 KEY_COUNTS = 8
-"""How many numbers of keys batch_spec() allows beyond one for each position, where documents share tokens."""
+"""If documents share tokens, batch_spec() makes room for keys in portions of 1/KEY_COUNTS of all positions."""
 
 
 class DocumentSlice(NamedTuple):
@@ -38,9 +38,9 @@ class DocumentSlice(NamedTuple):
     first: int
     length: int
     group: int
-    """Index of its group in the micro-batch."""
+    """Index of the document's group in the micro-batch."""
     shared: int = 0
-    """Tokens before `first` that the row has in the first document of the group (shared_prompts.py)."""
+    """The number of tokens before `first` that the row has only in the group's first document (shared_prompts.py)."""
 
 
 class Plan:
@@ -75,10 +75,10 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two plans if each step that both have learns from the same documents, whatever the length of the
-        run, the size of micro-batches and the padding."""
+        """Equal for two plans if the steps that both have learn from the same documents. The plans may differ in the
+        length of the run, the size of micro-batches and the padding."""
         sizes = self.sizes
-        # Without lengths where rows have one, so that the fingerprints of earlier versions stay valid.
+        # Lengths are left out if all rows have one length, so that the fingerprints of earlier versions stay valid.
         starts = tuple(tuple(start) if self.step_rows.has_lengths else start[:3] for start in self.step_rows.starts)
         stages = f" {starts}" if len(sizes.stages) > 1 else ""
         return hashlib.sha256(f"{self.stream.fingerprint} {sizes.global_batch_size}{stages}".encode()).hexdigest()[:32]
@@ -106,14 +106,14 @@ class Plan:
         return Plan(self.stream, replace(self.sizes, **sizes), self._layout)
 
     def dealt_out(self, rank: int, ranks: int) -> Plan:
-        """A plan of one micro-batch a step, as an evaluation has it, dealt out: one for each rank a step."""
+        """Deal out a plan of one micro-batch a step (an evaluation). A step then has a micro-batch for each rank."""
         each = self.sizes.global_batch_size
         return Plan(self.stream, replace(self.sizes, global_batch_size=each * ranks, rank=rank, ranks=ranks))
 
     @property
     def documents_per_step(self) -> float:
-        """Documents, or pieces of long ones, in a step of global_batch_size rows: the mean of the first epoch,
-        whatever the run's length."""
+        """The mean number of documents, or pieces of long documents, in a step of global_batch_size rows. It is taken
+        over the first epoch, so it does not depend on the run's length."""
         epoch = self.stream.epoch(0)
         documents = self.stream.document_counts(epoch.segments).sum()
         return float(documents) / (len(epoch) * self.stream.rows_of_group) * self.sizes.global_batch_size
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def full_steps(self) -> int:
-        """How many steps have all of their rows: all steps, or all but the last one."""
+        """The number of steps that have all of their rows: all steps, or all except the last one."""
         return self.steps - (self.step_rows.first_row(self.steps - self.sizes.dropped) > self._row_count)
 
     @property
@@ -137,21 +137,21 @@ class Plan:
         return max(self.batch_spec(step, micro).width for micro in range(self.micro_batches(step)))
 
     def micro_batches(self, step: int) -> int:
-        """How many micro-batches `step` has on each rank, the same on all ranks, so that they take part in the same
-        collectives."""
+        """The number of micro-batches that `step` has on each rank. It is the same on all ranks, because they take
+        part in the same collectives."""
         return -(-self._all_micro_batches(step) // self.sizes.ranks)
 
     def counted_micro_batches(self, step: int) -> int:
-        """How many of this rank's micro-batches count. If the ranks do not divide the last step of a run, some ranks
-        repeat a micro-batch of another rank, which is left out of every sum."""
+        """The number of this rank's micro-batches that count. If the micro-batches of a step cannot be dealt out
+        evenly, some ranks repeat a micro-batch of another rank. The repeated micro-batch is left out of every sum."""
         return len(range(self.sizes.rank, self._all_micro_batches(step), self.sizes.ranks))
 
     def _all_micro_batches(self, step: int) -> int:
         return -(-self.rows(step) // self.micro_rows(step))
 
     def micro_rows(self, step: int) -> int:
-        """Rows of a micro-batch of the step: n times micro_batch_size if its rows are n times shorter than the
-        longest."""
+        """Rows of a micro-batch of the step: n times micro_batch_size if the step's rows are n times shorter than the
+        longest rows."""
         longest, length = self.stream.settings.sequence_length, self.step_rows.length(step - self.sizes.dropped)
         return self.sizes.micro_batch_size * (longest // length)
 
@@ -170,16 +170,16 @@ class Plan:
         return int(self.row_sequence.segments.supervised[self._rows(step)[0]].sum())
 
     def tokens(self, step: int) -> int:
-        """Tokens of the step's documents. A prompt that rows have once for two answers counts for both."""
+        """Tokens of the step's documents. A prompt that a row has once for two answers counts twice."""
         return int(self.lengths(step).sum())
 
     def lengths(self, step: int) -> np.ndarray:
-        """Tokens of each document of a step, or piece of one, int64 [documents]."""
+        """Tokens of each document, or piece of a document, of a step, int64 [documents]."""
         spans = self.row_sequence.spans(self._rows(step)[0])
         return spans.length + spans.shared
 
     def shared(self, step: int) -> np.ndarray:
-        """How many tokens of each document of a step are computed with another document, int64 [documents]."""
+        """For each document of a step, the number of tokens that are computed in another document, int64."""
         return self.row_sequence.spans(self._rows(step)[0]).shared
 
     def images(self, step: int) -> ImageSizes:
@@ -195,13 +195,13 @@ class Plan:
         epoch = self.row_sequence.epoch(0)
         found = self.row_sequence.spans(epoch.segments)
         images = image_sizes(self.tables, found)
-        rows = np.arange(len(found))  # without packing each document has one
+        rows = np.arange(len(found))  # without packing each document has a row
         if self.stream.settings.packing:
             rows = np.repeat(np.arange(len(epoch)), np.diff(epoch.offsets))[found.segment]
         return images, int(np.bincount(rows[images.document], images.features).max(initial=0))
 
     def epoch(self, steps: int) -> float:
-        """How many epochs are complete after `steps` steps."""
+        """The number of epochs that `steps` steps take. A part of an epoch counts as a fraction."""
         done = self.step_rows.first_row(steps - self.sizes.dropped)
         epoch, row = self.row_sequence.locate(min(done, self._row_count))
         return epoch + self.row_sequence.share(epoch, row) if row else float(epoch)
@@ -224,14 +224,15 @@ class Plan:
         return [slices[a:b] for a, b in pairwise(offsets.tolist())]
 
     def batch_spec(self, step: int, micro: int) -> BatchSpec:
-        """What a micro-batch consists of, for build_batch() in any process."""
+        """The description of a micro-batch, from which build_batch() makes the batch in any process."""
         found, offsets = self._documents(step, micro)
         length, stage = found.length, self.stage(step)
         packing = self.stream.settings.packing
-        # Slots as if all rows were like the fullest row of the stage's first epoch. Few batches need more.
+        # There are slots as if all rows were as full as the fullest row of the stage's first epoch. Few batches need
+        # more slots.
         fullest = self._layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
-        # Room for keys by the same rule, in portions of an eighth.
+        # The room for keys follows the same rule, in portions of an eighth of the positions.
         positions = int(width) * (len(offsets) - 1)
         shared = max(self._layout.most_shared[stage] * (len(offsets) - 1), int(found.shared.sum()))
         portion = -(-positions // KEY_COUNTS)
@@ -312,7 +313,7 @@ class Plan:
         long, tokens = (
             np.add.reduceat(part, np.arange(0, len(epoch), step)) for part in self.stream.row_tokens(epoch)
         )
-        shares = (long / tokens)[: max(len(epoch) // step, 1)]  # of full steps
+        shares = (long / tokens)[: max(len(epoch) // step, 1)]  # the shares of full steps
         kinds = {}
         for kind, members in (("long", self.stream.long), ("short", ~self.stream.long)):
             drawn = int(of.length[epoch.segments[members[epoch.segments]]].sum())
@@ -386,7 +387,7 @@ class Plan:
         return notes
 
     def _weight_notes(self) -> list[str]:
-        """How often an epoch has each source's rows, where weights change that."""
+        """A sentence on how often an epoch has each source's rows, if weights change this."""
         repeats = [(source["name"], source["repeats"]) for source in self.summary()["sources"]]
         if self.stream.settings.weights is None or all(0.9 < times < 1.1 for _, times in repeats):
             return []
@@ -403,10 +404,11 @@ class Plan:
         return self.step_rows.first_row(step), min(self.step_rows.first_row(step + 1), self._row_count)
 
     def _rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the segments of a step's rows, the offset of each row in them [rows + 1])."""
+        """(the segments of a step's rows, the offsets of rows in these segments [rows + 1])."""
         segments, offsets = self.row_sequence.rows(*self._row_range(step))
         if not self.stream.settings.packing:
-            # Longest first: neighbours need little padding, and a step that needs too much memory fails at its start.
+            # The longest come first: rows of similar length need little padding, and a step that needs too much memory
+            # fails at its start.
             segments = segments[np.argsort(-self._longest_documents(segments), kind="stable")]
         return segments, offsets
 
@@ -417,7 +419,7 @@ class Plan:
         return self.row_sequence.spans(segments).length.reshape(-1, self.stream.rows_of_group).max(axis=1)
 
     def _documents(self, step: int, micro: int) -> tuple[Spans, np.ndarray]:
-        """(the documents of a micro-batch's rows, the offset of each row in them [rows + 1])."""
+        """(the documents of a micro-batch's rows, the offsets of rows in these documents [rows + 1])."""
         segments, offsets = self._micro_batch(step, micro)
         found = self.row_sequence.spans(segments)
         if not self.stream.settings.packing:
@@ -425,7 +427,8 @@ class Plan:
         return found, np.searchsorted(found.segment, offsets)
 
     def _micro_batch(self, step: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the segments of a micro-batch's rows, the offset of each row in them). Without packing, one row a group."""
+        """(the segments of a micro-batch's rows, the offsets of rows in them). Without packing a group counts as one
+        row."""
         segments, offsets = self._rows(step)
         if not 0 <= micro < self.micro_batches(step):
             raise IndexError(f"micro-batch {micro} of a step of {self.micro_batches(step)}")
@@ -435,13 +438,13 @@ class Plan:
         return segments[own[0] : own[-1]], own - own[0]
 
     def _padded_length(self, longest: np.ndarray) -> np.ndarray:
-        """The row length of a micro-batch by its longest document; elementwise."""
+        """The row length of a micro-batch whose longest document has `longest` tokens; elementwise."""
         lengths, pieces = self.sizes.row_lengths, self.sizes.pieces
         padded = np.asarray(lengths)[np.searchsorted(lengths, longest)] if lengths else longest
         return -(-padded // pieces) * pieces
 
     def _padded_tokens(self, epoch: Epoch) -> int:
-        """Tokens of an epoch's rows with padding, if the epoch begins with a step."""
+        """The tokens of an epoch's rows with padding, as if its first row began a step."""
         if self.stream.settings.packing:
             return self.step_rows.tokens(len(epoch))
         total, all_lengths, each = 0, self._longest_documents(epoch.segments), self.stream.rows_of_group

@@ -4,9 +4,9 @@ A segment is a group, or a part of a document that is longer than `data.sequence
 document is a group by itself. The first token of a document follows nothing, so it is never a target. A segment
 without a target and without a label teaches nothing; it is left out and counted.
 
-The random choices are made here too: the documents that are held out, by their content alone, and the permutations of
-epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014) and not numpy's generators, whose streams may change
-between versions: a run resumed years later must get the same batches.
+This file also makes the random choices: the documents that are held out, by their content alone, and the permutations
+of epochs. Both use a hash (SplitMix64: Steele, Lea, Flood 2014). A run that is resumed years later must get the same
+batches, and the streams of numpy's generators may change between versions.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Segments:
     start: np.ndarray
     """Position of the first token in the table's `ids`."""
     length: np.ndarray
-    """Tokens in a row: a prompt that a row has once (shared_prompts.py) counts once."""
+    """Tokens that the segment takes in a row. A prompt that the row has once for two answers counts once."""
     supervised: np.ndarray
-    """Targets: supervised tokens other than a document's first."""
+    """The number of targets: supervised tokens, except the first token of a document."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -72,12 +72,12 @@ class Spans:
     document: np.ndarray
     """Index of the document in its table."""
     start: np.ndarray
-    """Position in the table's `ids` of the first token that is in its place in the row."""
+    """Position in the table's `ids` of the first token of the document, or of its part, after the `shared` tokens."""
     length: np.ndarray
     segment: np.ndarray
-    """Which of the segments it belongs to, ascending from 0."""
+    """Index of the document's segment among the segments, ascending from 0."""
     shared: np.ndarray
-    """Tokens before `start` that the row has in the first document of the group (shared_prompts.py)."""
+    """The number of tokens before `start` that the row has only in the group's first document (shared_prompts.py)."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -85,7 +85,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class SegmentCounts:
-    """What became of a table's groups, called documents here: most groups are one document."""
+    """Counts of what became of a table's groups. They are called documents here: most groups are one document."""
 
     documents: int
     """Documents on this side of the hold-out."""
@@ -94,7 +94,7 @@ class SegmentCounts:
     split: int = 0
     """Documents split into several segments."""
     pieces: int = 0
-    """The segments that they became."""
+    """The segments of the documents that were split."""
     truncated: int = 0
     dropped: int = 0
     """Documents left out because they are too long."""
@@ -115,11 +115,12 @@ def make_segments(
     packing: bool = True,
     shared: Optional[np.ndarray] = None,
 ) -> tuple[Segments, SegmentCounts]:
-    """The segments of some groups of a table. Each fits a row, and has a target or a label.
+    """The segments of some groups of a table, and counts. Each segment fits a row, and has a target or a label.
 
-    `on_side`: which groups, bool. `excluded`: digests of groups to leave out. `packing`: whether a row has several
-    documents; if not, a group takes a row for each of its documents. `shared`: shared_tokens(); None: rows have whole
-    documents. Raises DataError if a document is too long with `on_long=error`, or a group that would have to be cut.
+    `on_side`: a mask of the groups, bool. `excluded`: digests of groups to leave out. `packing`: whether a row has
+    several documents; if not, a group takes a row for each of its documents. `shared`: shared_tokens(); None: rows
+    have whole documents. Raises DataError if a document is too long with `on_long=error`, or if a group would have to
+    be cut.
     """
     units = table.by_group
     offsets = np.asarray(units.offsets, dtype=np.int64)
@@ -156,7 +157,7 @@ def make_segments(
         OnLong.drop: dict(dropped=many, lost_tokens=lost),
         OnLong.error: {},
     }[on_long]
-    if table.split.chats:  # they are pieces, or shorter, already
+    if table.split.chats:  # tokenization has split or shortened the long chats already
         of = table.split
         counts = dict(truncated=of.truncated, dropped=of.dropped, lost_tokens=of.lost_tokens)
         if of.pieces and not table.format.answers:
@@ -169,7 +170,7 @@ def make_segments(
 def _too_long(
     table: TokenTable, sequence_length: int, on_long: OnLong, chosen: np.ndarray, length: np.ndarray
 ) -> DataError:
-    """The error for groups with more tokens than a row: `length` of each of `chosen`."""
+    """The error for groups with more tokens than a row. `length`: the tokens of each of the groups `chosen`."""
     long = length > sequence_length
     first = int(np.argmax(long))
     noun, cures, twin = "document", "split, truncate or drop", ""
@@ -198,7 +199,7 @@ def _longest_documents(table: TokenTable) -> np.ndarray:
 
 
 def _group_targets(table: TokenTable, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(targets of each of `groups`, whether it has a target or a label)."""
+    """(the number of targets of each of `groups`, whether the group has a target or a label)."""
     size = table.groups[groups + 1] - table.groups[groups]
     of = np.repeat(np.arange(len(groups)), size)
     document = table.groups[groups][of] + places_within(size)
@@ -211,7 +212,7 @@ def _group_targets(table: TokenTable, groups: np.ndarray) -> tuple[np.ndarray, n
 
 
 def document_counts(tables: Sequence[TokenTable], source: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """How many documents each segment has, int64 [segments]. `source`, `group`: its table and its group there."""
+    """The number of documents of each segment, int64 [segments]. `source`, `group`: each segment's table and group."""
     count = np.ones(len(group), np.int64)
     for at, table in enumerate(tables):
         if table.is_grouped:
@@ -223,7 +224,8 @@ def document_counts(tables: Sequence[TokenTable], source: np.ndarray, group: np.
 def spans(
     tables: Sequence[TokenTable], source: np.ndarray, segments: Segments, shared: Optional[Sequence[np.ndarray]] = None
 ) -> Spans:
-    """The documents of segments. `source`: the table of each. `shared`: of each table, as in make_segments()."""
+    """The documents of segments. `source`: the table of each segment. `shared`: shared_tokens() of each table, or
+    None, as in make_segments()."""
     if not any(table.is_grouped for table in tables):
         whole = np.zeros(len(segments), np.int64)
         return Spans(source, segments.group, segments.start, segments.length, np.arange(len(segments)), whole)
@@ -244,15 +246,15 @@ def spans(
 
 
 def places_within(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each of `counts`, one after the other."""
+    """The numbers 0 to n - 1 for each n of `counts`, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, np.ndarray]:
-    """`segments` of a table, which are longer than `length`, as pieces of at most `length` tokens.
+    """Cut `segments` of a table, all longer than `length`, into pieces of at most `length` tokens.
 
     A piece begins with the last token of the piece before it, so that no target is lost. Pieces without a target, or
-    with a part of an image, are left out. Returns the pieces, and how many each segment has, int64 [segments].
+    with a part of an image, are left out. Returns the pieces, and the number of pieces of each segment, int64.
     """
     pieces = -(-(segments.length - 1) // (length - 1))
     of = np.repeat(np.arange(len(segments)), pieces)
@@ -268,7 +270,7 @@ def cut(table: TokenTable, segments: Segments, length: int) -> tuple[Segments, n
 
 
 def before_images(table: TokenTable, positions: np.ndarray) -> np.ndarray:
-    """`positions` in the table's `ids`, int64, with the start of an image in place of each position inside it."""
+    """`positions` in the table's `ids`, int64. A position inside an image is moved to the image's start."""
     if table.images is None:
         return positions
     starts = np.asarray(table.images["start"])
@@ -294,8 +296,9 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Optional[int] = None) -> np.ndarray:
-    """Which documents, by their `digests`, are on `side`, bool: equal documents on the same side, whatever the seed.
-    `limit`: at most this many held-out documents, with the smallest hashes; all if everything is held out."""
+    """A mask of the documents on `side`, bool. Only their `digests` decide, so equal documents are on the same side
+    with every seed. `limit`: take at most this many held-out documents, by the smallest hashes. Without effect if
+    everything is held out."""
     if side is Side.all or eval_fraction == 0:
         return np.full(len(digests), side is not Side.held_out)
     if eval_fraction == 1:
@@ -308,12 +311,12 @@ def is_on_side(side: Side, digests: np.ndarray, eval_fraction: float, limit: Opt
 
 
 def hold_out_number(digests: np.ndarray) -> np.ndarray:
-    """A uint64 for each document, from its content alone. An eval_fraction of f holds out numbers below f x 2**64."""
+    """A uint64 for each document, by its content alone. An eval_fraction of f holds out numbers below f x 2**64."""
     return splitmix64(np.asarray(digests, dtype=np.uint64) ^ _HOLD_OUT)
 
 
 def _count_targets(supervised: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Targets of each segment, int64 [segments]: the supervised tokens after its first."""
+    """The number of targets of each segment, int64 [segments]: supervised tokens after its first token."""
     counts = np.zeros(len(start), np.int64)
     ends = start + length
     begin = 0

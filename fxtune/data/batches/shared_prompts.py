@@ -1,12 +1,12 @@
-"""Pairs of answers whose prompt lies in a row once: [prompt, chosen answer] [last token of prompt, rejected answer].
+"""Pairs of answers with their prompt once in a row: [prompt, chosen answer] [last token of prompt, rejected answer].
 
-Both answers begin with the same prompt, so every layer would compute the prompt twice. Here the second document has
-only the rest. Its positions go on from the prompt. Its queries attend to copies of the prompt's keys and values, which
-lie before the document's keys and values (techniques/attention/packed.py). So queries and keys have different bounds,
-and no mask is needed. The last token of the prompt is computed for both answers, because it predicts the first token
-of each answer, and a position has at most one target.
+Both answers follow the same prompt, so every layer would compute the prompt twice. Here the second document begins
+with the last token of the prompt, at that token's position. Its queries attend to copies of the prompt's keys and
+values, which lie before the document's own keys and values (techniques/attention/packed.py). So queries and keys have
+different bounds, and no mask is needed. The last token of the prompt is computed for both answers, because it predicts
+the first token of each answer, and a position has at most one target.
 
-Rows of whole documents give the same numbers (arXiv 2410.20305). Tables hold whole documents.
+Rows of whole documents give the same numbers (arXiv 2410.20305). Token tables always hold whole documents.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class Keys:
     """The keys and values of a micro-batch's documents, taken from its tokens."""
 
     cu_seqlens: np.ndarray
-    """int32 [slots + 1]: where the keys of each document begin; the rest repeats their number."""
+    """int32 [slots + 1]: the first key of each document. Unused slots repeat the number of keys."""
     index: np.ndarray
-    """int64 [capacity]: the flattened token of each key; 0 after the last document's."""
+    """int64 [capacity]: the flattened token of each key; 0 in unused entries at the end."""
     copies: np.ndarray
-    """int64 [2, tokens]: the key of each token in its own document, and in another one; -1 without another one."""
+    """int64 [2, tokens]: for each token, the index of its key in its own document, and in the other document that
+    attends to the token, or -1."""
 
 
 def shared_tokens(table: TokenTable) -> np.ndarray:
-    """How many of its first tokens each document shares with the first document of its group, int64 [documents]: for
-    the second document of a group one less than the unlearned tokens that both begin with, or fewer, so that the rest
-    does not begin inside an image; else 0."""
+    """The number of first tokens that a document shares with the document before it, int64 [documents]. The second
+    document of a group shares the unlearned tokens with which both begin, except the last one, or fewer tokens if the
+    rest would begin inside an image. Other documents share none."""
     offsets, groups = np.asarray(table.offsets, np.int64), np.asarray(table.groups)
     shared, first = np.zeros(len(offsets) - 1, np.int64), groups[:-1][np.diff(groups) > 1]
     length = np.minimum(np.diff(offsets)[first], np.diff(offsets)[first + 1])
@@ -59,15 +60,15 @@ def shared_tokens(table: TokenTable) -> np.ndarray:
 
 
 def _image_digests(table: TokenTable, positions: np.ndarray) -> np.ndarray:
-    """uint64: for each position in the table's `ids` the hash of the image whose first token is there; 0 without."""
+    """For each of `positions` in the table's `ids`, the hash of the image that begins there, or 0; uint64."""
     assert table.images is not None
     at = np.minimum(np.searchsorted(table.images["start"], positions), len(table.images) - 1)
     return np.where(table.images["start"][at] == positions, table.images["digest"][at], np.uint64(0))
 
 
 def keys_of(cu_seqlens: np.ndarray, shared: np.ndarray, capacity: int) -> Keys:
-    """The keys of the documents between `cu_seqlens`, int [slots + 1]. `shared`, int64 [slots]: how many keys of a
-    document are tokens of the document before it."""
+    """The keys of the documents with the bounds `cu_seqlens`, int [slots + 1]. `shared`, int64 [slots]: the number of
+    each document's keys that are tokens of the document before it."""
     start = cu_seqlens[:-1].astype(np.int64)
     length = shared + np.diff(cu_seqlens)
     of, within = np.repeat(np.arange(len(start)), length), places_within(length)

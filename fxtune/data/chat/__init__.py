@@ -1,1 +1,1 @@
-"""Rows to text with the supervised characters marked."""
+"""From rows to tokens, with the supervised tokens marked."""

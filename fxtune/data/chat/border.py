@@ -1,12 +1,12 @@
 """The border between a prompt and its answer, in tokens as sampling makes them.
 
 Sampling tokenizes the prompt alone, and the model writes the next tokens. In one text of both, a token may lie across
-the border: two newlines become `\\n\\n`, and `Ans: ` with `yes` becomes ` yes`. Sampling never asks for such a token.
-So where the whole text does not begin with the prompt's own tokens, prompt and answer are tokenized apart.
+the border: two newlines become `\\n\\n`, and `Ans: ` with `yes` becomes ` yes`. Sampling never writes such a token. So
+prompt and answer are tokenized apart if the tokens of the whole text do not begin with the tokens of the prompt.
 
-A tokenizer splits a text at its added tokens first (`<|im_start|>`), so only the text between the last added token and
-the border is tokenized again: in a chat the word `assistant` and a newline. In a long prompt without added tokens the
-end shows a difference.
+A tokenizer splits a text at its added tokens (`<|im_start|>`) before all else, so only the text between the last added
+token and the border is tokenized again: in a chat the word `assistant` and a newline. In a long prompt without added
+tokens only the last tokens are compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 Span = tuple[int, int]
 
 WINDOW = 2_000
-"""Characters before a border that are compared, if no added token is nearer."""
+"""Characters before a border that are tokenized again, if no added token is nearer."""
 TAIL = 32
-"""The last tokens of such a window, which are compared."""
+"""The number of tokens before a border that are compared, if the window does not begin with an added token."""
 GUARD = "\U0010fad2"
-"""A private-use character before an answer. A tokenizer that begins each text with a space puts the space there."""
+"""A private-use character put before an answer. Some tokenizers begin each text with a space: it is put before this
+character."""
 CACHED = 256
-"""Longest text whose tokens are kept, in characters; and the number of such texts."""
+"""The tokens of texts with at most this many characters are kept, for about this many texts."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Borders:
     ids: list[int]
     offsets: list[Span]
     firsts: list[int] = field(default_factory=list)
-    """For each border the index of the first token behind it."""
+    """For each border the index of the first token after the border."""
     is_apart: bool = False
     """Whether a prompt and its answer were tokenized apart."""
     is_crossed: bool = False
@@ -43,9 +44,9 @@ class Borders:
 
 
 class BorderFinder:
-    """Tokenizes texts with borders, by one `tokenizers.Tokenizer` without a post-processor. Picklable.
+    """Tokenizes texts with borders. Picklable.
 
-    `added`: ids of its added tokens.
+    `tokenizer`: a `tokenizers.Tokenizer` without a post-processor. `added`: the ids of its added tokens.
     """
 
     def __init__(self, tokenizer: Any, added: Collection[int]) -> None:
@@ -58,7 +59,8 @@ class BorderFinder:
         return [(one.ids, one.offsets) for one in encoded]
 
     def find(self, text: str, ids: list[int], offsets: list[Span], starts: Sequence[int]) -> Borders:
-        """`ids`, `offsets`: the tokens of the whole text. `starts`: where answers begin, ascending."""
+        """The tokens of a text with a border at each of `starts`, the first characters of answers, ascending. `ids`,
+        `offsets`: the tokens of the text as one; they are changed in place."""
         found = Borders(ids, offsets)
         for start in starts:
             found.firsts.append(self._first(text, start, found))
@@ -78,7 +80,8 @@ class BorderFinder:
         return self._tokenize_apart(text, start, first, found)
 
     def _tokenize_apart(self, text: str, start: int, first: int, found: Borders) -> int:
-        """Replace the tokens between the added tokens around a border."""
+        """Tokenize prompt and answer apart, between the added tokens around the border. Returns the index of the first
+        token of the answer."""
         ids, offsets = found.ids, found.offsets
         at = self._last_added(found, first, -1)
         begin = offsets[at][0] if at else 0
@@ -106,7 +109,8 @@ class BorderFinder:
         return first
 
     def _last_added(self, found: Borders, before: int, lowest: int) -> int:
-        """The index of the last added token before an index, or of the first token from character `lowest` on."""
+        """Go back from token `before` to an added token, to a token that begins at character `lowest` or earlier, or
+        to the first token, and return its index."""
         at = before - 1
         while at > 0 and found.ids[at] not in self._added and found.offsets[at][0] > lowest:
             at -= 1

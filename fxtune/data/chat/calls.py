@@ -1,4 +1,4 @@
-"""Tool calls in the form that a chat template takes: arguments as an object or as text, ids of nine characters."""
+"""Brings tool calls into the form that a chat template takes: arguments as an object or as text, short ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class CallStyle:
     arguments_as_text: bool = False
     """Arguments are a JSON string (DeepSeek), not an object."""
     content: tuple[str | None, ...] = ()
-    """The content of a turn that has none: () for no such key, (None,) for null (DeepSeek), ("",)."""
+    """The content to give a turn with calls that has none: () leaves the key out, (None,) gives null (DeepSeek), ("",)
+    gives an empty text."""
     short_ids: bool = False
     """Each call and its result have an id of nine letters and digits (Mistral)."""
 
@@ -33,7 +34,8 @@ def renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def with_call_style(messages: Sequence[dict[str, Any]], style: CallStyle) -> list[dict[str, Any]]:
-    """The messages with their calls in this form. A result without an id gets the id of the call that waits for it."""
+    """The messages with their calls in the form `style`. A result without an id gets the id of the first call that
+    still waits for a result."""
     adapted = []
     waiting: list[str] = []  # ids of calls whose results have not come yet
     for position, message in enumerate(messages):

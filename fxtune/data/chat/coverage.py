@@ -1,12 +1,12 @@
-"""Checks that each part of a row reaches the text, so that nothing which a user wrote is lost silently.
+"""Checks that each part of a row reaches the text, so that no words of a user are lost silently.
 
-Every field of a row that is not empty must be found in the rendered text, or be named: in the table of known fields
-that carry no training text (KNOWN), or in the source's `unused`. Anything else is a bad row, with the field's name.
-Where the chat template leaves a part out by design, the document is used and counted under a remark.
+Every field of a row that is not empty must be in the rendered text, or be named: in KNOWN, the table of fields without
+training text, or in the source's `unused`. Otherwise the row is a bad row, and its message names the field. If the
+chat template leaves a part out by design, the document is used and counted under a remark.
 
-There are two checks. What a template writes depends on the shape of a conversation (roles, and which fields there
-are), so each new shape is rendered once with sentinels in all fields; this finds a system prompt that is dropped
-although its words stand elsewhere. Then each row's own strings are searched in its text, which costs little.
+There are two checks. The parts that a template writes depend on the shape of a conversation (its roles and fields). So
+each new shape is rendered once with sentinels in all fields. This finds a system prompt that is dropped, even if other
+messages have the same words. The other check searches the strings of each row in its text, which costs little.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KNOWN_ENDINGS = tuple(
 """Names with these endings describe a row, too."""
 
 SHOWN = 20
-"""Names of columns in one message."""
+"""A message names at most this many columns."""
 
 TURN_KEYS = frozenset(
     (*REASONING_KEYS, "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id")
@@ -56,8 +56,8 @@ TURN_KEYS = frozenset(
 
 
 class Coverage:
-    """Checks the rows of a source. `unused`: names that are left out on purpose. Not `enabled`: nothing is checked.
-    `reads_images`: the model reads images, so a row must not lose them."""
+    """Checks the rows of a source. `unused`: names of fields that are left out on purpose. `enabled`: False checks
+    nothing. `reads_images`: the model reads images, so a row must not lose an image."""
 
     def __init__(
         self, format: RowFormat, unused: Collection[str] = (), enabled: bool = True, reads_images: bool = False
@@ -81,7 +81,7 @@ class Coverage:
     def check_columns(self, row: Mapping[str, Any], text: str) -> None:
         """Raise RowError if a column is neither known nor in the text."""
         unknown = self._unknown_keys(row, self._columns) if self.enabled else []
-        if columns_of(row):  # where the image came from
+        if columns_of(row):  # image_path then tells where the image came from
             unknown = [column for column in unknown if column != "image_path"]
         if lost := [shortened(column) for column in unknown if _is_unread(row[column], text)]:
             preferences = None if self._names_answers else preference_columns(row, self.unused)
@@ -94,7 +94,7 @@ class Coverage:
     def check_conversation(
         self, row: Mapping[str, Any], chat: Conversation, messages: Messages, text: str, template: ChatTemplate
     ) -> list[str]:
-        """Remarks about what the template leaves out by design. Raises RowError if it leaves out anything else.
+        """Remarks about parts that the template leaves out by design. Raises RowError if another part is left out.
         `messages`: the messages of `chat` in the form that the template takes."""
         if not self.enabled:
             return []
@@ -105,7 +105,7 @@ class Coverage:
                 raise RowError(
                     self._message(f"column {key!r} is not read beside the chat, and does not repeat it", key)
                 )
-        for key in [key for key in LIST_KEYS if row.get(key)][1:]:  # only the first one is read
+        for key in [key for key in LIST_KEYS if row.get(key)][1:]:  # only the first of these columns is read
             if key not in self.unused and _is_lost(row[key], text):
                 raise RowError(self._message(f"column {key!r} is not read, as the row has another", key))
         for key in (*LIST_KEYS, "prompt", "completion", "chosen", "rejected", "rejected_messages"):
@@ -117,7 +117,7 @@ class Coverage:
         return list(remarks)
 
     def _is_beside(self, column: str, chat: Conversation) -> bool:
-        """Whether a column stands beside the columns of a chat, and no message is from it."""
+        """Whether a column is beside the chat: no message comes from it, and it is not left out on purpose."""
         if column in self.unused or chat.places[0].startswith(("chosen", "rejected")):
             return False
         return not (column == "text" and self._names_answers) and not any(
@@ -135,7 +135,7 @@ class Coverage:
         return self._unknown[keys]
 
     def _describes(self, key: str) -> bool:
-        """Whether a name says that its value describes a row, or in a row of preferences one of its answers."""
+        """Whether the name of a field says that the field describes a row, or an answer of a row of preferences."""
         if key.endswith(KNOWN_ENDINGS):
             return True
         words = key.lower().replace("-", "_").split("_") if self._names_answers else []
@@ -189,7 +189,7 @@ class Coverage:
                 raise RowError(self._message("the chat template drops `tools`", "tools"))
 
     def _lost_in_shape(self, messages: Messages, tools: Tools, template: ChatTemplate) -> frozenset[tuple[int, str]]:
-        """(message, part) of all parts that the template never writes in a conversation of this shape."""
+        """(index of a message, part) of all parts that the template does not write in conversations of this shape."""
         shape = (
             id(template),
             bool(tools),
@@ -206,7 +206,8 @@ class Coverage:
         return self._shapes[shape]
 
     def _keeps_reasoning(self, template: ChatTemplate, as_field: bool) -> bool:
-        """Whether a final answer keeps its reasoning, given as a separate field or in the content."""
+        """Whether the template writes the reasoning of the last answer. `as_field`: it is a separate field, and not in
+        the content."""
         shape = (id(template), as_field)
         if shape not in self._shapes:
             answer = {"role": "assistant", "content": "a"}
@@ -251,13 +252,14 @@ def _render_sentinels(messages: Messages, tools: Tools, template: ChatTemplate) 
         schemas = [{"type": "function", "function": function}]
     try:
         text, _ = template.render(probe, schemas)
-    except RowError:  # the template looks at what a part holds: only the row's own strings can be searched
+    except RowError:  # the template tests what a part holds; only the search for the row's strings is possible
         return frozenset()
     return frozenset(place for place, mark in places.items() if mark not in text)
 
 
 def reasoning_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Both without outer whitespace. Reasoning is in its own field, or in the content before `</think>`."""
+    """(reasoning, content) of a message, without outer whitespace. Reasoning is in its own field, or in the content
+    before `</think>`."""
     content = message.get("content") or ""
     reasoning = message.get("reasoning_content") or ""
     if message["role"] == "assistant" and "</think>" in content:
@@ -267,8 +269,8 @@ def reasoning_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_no_repetition(column: str, value: Any, chat: Conversation, text: str) -> bool:
-    """Whether the column `prompt` or `text` says more than the chat. It repeats the chat if it is a part of its text,
-    or has some of its messages; `text` may also be the whole chat as another template writes it."""
+    """Whether the column `prompt` or `text` has words that the chat lacks. A part of the chat's text, or a list of its
+    messages, has none. `text` has none either if it is the whole chat as another template writes it."""
     if isinstance(value, list) and is_chat(value):
         return any(_is_lost(turn.get("content", turn.get("value")), text) for turn in value)
     if column == "text" and isinstance(value, str) and _is_lost(value, text):
@@ -282,7 +284,7 @@ def _is_no_repetition(column: str, value: Any, chat: Conversation, text: str) ->
 
 
 def _is_unread(value: Any, text: str) -> bool:
-    """_is_lost() for the value of an unknown name. A list without text, such as a mask, counts, too."""
+    """_is_lost() for the value of a field with an unknown name. A list without text, such as a mask, is lost, too."""
     return _is_lost(value, text) or (isinstance(value, (list, tuple)) and _is_of_numbers(value))
 
 
@@ -296,8 +298,8 @@ def _is_of_numbers(value: Any) -> bool:
 
 
 def _is_lost(value: Any, text: str) -> bool:
-    """Whether the text lacks a string of `value` at any depth, as it is or escaped as in JSON. A number or a boolean
-    by itself counts as lost."""
+    """Whether the text lacks a string of `value`, at any depth. The text may have the string escaped as in JSON. A
+    number or a boolean by itself counts as lost."""
     if value is None:
         return False
     if isinstance(value, str):
@@ -315,7 +317,7 @@ def _is_written(part: str, text: str) -> bool:
     for ascii_only in (False, True):
         if json.dumps(part, ensure_ascii=ascii_only)[1:-1] in text:
             return True
-    try:  # a JSON string of an object
+    try:  # the part may be an object or a list, written as JSON
         value = json.loads(part) if part[:1] in ("{", "[") else None
     except (ValueError, RecursionError):
         value = None

@@ -1,4 +1,4 @@
-"""Encodes rows as token ids and the mask of the tokens that the model learns to write.
+"""Encodes rows as token ids, with a mask of the tokens that the model learns to write.
 
 Chat rows are rendered by the chat template and tokenized as one text. The supervised spans of characters (turns.py)
 are mapped to tokens by the tokenizer's offsets. Special tokens that a message quotes are text (special_tokens.py). A
@@ -8,8 +8,8 @@ tokenizers insert, is supervised if it is inside a span.
 The template writes the special tokens of chats. Plain text gets the tokenizer's beginning-of-text and end-of-text
 tokens, unless the text has them.
 
-A bad row gives a string, its fault. A fault of all rows (no chat template, a template that does not compile, a slow
-tokenizer) raises DataError at once.
+The result for a bad row is a string that describes the fault. A fault of all rows (no chat template, a template that
+does not compile, a slow tokenizer) raises DataError at once.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Document:
     remarks: tuple[str, ...] = ()
     """Lines of remarks.py that are true of the document."""
     is_rewritten: bool = False
-    """Whether a learned turn is not written as in sampling, because another turn follows."""
+    """Whether the template writes a learned turn differently than in sampling, because another turn follows."""
     images: tuple[PlacedImage, ...] = ()
-    """In the order of their tokens. No token of an image is supervised."""
+    """The images, in the order of their tokens. No token of an image is supervised."""
 
 
 @dataclass
@@ -83,17 +83,17 @@ class EncodedGroup:
 
     documents: list[Document]
     labels: list[float]
-    """A label for each document; NaN: none."""
+    """A label for each document; NaN for a document without a label."""
 
 
 _Result = TypeVar("_Result", bound=Document | EncodedGroup)
 Steps = Generator[str, tuple[list[int], list[Span]], _Result]
-"""Makes a document or a group: yields texts, gets the ids and the offsets of their tokens, and returns the result, or
-raises RowError."""
+"""A generator that makes a document or a group. It yields texts, is sent the ids and the offsets of their tokens, and
+returns the result. It raises RowError for a bad row."""
 
 
 class Encoder:
-    """Rows of one format to documents. Picklable.
+    """Encodes rows of one format as documents. Picklable.
 
     Args:
         tokenizer: a fast tokenizer (PreTrainedTokenizerFast).
@@ -103,8 +103,8 @@ class Encoder:
         unused: columns and fields that are left out on purpose; None: any part of a row may be lost.
         system: a system message for each chat without one.
         variables: variables of the chat template.
-        on_rewritten: what to do with turns that the template writes otherwise once another turn follows.
-        template_time: the date and time that templates write, in ISO 8601; None: the present, for all rows.
+        on_rewritten: what to do with turns that the template writes differently once another turn follows.
+        template_time: the date and time that templates write, in ISO 8601; None: the present time, once for all rows.
         images: the processor of a model that reads images; None: rows with images are bad rows.
 
     Raises DataError if the tokenizer is slow, if it lacks a chat template that the format needs, or if the template is
@@ -137,12 +137,12 @@ class Encoder:
         self.system, self.variables, self.on_rewritten = system, dict(variables or {}), on_rewritten
         self.images, self._placeholders = images, Placeholders(images)
         self.folders: dict[str, Path] = {}
-        """The folder of each data file, by its name, where the images of its rows are."""
+        """{name of a data file: the folder in which the paths of its images begin}."""
         self.longest: int | None = None
-        """Chats with more tokens are split, and rows of preferences lose the beginning of their prompt; None:
-        never."""
+        """Chats with more tokens are split, and rows of preferences lose the beginning of their prompt; None: no
+        limit."""
         self.packing = True
-        """Whether all documents of a row of preferences share the `longest` tokens."""
+        """Whether `longest` limits the documents of a row of preferences together. False: it limits each document."""
         self.by_question = False
         """Whether split() makes a document of each question with a rewritten answer."""
         self.beginning = _leading_special_ids(tokenizer)
@@ -168,8 +168,8 @@ class Encoder:
     def encode(
         self, rows: Sequence[Mapping[str, Any]], folders: Sequence[Path | None] = ()
     ) -> list[Document | EncodedGroup | str]:
-        """The document or the group of each row, or its fault. `folders`: for each row the folder with the files of
-        its images; none: its images are bytes."""
+        """The document or the group of each row, or its fault. `folders`: for each row, the folder with the files of
+        its images. Rows without a folder have images as bytes."""
         with one_panic():
             return self._finish([self._row(row, folder) for row, folder in zip_longest(rows, folders)])
 
@@ -221,7 +221,7 @@ class Encoder:
         return EncodedGroup(documents, content.labels)
 
     def _undivided(self, document: Document) -> Document:
-        """A document of a group. Raises RowError if it must be divided, because each question needs a document."""
+        """Return a document of a group. Raises RowError if it must be divided into a document for each question."""
         if document.is_rewritten and self.on_rewritten is OnRewritten.split:
             raise RowError(
                 "the chat template writes an answer otherwise once another turn follows, and a document of a group is "
@@ -232,7 +232,7 @@ class Encoder:
     def _document(
         self, row: Mapping[str, Any], content: Content, format: RowFormat, folder: Path | None
     ) -> Steps[Document]:
-        """The document of a row of `format` with this content, which is no group."""
+        """The document of a row of `format` with the content `content`, which must not be a group."""
         coverage = self._coverage[format.name]
         if isinstance(content, Conversation):
             if not any(turn.get("images") for turn in content.messages):
@@ -259,7 +259,7 @@ class Encoder:
         document = _document(content.text, ids, offsets, [(content.first, len(content.text))], self._borders)
         ids, supervised = document.ids, document.supervised
         if ids[: len(self.beginning)] != self.beginning:
-            # Behind a prompt, the beginning belongs to the prompt.
+            # If the text has a prompt, the beginning belongs to the prompt and is not learned.
             ids, supervised = self.beginning + ids, [not content.first] * len(self.beginning) + supervised
         if self._eos is not None and ids[-1] != self._eos:
             ids, supervised = [*ids, self._eos], [*supervised, True]
@@ -267,7 +267,7 @@ class Encoder:
         return replace(document, ids=ids, supervised=supervised, remarks=remarks + document.remarks)
 
     def _chat(self, chat: Conversation, coverage: Coverage | None = None) -> Steps[Document]:
-        """`coverage`: checks that the row is in the text; None for a part of a chat."""
+        """The document of a chat. `coverage`: checks that the row is in the text; None for a part of a chat."""
         template, escaper, rewriting = self.templates.get(chat.tools is not None, chat.variables)
         messages, supervised = template.adapted(chat.messages), chat.supervised
         if chat.variables and escaper.is_quoted([], [chat.variables]):
@@ -326,7 +326,7 @@ class Encoder:
         return tuple(found)
 
     def _rewritten_turns(self, chat: Conversation) -> list[int]:
-        """The turns that are learned and not written as in sampling, in ascending order."""
+        """The learned turns that the template writes differently than in sampling, ascending; none if all are kept."""
         if self.on_rewritten is OnRewritten.keep:
             return []
         template, _, rewriting = self.templates.get(chat.tools is not None, chat.variables)
@@ -339,8 +339,8 @@ class Encoder:
         return chat
 
     def split(self, row: Mapping[str, Any], whole: Document, folder: Path | None = None) -> SplitChat:
-        """The documents of a chat: one for each question (`self.by_question`), divided into pieces where it has more
-        than `self.longest` tokens. `whole`: the tokens of the chat."""
+        """The documents of a chat. With `self.by_question` a document ends with each rewritten answer. Documents with
+        more than `self.longest` tokens are divided into pieces. `whole`: the document of the whole chat."""
         content = self.format.read(row, self.learn, self.unused)
         if not isinstance(content, Conversation):
             assert self.longest is not None
@@ -359,8 +359,8 @@ class Encoder:
             return split_chat(chat, whole, encode, self.longest)
 
     def shorten(self, documents: list[Document]) -> SplitChat:
-        """The documents of a row of preferences, which have more than `self.longest` tokens, with a shorter prompt;
-        none if their answers do not fit."""
+        """The documents of a row of preferences that has more than `self.longest` tokens, with a shorter prompt. There
+        are no documents if the answers alone do not fit."""
         assert self.longest is not None
         found = shortened(documents, self.longest, self.packing, self.beginning)
         if found is None:
@@ -374,11 +374,11 @@ class Encoder:
         return self.longest is not None and (sum if self.packing else max)(lengths) > self.longest
 
     def written_times(self) -> list[str]:
-        """What the chat template writes with strftime_now: on a day, most templates write the same."""
+        """The times that the chat template writes with strftime_now. Most templates write only the date."""
         return self.templates.written_times() if self.format.is_chat or self.format.is_group else []
 
     def remarks(self) -> list[str]:
-        """What a user should know about the chat template before training with it."""
+        """Remarks for the user on the chat template or on the tokenizer, before training."""
         if self.templates.are_used:
             return [
                 *(
@@ -426,7 +426,7 @@ def _leading_special_ids(tokenizer: Any) -> list[int]:
 
 def _with_exact_offsets(tokenizer: Any) -> Any:
     """A copy without padding, truncation and post-processor. The ByteLevel post-processor (Llama-3, GPT-2) trims
-    spaces off the offsets. All others only add special tokens, which are not needed here."""
+    spaces off the offsets. Other post-processors only add special tokens, which are not needed here."""
     exact = copy.deepcopy(tokenizer)
     exact.backend_tokenizer.post_processor = None
     exact.backend_tokenizer.no_truncation()

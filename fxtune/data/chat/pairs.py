@@ -1,7 +1,8 @@
-"""Documents of preferences: a prompt that all answers of a row share, and an answer, which alone is learned.
+"""Documents of preferences. Each document has the prompt, which all answers of a row share, and one answer. Only the
+answer is learned.
 
-Formats compare prompts by whole messages. A chat template may still write the same messages otherwise before another
-answer, and a tokenizer may join the end of a prompt with one answer. So the tokens are compared, too.
+Formats compare the messages of prompts. But a chat template may write the same messages differently before another
+answer, and a tokenizer may join the end of a prompt with one answer. So the tokens of prompts are compared, too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from fxtune.data.images.placed import without
 
 
 def prompt_tokens(document: Any) -> int:
-    """How many tokens of a document (`ids` and `supervised`) precede its answer; all if no token is learned."""
+    """The number of tokens before the answer of a document (`ids`, `supervised`); all if no token is learned."""
     supervised: list[bool] = document.supervised
     return supervised.index(True) if True in supervised else len(supervised)
 
 
 def faults(documents: Sequence[Any], names: Sequence[str]) -> str:
-    """Why a row cannot be learned; empty if it can. `names`: the names of its answers."""
+    """The reason why a row cannot be learned, or "". `names`: the names of its answers."""
     if empty := [name for name, document in zip(names, documents, strict=True) if not any(document.supervised[1:])]:
         return f"{empty[0]}: no token of the answer is learned"
     if len(documents) == 1:
@@ -43,11 +44,11 @@ def faults(documents: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: Sequence[int]) -> list[Any] | None:
-    """The documents of a row, each without the same tokens at the beginning of its prompt, so that they fit; None if
-    this would cut an answer, or an image that the answers may be about.
+    """The documents of a row with a shorter prompt, so that they fit: all lose the same tokens at its beginning. None
+    if this would cut an answer, or an image that the answers may be about.
 
     Args:
-        longest: tokens of a row; with `packing` it holds all documents, otherwise each has a row.
+        longest: tokens of a row of a batch. With `packing` it holds all documents, otherwise each document has a row.
         beginning: the tokens that the tokenizer puts before each text. They stay, because models need them.
     """
     lengths = [len(document.ids) for document in documents]
@@ -58,7 +59,7 @@ def shortened(documents: Sequence[Any], longest: int, packing: bool, beginning: 
     if over > prompt_tokens(first) - max(kept, 1):
         return None
     cut = slice(kept, kept + max(over, 0))
-    # A token before an image stays, because some templates write one that opens the image.
+    # The token before an image stays, because in some templates it opens the image.
     if over > 0 and any(image.start <= cut.stop for image in first.images):
         return None
     return [

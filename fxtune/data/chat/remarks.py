@@ -1,4 +1,4 @@
-"""What a user should know about the documents of a source: lines that count the documents they are true of."""
+"""Remarks for the user about the documents of a source. Each is printed with the number of documents it applies to."""
 
 from __future__ import annotations
 

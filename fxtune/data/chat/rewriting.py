@@ -1,8 +1,8 @@
-"""Which answers a chat template writes otherwise than in sampling, tried on short chats of the same shape.
+"""Finds the answers that a chat template writes differently than in sampling, by trials on short chats.
 
-Sampling has the text up to a turn's end as the template writes it when the turn is the last one. A template that
-drops the reasoning of earlier answers, ends the last turn with another token, or moves the tools behind earlier turns,
-writes another text later. Each shape of a chat (its roles, and which parts its messages have) is tried once.
+In sampling an answer is always the last turn. Once other turns follow, some templates change the text up to the
+answer's end: they drop the reasoning of earlier answers, end only the last turn with a certain token, or move the
+tools behind earlier turns. Each shape of a chat (its roles, and which parts its messages have) is tried once.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from fxtune.data.formats.chat_format import SYSTEM_ROLES
 from fxtune.data.formats.values import RowError
 
 MAX_SHAPES = 10_000
-"""Shapes whose results are kept."""
+"""The results of about this many shapes are kept."""
 
 
 class Rewriting:
-    """What a chat template rewrites. Picklable."""
+    """Finds what a chat template rewrites. Picklable."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def turns(self, messages: Messages, supervised: Sequence[bool], tools: Tools = None) -> list[int]:
-        """The learned turns that the template writes otherwise once the next learned turn, or the last message,
-        follows."""
+        """The learned turns for which the template changes the text up to their end when more messages follow. A turn
+        is tried with the messages up to the next learned turn, the last learned turn with all messages."""
         turns = [index for index, learned in enumerate(supervised) if learned]
         ends = sorted({*turns, len(messages) - 1}) if turns else []
         return [turn for turn, later in pairwise(ends) if self._try(self._is_rewritten, messages, turn, later, tools)]
 
     def asks_otherwise(self, messages: Messages, turn: int, tools: Tools = None) -> bool:
-        """Whether the text up to a turn's end, written as the last turn, does not begin with the prompt of sampling.
-        (DeepSeek-R1's prompt opens a block of reasoning, and its text of an answer does not.)"""
+        """Whether a chat that ends with this turn does not begin with the prompt for the turn in sampling. (The prompt
+        of DeepSeek-R1 opens a block of reasoning. Its template writes answers without such a block.)"""
         is_answer = messages[turn]["role"] == "assistant"
         return is_answer and self._try(self._asks_otherwise, messages, turn, turn, tools)
 
@@ -52,8 +52,9 @@ class Rewriting:
     def _try(
         self, question: Callable[[Messages, int, Tools], bool], messages: Messages, turn: int, later: int, tools: Tools
     ) -> bool:
-        """question(messages, messages up to `turn`, tools), for the system messages and the turns from the question of
-        `turn` to `later`, with made-up text. False if the template refuses the made-up text."""
+        """The result of question() for a short chat with made-up text: the system messages, and the messages from the
+        question before `turn` up to `later`. question() also gets the number of messages up to `turn`, and tools.
+        False if the template refuses the made-up text."""
         head = next((index for index, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
         begin = max((index for index in range(head, turn) if messages[index]["role"] == "user"), default=head)
         part = [*messages[:head], *messages[begin : later + 1]]
@@ -77,7 +78,7 @@ PLAIN_TOOL = {
 
 
 def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """What a template may look at in a message, besides its words."""
+    """The features of a message that a template may test, besides its words."""
     content, calls = message.get("content"), message.get("tool_calls", ())
     return (
         message["role"],
@@ -93,8 +94,8 @@ def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _plain(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message of the same shape, with made-up text that no other message has: Mistral's template finds the last
-    question by comparing messages."""
+    """A message of the same shape with made-up text. Each message has another text, because Mistral's template finds
+    the last question by comparing messages."""
     plain, content = {"role": message["role"]}, message.get("content")
     if "content" in message:
         plain["content"] = content and (

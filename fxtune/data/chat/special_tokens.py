@@ -1,21 +1,20 @@
 """Special tokens that a message quotes are text, not structure.
 
-A chat template writes `<|im_start|>assistant` with special tokens, and a tokenizer makes a special token of each such
-string, whoever wrote it. A user message that quotes one would end its own turn and open an assistant turn, in training
-as in a prompt injection. So in chat rows only the special tokens that the template writes are special. Such strings in
-a message, a name, a tool or a tool's answer are tokenized as plain text, as in the reference code of Llama, Mistral
-and gpt-oss. The token that opens an assistant turn counts as special too, even if the tokenizer does not say so
-(DeepSeek's `<｜Assistant｜>`). Text rows, and prompts and completions given as strings, are not messages: their
-authors write the structure themselves.
+A chat template writes `<|im_start|>assistant` with special tokens. A tokenizer turns each such string into a special
+token, even if a user wrote it. A message that quotes `<|im_end|>` would then end its turn and could open an assistant
+turn, like a prompt injection. So in chat rows only the special tokens that the template writes are special. Such
+strings in a message, a name, a tool or a tool's answer are tokenized as plain text, as in the reference code of Llama,
+Mistral and gpt-oss. The token that opens an assistant turn counts as special too, even if the tokenizer does not say
+so (DeepSeek's `<｜Assistant｜>`). Text rows, and prompts and completions given as strings, are not messages. Special
+tokens in them stay special, because their authors write the structure.
 
-Method: render the row again with a private-use character inside each special token of its strings. A special token
-that is still complete was written by the template. It is replaced by an alias of private-use characters, and the
-result is tokenized by a copy of the tokenizer that knows its special tokens by these aliases only. So the rest of the
-text gets the same merges as always. If the second rendering differs otherwise (the template looks at that very
-string), the row is a bad row.
+Method: render the row again with a private-use character inside each special token of its strings. The template wrote
+the special tokens that are still complete. They are replaced by aliases of private-use characters. A copy of the
+tokenizer that knows special tokens only by these aliases tokenizes the result, with the usual merges for all other
+text. If the second rendering differs in anything else (the template tests for the quoted string), the row is bad.
 
 Cost: one search per row, and one more rendering of a row with such strings. Each process builds the second tokenizer
-once, when it first needs it.
+once, for the first row that needs it.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ class AliasedText:
 
     text: str
     token_ends: list[int]
-    """Where these special tokens end in the original text."""
+    """Positions in the original text at which these special tokens end."""
     shifts: list[int]
-    """How much longer the original is up to the first of `token_ends`, up to the second, and so on."""
+    """shifts[i]: by how many characters the first i special tokens are longer than their aliases."""
 
     def position(self, original: int) -> int:
-        """The position in `text` of a position in the original, outside special tokens."""
+        """The place in `text` of a position in the original text. The position must not be inside a special token."""
         return original - self.shifts[bisect_right(self.token_ends, original)]
 
 
@@ -56,7 +55,7 @@ class SpecialTokenEscaper:
 
     Args:
         tokenizer: a fast tokenizer.
-        prompt: the chat template's generation prompt, whose first added token opens a turn; empty if there is none.
+        prompt: the chat template's generation prompt, or "". The first added token in it opens an assistant turn.
     """
 
     def __init__(self, tokenizer: Any, prompt: str = "") -> None:
@@ -66,7 +65,7 @@ class SpecialTokenEscaper:
         added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
         self._added = _any_of(added)
         opening = self._added.search(prompt)
-        # A special token of one character (an exclamation mark used as padding token) stays that character.
+        # No mark can break up a special token of one character (an exclamation mark as pad token): it has no alias.
         self._special = {
             content: number
             for content, (number, special) in added.items()
@@ -81,8 +80,8 @@ class SpecialTokenEscaper:
     def is_quoted(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
         """Whether a message or a tool quotes a special token.
 
-        Raises RowError if a special token appears only where two strings are joined: what the template
-        writes between them is not known.
+        Raises RowError if only two strings together make a special token: it is not known whether the template writes
+        anything between them.
         """
         parts = [value for message in messages for key, value in message.items() if key not in ("role", "images")]
         strings = list(_strings([*parts, tools]))
@@ -107,7 +106,7 @@ class SpecialTokenEscaper:
         if _ALIAS.search(text):
             raise RowError("holds private-use characters (U+10FAD0) that fxtune uses for special tokens; remove them")
         parts, ends, shifts = [], [], [0]
-        at = length = 0  # position in `marked`; length of `parts`
+        at = length = 0  # the position in `marked`, and the number of characters in `parts`
         for match in re.finditer(f"{marker}|{self._added.pattern}", marked):
             found = match.group()
             new = "" if found == marker else self._alias.get(found, found)
@@ -120,12 +119,12 @@ class SpecialTokenEscaper:
         return AliasedText("".join([*parts, marked[at:]]), ends, shifts)
 
     def alias_of(self, content: str) -> str:
-        """What stands for a special token in an aliased text."""
+        """The alias of a special token; another string stays as it is."""
         return self._alias.get(content, content)
 
     def finder(self, text: str) -> BorderFinder:
-        """What tokenizes an aliased text. Raises RowError if this tokenizer cannot write a special token of `text` as
-        text."""
+        """The BorderFinder that tokenizes `text`, an aliased text. Raises RowError if this tokenizer cannot write a
+        quoted special token as text."""
         if self._finder is None:
             changed = self._tokenizer_with_aliases()
             self._finder = BorderFinder(changed, self._tokenizer.added_tokens_decoder)
@@ -135,7 +134,7 @@ class SpecialTokenEscaper:
         return self._finder
 
     def _is_separable(self, content: str, changed: Any) -> bool:
-        """Whether the changed copy knows a special token by its alias, and does not make one of its letters."""
+        """Whether the copy `changed` makes the special token of its alias, and no special token of its letters."""
         alias_ids, letter_ids = (
             set(changed.encode(text, add_special_tokens=False).ids) for text in (self._alias[content], content)
         )
@@ -143,14 +142,15 @@ class SpecialTokenEscaper:
         return self._special[content] in alias_ids and not (letter_ids - unknown).intersection(self._special.values())
 
     def _break_up(self, string: str, marker: str) -> str:
-        """Put `marker` into each special token. One pass breaks only one of two that overlap, so repeat."""
+        """Put `marker` into each special token. A pass breaks up only one of two tokens that overlap, so repeat it."""
         while self._any_special.search(string):
             string = self._any_special.sub(lambda match: match.group()[0] + marker + match.group()[1:], string)
         return string
 
     def _tokenizer_with_aliases(self) -> Any:
-        """The tokenizer with each special token under its alias. The vocabulary changes as well, because a Unigram
-        model would make `</s>` of the letters. Ids stay, since they are positions in the vocabulary or behind it."""
+        """A copy of the tokenizer that has aliases for special tokens. The vocabulary also gets the aliases, because a
+        Unigram model would turn the letters of `</s>` into the token. All tokens keep their places and so their
+        ids."""
         from tokenizers import Tokenizer
 
         alias = self._alias
@@ -178,7 +178,7 @@ def _merge_parts(pair: Any) -> set[str]:
 
 
 def _any_of(contents: Iterable[str]) -> re.Pattern[str]:
-    """Matches the leftmost, longest of these strings, as `tokenizers` finds added tokens."""
+    """A pattern for any of these strings: the leftmost, and there the longest, as `tokenizers` finds added tokens."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
 
 

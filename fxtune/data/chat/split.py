@@ -1,17 +1,18 @@
-"""Splits a chat longer than a row into pieces, so that no answer is cut and each piece keeps the system prompt.
+"""Splits a chat that is longer than a row into pieces. Each piece keeps the system prompt, and answers that fit a row
+with their question are not cut.
 
-The chat template renders each piece as a separate conversation: the leading system messages and the tools, then
-as many whole exchanges as fit. An exchange is a question and all that follows it up to the next question. An exchange
-that does not fit alone is usually an agent's work: it is split into its steps (an assistant turn with the results of
-its calls), and each piece repeats the question. A step that does not fit alone is cut at the end of the row. If
-the template refuses a conversation that begins in the middle of the chat, the whole chat is cut at the end of a row.
-Tokens that are cut off are counted.
+The chat template renders each piece as a separate conversation: the leading system messages and the tools, then as
+many whole exchanges as fit. An exchange is a question and the messages up to the next question. An exchange that does
+not fit alone is usually an agent's work. It is split into steps (an assistant turn with the results of its calls), and
+each piece repeats the question. A step that does not fit alone is cut at the end of the row. If the template refuses a
+conversation that begins in the middle of the chat, the whole chat is cut at the end of a row. Tokens that are cut off
+are counted.
 
-Any question may be about any earlier image, so the first question of a piece repeats the images of the turns that are
-left out before it.
+Any question may be about any earlier image, so the first question of a piece repeats the images of earlier turns that
+are not in the piece.
 
-Some templates rewrite an answer once another turn follows. Such a chat is first split into a document for each
-question, which ends with the answer (split_questions).
+Some templates rewrite an answer once another turn follows. split_questions() divides such a chat into documents that
+end with these answers, and then splits the long documents.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from fxtune.data.formats.row_format import Conversation
 from fxtune.data.images.placed import cut_before, without
 
 Encode = Callable[[Conversation], Any]
-"""Returns the tokens of a conversation (a dataclass with `ids` and `supervised`), or None if the template refuses the
-conversation."""
+"""A function from a conversation to its tokens (a dataclass with `ids` and `supervised`), or to None if the template
+refuses the conversation."""
 
 
 @dataclass
 class SplitCounts:
-    """Counts of the pieces and losses of long chats of a source, or of long rows of preferences."""
+    """Counts of what became of a source's long chats, or of its long rows of preferences."""
 
     chats: int = 0
     """Long chats, or long rows of preferences."""
@@ -40,14 +41,14 @@ class SplitCounts:
     truncated: int = 0
     """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""
     dropped: int = 0
-    """Rows of preferences whose answers, with the images, are longer than a row; and pieces of chats whose first
-    tokens teach nothing."""
+    """Rows of preferences whose answers, with the images, are longer than a row; and cut pieces of chats in which
+    nothing is left to learn."""
     lost_tokens: int = 0
     lost_supervised: int = 0
     questions: int = 0
-    """Documents of one question each, from chats that are divided at their questions."""
+    """Documents from chats that split_questions() divides."""
     refused: int = 0
-    """Questions that the template refuses at the end of a chat; nothing of them is learned."""
+    """Documents of split_questions() that the template refuses. Their answers are not learned."""
     repeated_images: int = 0
     """Images that later pieces of a chat repeat."""
 
@@ -81,9 +82,9 @@ def split_chat(chat: Conversation, whole: Any, encode: Encode, longest: int) -> 
 
 
 def split_questions(chat: Conversation, rewritten: list[int], encode: Encode, longest: int | None) -> SplitChat:
-    """Divide a chat into documents whose learned turns are all written as in sampling. A document ends after each
-    turn of `rewritten`, and at the end of the chat. It has all messages up to its end, and teaches the turns that no
-    earlier document teaches. `longest`: documents with more tokens are split; None: no document is."""
+    """Divide a chat into documents in which the template writes each learned turn as in sampling. A document ends with
+    each turn of `rewritten`, and with the chat. It has all messages up to its end, and teaches only turns that no
+    earlier document teaches. `longest`: documents with more tokens are split; None: documents are not split."""
     found, start = SplitChat(counts=SplitCounts()), 0
     for end in (*(turn + 1 for turn in rewritten), len(chat.messages)):
         learned = [start <= index and is_learned for index, is_learned in enumerate(chat.supervised[:end])]
@@ -138,8 +139,8 @@ class _Splitter:
     def split(self, head: list[int], units: list[list[int]]) -> None:
         """Add the pieces of `units`, lists of messages that stay together. `head`: messages that begin each piece.
 
-        Where some units teach nothing (data.learn.last_turn_only), pieces are filled from the end: a learned answer
-        has the context right before it, as much as fits, and what no answer needs is in no piece.
+        If some units teach nothing (data.learn.last_turn_only), pieces are filled from the end. So a learned answer
+        keeps as much of the context before it as fits. Messages that are context of no learned answer are in no piece.
         """
         taught = [any(self.chat.supervised[message] for message in unit) for unit in units]
         if not all(taught):
@@ -181,11 +182,12 @@ class _Splitter:
         else:
             cut = truncate_chat(self._encode(head + unit), self.longest)
             self.found.pieces += cut.pieces
-            self.found.counts += replace(cut.counts, chats=0)  # the chat is counted already
+            self.found.counts += replace(cut.counts, chats=0)  # self.found has counted the chat
 
     def _fill_piece(self, head: list[int], units: list[list[int]], from_end: bool = False) -> tuple[int, Any]:
-        """(how many `units`, from the first or the last on, fit into a piece after `head`, the piece); (0, None) if
-        none fits. Encoding takes time, so this tries 1, 2, 4, ... units, and then halves the interval."""
+        """(the number of `units` that fit into a piece after `head`, the piece); (0, None) if no unit fits. Units are
+        taken from the first on, or with `from_end` back from the last. Encoding takes time, so this tries 1, 2, 4, ...
+        units, and then halves the interval."""
         fitting, piece = 0, None
         too_many, count = len(units) + 1, 1
         while fitting + 1 < too_many:
@@ -208,8 +210,8 @@ class _Splitter:
         return document
 
     def _messages(self, indices: list[int]) -> list[dict[str, Any]]:
-        """The messages with these indices. The first question also gets the images of earlier turns that are left
-        out, in the order of the chat. Raises _RefusedError if there is no question."""
+        """The messages with these indices. The first question among them also gets the images of turns that are left
+        out, in the order of the chat. Raises _RefusedError if no question can take these images."""
         every = self.chat.messages
         messages = [every[index] for index in indices]
         earlier = [index for index in range(max(indices)) if every[index].get("images") and index not in indices]
@@ -229,7 +231,7 @@ class _Splitter:
 
 
 def _units(chat: Conversation, indices: range | list[int], role: str) -> list[list[int]]:
-    """The messages in groups. A new group begins where a message of `role` follows a message of another role."""
+    """Divide messages into units. A unit begins where a message of `role` follows a message of another role."""
     units: list[list[int]] = []
     previous_role = None
     for index in indices:

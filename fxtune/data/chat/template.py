@@ -1,7 +1,7 @@
-"""A chat template: messages to text, and what a probe shows about the text that it writes around them.
+"""Renders messages with a chat template, and measures on probes the text that the template writes around messages.
 
 Templates run only in transformers' immutable Jinja sandbox, with limits on time and memory. turns.py finds the
-characters that the model learns, rewriting.py the answers that the template writes otherwise later.
+characters that the model learns, and rewriting.py the answers that the template changes when other turns follow.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class TurnFrame:
     endings: tuple[str, ...] = ()
     """Possible texts from the content to the end-of-turn token, longest first."""
     overrun: int | None = None
-    """How many characters behind the content a generation mark includes; None: no usable marks."""
+    """The number of characters after the content that a generation mark includes; None: marks cannot be used."""
     marked_prompt: str = ""
-    """The end of the generation prompt that a generation mark includes, such as an empty block of reasoning."""
+    """The part of the generation prompt that a generation mark includes, such as an empty block of reasoning."""
 
 
 class ChatTemplate:
-    """Jinja source and its variables.
+    """A chat template with its variables.
 
     Args:
         source: the Jinja text.
-        variables: bos_token, eos_token and the like, as `apply_chat_template` passes them, and the user's.
+        variables: bos_token, eos_token and others that `apply_chat_template` passes, and the user's variables.
         special_tokens: the tokenizer's special tokens, to recognize the end of a turn.
 
     Raises:
@@ -77,7 +77,7 @@ class ChatTemplate:
         frame = self._measure_frame()
         if frame is not None and frame.overrun is None:
             # transformers misplaces marks inside a macro or a {% set %} block, and some templates mark only the last
-            # turn: marks that miss the probe's content cannot be trusted on any row.
+            # turn. If marks miss the content of the probe, they are trusted for no row.
             self.has_marks = False
         self.frame = frame or TurnFrame()
 
@@ -92,7 +92,7 @@ class ChatTemplate:
         """The text and, with `marks`, the spans of its generation marks. `prompt`: append the generation prompt.
 
         Raises:
-            RowError: the template refuses these messages (the message quotes it) or fails on them.
+            RowError: the template refuses these messages (the error quotes the template) or fails on them.
             DataError: no row can be rendered: the syntax is wrong, the template tries to leave the sandbox, or it
                 needs more time or memory than any rendering can need.
         """
@@ -115,7 +115,7 @@ class ChatTemplate:
                 "Correct it, or name another in data.chat_template"
             ) from None
         except MemoryError:
-            raise  # in a thread, where work has no limits
+            raise  # in a thread limit_resources() limits nothing, so the machine has no memory left
         except TemplateSyntaxError as error:
             raise _does_not_compile(error) from None
         except SecurityError as error:
@@ -139,7 +139,7 @@ class ChatTemplate:
         return text, spans[0] if marks else []
 
     def _writes_parts_only(self) -> bool:
-        """Whether the template writes contents that are lists of parts, and drops texts (SmolVLM's does)."""
+        """Whether the template writes only contents that are lists of parts, and no texts (SmolVLM's template)."""
         words = ["".join(unused_characters(self.source)) + role for role in ("user", "assistant")]
         chat = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), words, strict=True)]
         for self._takes_parts_only in (False, True):
@@ -152,8 +152,8 @@ class ChatTemplate:
         return False
 
     def adapted(self, messages: Messages) -> Messages:
-        """The messages with the roles that this template knows, and with their calls in the form that it takes. Raises
-        RowError if it writes no calls."""
+        """The messages with roles that this template knows, and with tool calls in the form that the template takes.
+        Raises RowError if there are calls and the template writes none."""
         if any(message["role"] == "developer" for message in messages) and not self._knows_developer:
             messages = [
                 message | {"role": "system"} if message["role"] == "developer" else message for message in messages
@@ -170,8 +170,8 @@ class ChatTemplate:
 
     @cached_property
     def around_arguments(self) -> tuple[str, str]:
-        """(the text between a call's name and its arguments, the text from there to the turn's end); empty if they
-        vary."""
+        """(the text between a call's name and its arguments, the text from the arguments to the turn's end); empty
+        texts if they vary."""
         opening, closing = unused_characters(self.source)
         name, arguments = f"{opening}?{closing}", {"a": opening}
         user = {"role": "user", "content": "?"}
@@ -189,8 +189,8 @@ class ChatTemplate:
 
     @cached_property
     def _knows_developer(self) -> bool:
-        """Whether the template treats the role developer otherwise than a made-up role, whose name many templates copy
-        into the text."""
+        """Whether the template treats the role developer differently from a made-up role. Many templates copy the name
+        of any role into the text."""
         texts = []
         for role in ("developer", "unheardof"):
             try:
@@ -202,7 +202,7 @@ class ChatTemplate:
 
     @cached_property
     def call_style(self) -> CallStyle:
-        """The first form of a call whose name and arguments this template writes, and not as Python's repr."""
+        """The first form of calls in which this template writes name and arguments. Python's repr does not count."""
         opening, closing = unused_characters(self.source)
         name, key, value = (f"{opening}{number}{closing}" for number in range(3))
         chat = [{"role": "user", "content": "?"}, calling(name, {key: value})]
@@ -219,8 +219,8 @@ class ChatTemplate:
 
     @cached_property
     def leads_of_calls(self) -> tuple[str, ...]:
-        """Possible texts between the generation prompt and the reasoning, the content or the function's name of a turn
-        with calls, longest first."""
+        """For turns with calls: possible texts between the generation prompt and the reasoning, the content or the
+        function's name, longest first."""
         opening, closing = unused_characters(self.source)
         question, sentinel = f"{opening}?{closing}", f"{opening}!{closing}"
         rest = [
@@ -265,9 +265,9 @@ class ChatTemplate:
         leads = {""} if prompt else set()
         if before.startswith(prompted):
             leads.add(before[len(prompted) :])
-        # A turn may end differently at the end of the conversation and before another turn (gpt-oss). The second
-        # ending is measured before the next generation prompt, where no other role's header can be mistaken for it.
-        # If the first one goes on with more (Phi-3's end of the text), that is not part of the turn.
+        # A turn may end differently at the end of the conversation and before another turn (gpt-oss). The ending
+        # before another turn is measured before a generation prompt, because another role's header could be mistaken
+        # for an ending. If the ending of the conversation is longer (Phi-3's end of the text), it is not used.
         behind, tails = continued.partition(answer)[2], [after]
         if prompt and behind.endswith(prompt):
             tails.append(behind[: len(behind) - len(prompt)])
@@ -286,17 +286,17 @@ class ChatTemplate:
         return TurnFrame(prompt, _longest_first(leads), _longest_first(endings), overrun, marked_prompt)
 
     def _last_ending(self, tail: str) -> str:
-        """Up to the last special token behind a content: a turn may end with several. Without one, all of it (an end
-        of turn in plain letters)."""
+        """The end of a turn in `tail`, the text after a content: up to the last special token, because a turn may end
+        with several. Without a special token all of `tail` (an end of turn in plain letters)."""
         ends = [found.end() for found in self._special.finditer(tail)]
         return tail[: ends[-1]] if ends else tail.rstrip()
 
     def _measure_last_end(self) -> None:
-        """Measure what follows an answer: `_between`, the text up to the next question; and what render() changes.
+        """Measure the text between an answer and the next question (`_between`), and texts that render() corrects.
 
-        Command R7B's template writes the generation prompt unasked (`_unasked_prompt`): no text may end with it.
-        Models of GLM stop at the first token of the next turn, `<|user|>`, or `<|observation|>` after calls
-        (`next_header`, `_header_behind_calls`; empty where turns have an end): the last turn needs it, too.
+        Command R7B's template always writes the generation prompt (`_unasked_prompt`). render() removes this prompt.
+        Models of GLM stop at the first token of the next turn, `<|user|>`, or `<|observation|>` after calls. render()
+        adds this token after the last turn (`next_header`, `_header_behind_calls`; empty if turns have an end).
         """
         opening, closing = unused_characters(self.source)
         question, answer = f"{opening}0{closing}", f"{opening}1{closing}"
@@ -313,7 +313,7 @@ class ChatTemplate:
         openers = [token for token in self._special.findall(unasked) if token != begin]
         if asked == unasked and openers:
             common = os.path.commonprefix([behind[::-1], tail[::-1]])[::-1]  # noqa: RUF071 - of characters
-            at = common.rfind(openers[0])  # a header begins with the token that begins the text
+            at = common.rfind(openers[0])  # each header begins with the first special token of the text
             if at >= 0 and self._special.search(tail, 0, len(tail) - len(common) + at):
                 self._unasked_prompt = common[at:]
         header = self.ending.match(self._between)
@@ -345,7 +345,7 @@ def _does_not_compile(error: Any) -> DataError:
 
 
 def _with_parts(message: dict[str, Any], always: bool) -> dict[str, Any]:
-    """A message as templates take it: its content is a list of parts if it has images, or `always`."""
+    """A message in the form that templates take. Its content becomes a list of parts if it has images, or `always`."""
     message = {key: value for key, value in message.items() if key not in (BEGUN, OPEN)}
     content = message.get("content")
     if not isinstance(content, str) or not (always or IMAGE in content):

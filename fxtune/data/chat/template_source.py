@@ -22,15 +22,15 @@ from fxtune.errors import DataError, did_you_mean, shortened
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 CLOCK = "strftime_now"
-"""The function that tells a template the time."""
+"""The function by which a template asks for the time."""
 MAX_TEMPLATES = 100
-"""Different variables of the chat template, set by rows."""
+"""Rows may give about this many different sets of template variables."""
 _TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
 _NO_TIME_CALL = re.compile(CLOCK + r"\s+is\s+(?:not\s+)?defined|\{#.*?#\}", re.DOTALL)
 
 
 def read_template(path: str) -> str:
-    """The Jinja text of `data.chat_template`. Raises DataError if it cannot be read."""
+    """The Jinja text of `data.chat_template`. Raises DataError if the file cannot be read."""
     try:
         file = Path(os.path.expanduser(path))
         require_file(file)
@@ -50,15 +50,15 @@ def read_template(path: str) -> str:
 
 
 class ChatTemplates:
-    """The chat templates of an encoder: one for rows with tools and one for rows without, for each set of variables
-    that rows give. Picklable.
+    """The chat templates of an encoder. Each set of variables that rows give has a template for rows with tools and a
+    template for rows without tools. Picklable.
 
     Args:
-        tokenizer: its chat template is used unless there is a `path`.
-        path: data.chat_template.
+        tokenizer: has the chat template, unless `path` names another one.
+        path: data.chat_template, a file.
         variables: variables of the template for all rows.
-        time: the date and time that templates write, in ISO 8601; None: the present.
-        system: the system message that the template must write, if there is one.
+        time: the date and time that templates write, in ISO 8601; None: the present time.
+        system: data.system; if it is set, the template must write system messages.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ChatTemplates:
     def get(
         self, with_tools: bool, variables: Mapping[str, Any] | None = None
     ) -> tuple[ChatTemplate, SpecialTokenEscaper, Rewriting]:
-        """`variables`: the template variables that a row sets. Raises RowError for these, and DataError."""
+        """The template, and the escaper and the rewriting that belong to it. `variables`: template variables of a row.
+        Raises RowError if these cannot be used, and DataError if the template cannot be used."""
         used = {**self._variables, **(variables or {})}
         key = with_tools, json.dumps(used, sort_keys=True, default=str)
         if key not in self._made:
@@ -132,7 +133,7 @@ class ChatTemplates:
                 )
 
     def written_times(self) -> list[str]:
-        """What the chat template writes with strftime_now."""
+        """The dates and times that the chat template writes by calls of strftime_now."""
         calls = [call for source in self._sources() for call in _TIME_CALL.finditer(source)]
         return sorted({self._time.strftime(call[2]) for call in calls})
 
@@ -153,7 +154,7 @@ class ChatTemplates:
         return found
 
     def _sources(self) -> list[str]:
-        """The Jinja texts: none, one, or the tokenizer's several named ones."""
+        """The Jinja texts of the template. A tokenizer may have none, one, or several with names."""
         own = self._tokenizer.chat_template
         if self.source or not own:
             return [self.source] if self.source else []
@@ -161,8 +162,9 @@ class ChatTemplates:
 
 
 def with_time(source: str, time: datetime) -> str:
-    """A template that writes `time` where `source` calls strftime_now: the present is another one in each row, and
-    after a resume. transformers passes no function to a template, so the texts stand in place of the calls."""
+    """`source` with `time` as text in place of each call of strftime_now. The present time would differ from row to
+    row, and after a resume. transformers cannot pass another clock to a template, so the calls are replaced. Raises
+    DataError for a call without a literal format."""
     if CLOCK in _NO_TIME_CALL.sub("", _TIME_CALL.sub("", source)):
         raise DataError(
             f"the chat template calls {CLOCK} with a format that is no string in the call, so the time of a run "

@@ -1,29 +1,30 @@
-"""The characters of a rendered chat that the model learns.
+"""Finds the characters of a rendered chat that the model learns.
 
-A template turns messages into one text, and the loss mask needs the character span of every assistant turn in it.
-Searching the text for the content does not work: templates trim it, remove the reasoning of earlier turns, and users
-quote it. Two methods are exact:
+A template turns messages into one text, and the loss mask needs the character span of every assistant turn in it. A
+search for the content of a turn would not work: templates trim contents and remove the reasoning of earlier turns, and
+users quote answers. Two methods are exact:
 
 (a) `{% generation %}` marks: the template marks the spans itself, and transformers returns them.
 
 (b) Sentinels, for templates without marks (the published ones of Llama-3.1, Qwen3 and Gemma-3): render once more with
-private-use characters in place of the assistant's contents. The template writes the text around them, and the rest of
-the real text is the contents:
+private-use characters, the sentinels, in place of the assistant's contents. The template writes the text around them.
+The rest of the real text is the contents:
 
     all turns at once   If the pieces between the sentinels, joined with the contents as given (or stripped, as
                         `| trim` leaves them), spell the real text, the positions are proven. This is the usual case.
     turn by turn        Otherwise, one rendering for each turn. The real text must end with the text after the
-                        sentinel. The content ends where that text begins, whatever the template did to the content
-                        (reasoning removed, JSON escaped).
+                        sentinel. The content ends where this later text begins, whatever the template did to the
+                        content (reasoning removed, JSON escaped).
 
-A turn that calls tools is located by sentinels in place of the functions' names. It ends after the last arguments, by
-the text that a probe showed there, or where a rendering that stops after this turn ends (`span_of_calls`).
+A turn that calls tools is located by sentinels in place of the functions' names. A probe shows the text between the
+last arguments and the end of the turn. If this text varies, a rendering that stops after the turn shows the end
+(`span_of_calls`).
 
-A supervised span starts where the generation prompt ends, because from there on the model writes. So an empty
+A supervised span starts at the end of the generation prompt, where the model begins to write. So an empty
 `<think></think>` that the template puts before the content is learned, and so is the header of a turn if the template
-has no generation prompt. A span ends after the end-of-turn token, before the newline that follows it. A probe of two
-messages measures once for each template what the generation prompt, the text between it and the content, and the end
-of a turn are (`TurnFrame`). If a template cannot be read in these ways, the row is a bad row; nothing is guessed.
+has no generation prompt. A span ends after the end-of-turn token, before the newline that follows it. For each
+template a probe of two messages measures the generation prompt, the text between this prompt and the content, and the
+end of a turn (`TurnFrame`). A row for which these methods fail is a bad row; nothing is guessed.
 
 Cost: one rendering per conversation for (a), two for (b), and two or three more for each turn located by itself.
 """
@@ -48,10 +49,10 @@ ADVICE = "put {% generation %} marks around the assistant's turns in a template 
 def supervised_spans(
     template: ChatTemplate, messages: Messages, supervised: Sequence[bool], tools: Tools = None
 ) -> tuple[str, list[Span]]:
-    """Render, and find the spans that the model learns.
+    """Render a conversation, and find the spans that the model learns.
 
     Args:
-        messages, tools: of a Conversation (formats/row_format.py), with the calls as ChatTemplate.adapted() returns
+        messages, tools: from a Conversation (formats/row_format.py); the messages as ChatTemplate.adapted() returns
             them.
         supervised: for each message, True if the model learns it.
 
@@ -85,16 +86,16 @@ def supervised_spans(
 
 class _Sentinel(NamedTuple):
     value: str
-    """The real text in its place."""
+    """The real text in place of the sentinel."""
     turn: int
     is_first: bool
-    """Of its turn."""
+    """Whether it is the first sentinel of its turn."""
     is_last: bool
     is_content: bool
 
 
 class _RenderedChat:
-    """A chat with its real text, in which turns are located."""
+    """Locates the turns of a chat in its real text."""
 
     def __init__(self, template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> None:
         self.template, self.frame = template, template.frame
@@ -109,14 +110,14 @@ class _RenderedChat:
         return f"{self._brackets[0]}{name}{self._brackets[1]}"
 
     def _render(self, changed: dict[int, dict[str, Any]], end: int | None = None, prompt: bool = False) -> str:
-        """The text of the first `end` messages, with other messages in the place of some. `prompt`: with the
-        generation prompt."""
+        """The text of the first `end` messages. `changed`: {index: the message to render in place of this one}.
+        `prompt`: add the generation prompt."""
         messages = [changed.get(index, message) for index, message in enumerate(self.messages[:end])]
         return self.template.render(messages, self.tools, prompt=prompt)[0]
 
     def span_of_mark(self, start: int, end: int) -> Span:
-        """The span of a generation mark up to the end-of-turn token: marks may end before it, or after the newline
-        behind it. Without such a token the mark's own end stays."""
+        """The span of a generation mark, with its end moved to the end-of-turn token. Marks may end before this token,
+        or after the newline that follows it. Without an end-of-turn token the span ends with the mark."""
         if self.text.startswith(self.frame.marked_prompt, start):
             start += len(self.frame.marked_prompt)
         content_end = end - (self.frame.overrun or 0)
@@ -128,8 +129,8 @@ class _RenderedChat:
         return content_end + next((len(end) for end in endings if self.text.startswith(end, content_end)), 0)
 
     def learned_part(self, index: int, span: Span) -> Span:
-        """The learned part of a turn's span. If turns have no end, the next turn's first token ends the part. It lacks
-        the beginning that a prompt has, and the end of a turn that stays open."""
+        """The learned part of a turn's span. If the template ends no turns, the part ends with the next turn's first
+        token. The beginning of a turn that a prompt has, and the end of a turn that stays open, are not learned."""
         (start, end), message, header = span, self.messages[index], self.template.next_header
         if header and not self.text.endswith(header, start, end):
             found = self.template.ending.match(self.text, end)
@@ -147,8 +148,8 @@ class _RenderedChat:
         )
 
     def _lead_length(self, before: str, index: int) -> int | None:
-        """How many characters at the end of `before`, the text up to a turn's content, the model writes itself; None
-        if the generation prompt is not found."""
+        """The number of characters at the end of `before`, the text up to a turn's content, that the model writes
+        itself: they follow the generation prompt. None if the generation prompt is not found."""
         message = self.messages[index]
         if message["role"] != "assistant":
             return 0
@@ -158,7 +159,7 @@ class _RenderedChat:
         return None
 
     def spans_at_once(self, turns: list[int]) -> dict[int, Span] | None:
-        """The spans of these turns by one more rendering; None if it proves nothing."""
+        """The spans of these turns, by one more rendering; None if the rendering does not prove the spans."""
         if any("reasoning_content" in self.messages[index] for index in turns):
             return None
         sentinels: list[_Sentinel] = []
@@ -181,7 +182,7 @@ class _RenderedChat:
         try:
             rendered = self._render(changed)
         except RowError:
-            return None  # the template reads the content; turn by turn it may still pass
+            return None  # the template tests contents; a rendering for each turn may still succeed
         parts = re.split(self._sentinel("([0-9]+)"), rendered)
         numbers, pieces = [int(number) for number in parts[1::2]], parts[::2]
         if list(dict.fromkeys(numbers)) != list(range(len(sentinels))):
@@ -220,7 +221,7 @@ class _RenderedChat:
         return spans
 
     def _end_of_call(self, index: int, behind: str) -> int | None:
-        """Where the turn ends in `behind`, the text after the name of its last call; None if that is not certain."""
+        """The end of a turn in `behind`, the text after the name of its last call; None if the end is not certain."""
         arguments = self.messages[index]["tool_calls"][-1]["function"].get("arguments")
         head, tail = self.template.around_arguments
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -246,8 +247,8 @@ class _RenderedChat:
         return start, self._turn_end(end)
 
     def span_of_calls(self, index: int) -> Span:
-        """The span of a turn with tool calls. It starts with the first thing that varies, and ends behind the last
-        call, where a rendering that stops after this turn ends."""
+        """The span of a turn with tool calls, by separate renderings. The first sentinel in the turn shows its start,
+        and a rendering that stops after this turn shows its end."""
         message = self.messages[index]
         calls, opening = message["tool_calls"], self._brackets[0]
         last = self._sentinel(len(calls) - 1)
@@ -278,10 +279,10 @@ class _RenderedChat:
         return start, len(self.text) - len(after) + len(turn.rstrip())
 
     def _turn_start(self, index: int, before: str, constant: str, marked: dict[str, Any] | None = None) -> int | None:
-        """Where in the text the generation prompt of a turn ends; None if that is not certain.
+        """The position in the text at which the generation prompt of a turn ends; None if it is not certain.
 
-        `before`: a rendering with sentinels up to the content's sentinel; `constant`: up to the reasoning's sentinel;
-        `marked`: the turn with sentinels, if it calls tools.
+        `before`: a rendering with sentinels, up to the content's sentinel. `constant`: the same rendering up to the
+        reasoning's sentinel. `marked`: the turn with sentinels, if it calls tools.
         """
         lead = self._lead_length(before, index)
         if lead is not None and self.text.startswith(before[: len(before) - lead]):
@@ -289,8 +290,9 @@ class _RenderedChat:
         found = self._start_by_the_turn_before(index, before, marked) if marked is not None and index else None
         if found is not None:
             return found
-        # The generation prompt may depend on the conversation: render it. It counts only with the message before it: a
-        # template that writes nothing until the assistant has spoken would make everything supervised.
+        # The generation prompt may depend on the conversation, so it is rendered. The rendering counts only if it has
+        # the message before the turn. Some templates write nothing until the assistant has spoken, and then everything
+        # would be supervised.
         sentinel = "".join(self._brackets)
         try:
             prompt = self._render({}, index, prompt=True)
@@ -305,7 +307,8 @@ class _RenderedChat:
         return len(constant) if self.text.startswith(constant) else None
 
     def _start_by_the_turn_before(self, index: int, before: str, marked: dict[str, Any]) -> int | None:
-        """The start of a turn with calls, shown by the text between the content of the message before and the turn."""
+        """The start of a turn with calls, shown by the text between the turn and the content of the message before it;
+        None if it is not certain."""
         opening, closing = self._brackets
         sentinel = closing + closing
         earlier = {index - 1: {**self.messages[index - 1], "content": sentinel}}

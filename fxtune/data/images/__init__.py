@@ -1,1 +1,1 @@
-"""Images of rows: where they are, what their pixels are, and how many tokens they take."""
+"""Images of rows: their files, their pixels and their tokens."""

@@ -3,8 +3,8 @@
 The picture is rotated by its EXIF orientation. Transparent parts become white. Grey values of 16 bits are scaled to 8.
 The first frame of an animation is used. Colour profiles are not applied, as in transformers.
 
-The bytes come from strangers: only FORMATS are opened (Pillow also has readers that start other programs, such as
-Ghostscript for EPS), and an image with more than MAX_PIXELS is refused before its pixels are decompressed.
+The bytes come from strangers. Only FORMATS are opened, because some of Pillow's readers start other programs, such as
+Ghostscript for EPS. An image with more than MAX_PIXELS is refused before its pixels are decompressed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 1 << 27
-"""134 million: more than a phone's camera has (108 million); 400 MB as RGB."""
+"""134 million pixels, which take 400 MB as RGB. A phone's camera of 108 million pixels is below this limit."""
 SIDE = 256
-"""Pixels of the longer side of a thumbnail, at most."""
+"""The longer side of a thumbnail has at most this many pixels."""
 _HEIC = re.compile(rb"....ftyp(hei|hev|mif1|msf1)", re.DOTALL)
-"""How the files of phones begin that are no AVIF."""
+"""The beginning of HEIC files, which phones write. AVIF files have a similar one."""
 _ORIENTATION = 0x0112
 """The EXIF tag of the rotation. The values 5 to 8 exchange height and width."""
 
@@ -43,7 +43,7 @@ def measure(data: bytes) -> tuple[int, int]:
         width, height = image.size
         image.draft("L", (1, 1))
         image.load()
-        # After load(): Pillow itself rotates a TIFF, whose size is the rotated one from the start.
+        # Read after load(), in which Pillow rotates a TIFF and removes the tag. `size` is of the rotated TIFF already.
         turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)
 
@@ -54,12 +54,12 @@ def decode(data: bytes) -> Image:
 
     with _opened(data) as image:
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)  # a copy costs as much as the processor
+        ImageOps.exif_transpose(image, in_place=True)  # a copy would take as much time as the processor
         return _as_rgb(image)
 
 
 def thumbnail(data: bytes) -> bytes:
-    """A JPEG of the upright image for pages: about 15 KB, at most 100 KB. Raises RowError."""
+    """A small JPEG of the upright image for HTML pages: about 15 KB, at most 100 KB. Raises RowError."""
     image, out = decode(data), BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(out, "JPEG", quality=85, subsampling=0)

@@ -10,7 +10,7 @@ from fxtune.data.images.reference import ImageReference
 
 class PlacedImage(NamedTuple):
     start: int
-    """Index of its first token."""
+    """Index of the image's first token in the document."""
     tokens: int
     image: ImageReference
 
@@ -20,12 +20,12 @@ class PlacedImage(NamedTuple):
 
 
 def cut_before(images: Sequence[PlacedImage], at: int) -> int:
-    """The last place up to `at` for a cut: `at`, or the start of the image around it."""
+    """The last place for a cut up to `at`: `at` itself, or the start of the image that a cut at `at` would divide."""
     return next((image.start for image in images if image.start < at < image.end), at)
 
 
 def without(images: Sequence[PlacedImage], start: int, stop: int) -> tuple[PlacedImage, ...]:
-    """The images of a document without its tokens from `start` to `stop`."""
+    """The images of a document after its tokens from `start` to `stop` were removed, at their new positions."""
     return tuple(
         image._replace(start=image.start - (stop - start) * (image.start >= stop))
         for image in images

@@ -1,7 +1,7 @@
-"""Tokens of images in the place of the placeholders that a chat template writes for them.
+"""Puts the tokens of images in place of the placeholders that a chat template writes.
 
-The processor writes characters around some images (Gemma 3: two newlines), which are tokenized with the text. The
-tokens of the image replace the placeholder after that, and are never supervised.
+The processor writes characters around some images (Gemma 3: two newlines). They are tokenized with the text. After
+that, the tokens of each image replace its placeholder. Tokens of images are never supervised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 
 class Placeholders:
-    """The placeholders of a processor; none for a model that reads text alone (`processor` is None)."""
+    """The placeholders of a processor. `processor`: None for a model that reads text alone and has no placeholders."""
 
     def __init__(self, processor: ImageProcessor | None) -> None:
         self.processor = processor
@@ -47,8 +47,8 @@ class Placeholders:
     def with_letters(
         self, text: str, spans: list[Span], images: Sequence[ImageReference], written: Callable[[str], str] = str
     ) -> tuple[str, list[Span], list[list[int]]]:
-        """(a rendered text with the characters that the processor writes around each image, the spans in this text,
-        the ids of each image). `written`: how the text writes a placeholder. Raises RowError."""
+        """Add the characters around each image to a rendered text. Returns (the text, the spans at their places in
+        this text, the ids of each image). `written`: gives the form of a placeholder in `text`. Raises RowError."""
         if self.processor is None:
             return text, spans, []
         tokens = {written(name): name for name in self.tokens}
@@ -77,7 +77,8 @@ class Placeholders:
     def replace(
         self, ids: list[int], supervised: list[bool], images: Sequence[ImageReference], ids_of: Sequence[list[int]]
     ) -> tuple[list[int], list[bool], tuple[PlacedImage, ...]]:
-        """The tokens of a document with `ids_of` each image in the place of its placeholder. Raises RowError."""
+        """Put the ids of each image, `ids_of`, in place of its placeholder. Returns (ids, supervised, images with
+        their positions). Raises RowError."""
         if not self.tokens:
             return ids, supervised, ()
         numbers = set(self.tokens.values())

@@ -1,8 +1,8 @@
 """Token ids and tensors of images, made by the model family's own processor (transformers).
 
 A chat template writes a placeholder for an image. The processor replaces it by the image's tokens: one for each
-feature of the vision encoder, and in some families marks around tiles or lines. The number of tokens depends on the
-image's size alone, so for tokenizing the processor is called once for each size, with a blank image.
+feature of the vision encoder, and in some families marks around tiles or lines. The number of tokens depends only on
+the image's size, so tokenization calls the processor once for each size, with a blank image.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, "torch.Tensor"]
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
-"""Outputs of a processor for the text."""
+"""Outputs of a processor that belong to the text. The other outputs belong to the images."""
 KNOWN_SIZES = 10_000
-"""Most sizes in the cache of ids."""
+"""The cache of ids is emptied when it has more than this many sizes of images."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ImageProcessor:
     Args:
         processor: transformers' processor of the model, with the tokenizer of the run.
         merge: joins the image tensors of documents to the tensors of a micro-batch.
-        rope_positions: for families with M-RoPE: (int64 [tokens] ids of a document, its image tensors) to positions
-            int64 [3, tokens].
-        pixels: the dtype of the pixels; None: the processor's, float32.
+        rope_positions: a function of families with M-RoPE: (ids of a document, int64 [tokens]; tensors of its images)
+            -> positions, int64 [3, tokens].
+        pixels: the dtype of the pixels; None: float32, as the processor makes them.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ImageProcessor:
         self._texts: dict[tuple[str, int, int], ImageText] = {}
 
     def bound(self, least: int | None, most: int | None) -> None:
-        """Resize images to at least `least` and at most `most` tokens. Raises ConfigError if the family has no such
-        bounds."""
+        """Make the processor resize images to at least `least` and at most `most` tokens. Raises ConfigError if the
+        processor of this family has no such bounds."""
         if least is None and most is None:
             return
         image_processor = self.processor.image_processor
@@ -131,7 +131,7 @@ class ImageProcessor:
         return {name: value.to(self.pixels) if value.is_floating_point() else value for name, value in tensors.items()}
 
     def blank_tensors(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
-        """tensors() of black images of these (height, width), in a fraction of the time. Raises RowError."""
+        """tensors() of black images of these (height, width), made much faster. Raises RowError."""
         return self.tensors([self._blank(height, width) for height, width in sizes])
 
     def _blank(self, height: int, width: int) -> Any:

@@ -1,8 +1,8 @@
-"""Where an image of a row is: a file beside the data file, or bytes in the row.
+"""Finds an image of a row: a file beside the data file, or bytes in the row.
 
-A dataset is data from a stranger. It may name only files in the folder of its data file, links followed, so that no
-file of the user's is read into a training run or shown in a preview. Images on the web are not fetched: a run would
-depend on servers, and a dataset could make the machine request any address.
+A dataset is data from a stranger. It may name only files inside the folder of its data file, also after links are
+resolved. Otherwise it could bring the user's private files into training or a preview. Images on the web are not
+fetched: a run would depend on servers, and a dataset could make the machine request any address.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from fxtune.data.images.decode import measure
 from fxtune.errors import FILE, kind_of, shortened
 
 MAX_BYTES = 128 << 20
-"""A larger file is refused."""
+"""A file with more bytes is refused."""
 EMBEDDED = "an image in the row"
 """The name of an image without a path, for messages."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{100,}={0,2}\s*$")
-"""More than a path without a dot may have."""
+"""Base64 without a `data:` before it. A path without a dot is assumed to be shorter."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 @dataclass(frozen=True)
 class ImageReference:
-    """Where a whole image lies, and its size. Either `path` or `data` is set."""
+    """An image's place and size. Either `path` or `data` is set."""
 
     name: str
     """The path as the row has it, for messages."""
     height: int
-    """Of the upright image, in pixels."""
+    """Pixels, after the image was turned upright."""
     width: int
     digest: int
     """Hash of the file's bytes, 64 bits."""
     path: str = ""
-    """Absolute, links followed."""
+    """The absolute path of the file, after links were resolved."""
     stamp: tuple[int, int] = (0, 0)
     """Size of the file in bytes and its modification time in nanoseconds."""
     data: bytes = b""
@@ -64,10 +64,11 @@ class ImageReference:
 
 
 def find_image(value: Any, folder: Path | None) -> ImageReference:
-    """The image that a row names: a path or a data: URI, or an object with `bytes` or `path` as `datasets` has it.
+    """The image that a row names by `value`: a path, a data: URI, base64, bytes, or an object of `datasets` with
+    `bytes` or `path`.
 
-    `folder`: the folder of the data file. Relative paths begin there, and no path may lead out of it. None: the rows
-    have no folder. Raises RowError, whose message begins with the image's name.
+    `folder`: the folder of the data file. Relative paths begin in this folder, and no path may lead out of it. None:
+    the rows have no folder. Raises RowError; the message begins with the image's name.
     """
     name, data = _name_and_data(value)
     try:
@@ -121,14 +122,14 @@ def _name_and_data(value: Any) -> tuple[str, bytes | None]:
     head, _, body = value.partition(",")
     try:
         if head.endswith(";base64"):
-            return EMBEDDED, base64.b64decode("".join(body.split()), validate=True)  # MIME breaks lines
+            return EMBEDDED, base64.b64decode("".join(body.split()), validate=True)  # base64 of MIME has line breaks
         return EMBEDDED, unquote_to_bytes(body)
     except (binascii.Error, ValueError) as problem:
         raise RowError(f"{EMBEDDED}: its data: URI is no base64 ({problem})") from None
 
 
 def _path_inside(name: str, folder: Path | None) -> str:
-    """The absolute path of a file, links followed. Raises RowError if it is not in `folder`."""
+    """The absolute path of a file, after links were resolved. Raises RowError if it is not in `folder`."""
     if scheme := _SCHEME.match(name):
         raise RowError(
             f"{scheme[1]} addresses are not fetched while training. Download the image next to the data file, and "

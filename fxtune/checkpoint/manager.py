@@ -146,9 +146,9 @@ class Checkpoints:
     ) -> None:
         """Wait for the previous save, copy a checkpoint, and write the copy in the background.
 
-        Weights and moments may change after this call; on a GPU only by work that is issued after wait_for_copy().
-        `since`: the time.perf_counter() at which the loop stopped for this save. `alone`: only rank 0, which holds
-        everything, calls this. Disk errors are not raised here; see `failure` and wait().
+        After this call, tensors on the CPU may change at once. Before changing tensors on a GPU, call
+        wait_for_copy(). `since`: the time.perf_counter() at which the loop stopped for this save. `alone`: only
+        rank 0, which holds everything, calls this. Disk errors are not raised here; see `failure` and wait().
         """
         since = time.perf_counter() if since is None else since
         text = json.dumps(asdict(state), indent=1)  # written in this thread, because the loop changes the state

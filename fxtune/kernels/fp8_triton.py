@@ -19,7 +19,8 @@ from torch import Tensor
 SIDE = 128
 """Rows and columns that a program of transpose() and quantize_both() moves."""
 HELD = 8192
-"""The most numbers of a row that quantize_rows keeps in registers. On an H200 reading longer rows twice is faster."""
+"""How many numbers of a row quantize_rows keeps in registers at most. It reads longer rows twice: on an H200 that
+is faster than keeping them."""
 
 
 def quantize_rows(

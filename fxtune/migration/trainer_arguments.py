@@ -1,4 +1,5 @@
-"""Rules for keys of other tools that act together: batch, optimizer, precision, adapters, held-out rows."""
+"""Rules for keys of other tools that cannot be translated one by one, because they depend on each other: batch,
+optimizer, precision, adapters, held-out rows."""
 
 from __future__ import annotations
 
@@ -153,8 +154,8 @@ def tracking(account: Account, name: str) -> None:
 
 
 def rows(account: Account, target: str, name: str, source: Callable[[Account, str, Any], dict[str, Any]]) -> None:
-    """Add the entries of the key `name` to `target`, data.sources or data.eval_sources. `source` translates an entry,
-    and raises ValueError to refuse it."""
+    """Add the entries of the key `name` to `target`, which is data.sources or data.eval_sources. `source`
+    translates an entry, and raises ValueError to refuse it."""
     try:
         found = [source(account, name, entry) for entry in listed(account.get(name, []))]
     except ValueError as error:

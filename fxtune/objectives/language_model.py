@@ -104,7 +104,8 @@ class LanguageModel:
     def segment_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probability of each document's supervised tokens, float32 [len(batch.cu_seqlens) - 1].
 
-        Slots are those of Batch.document_sums(). An objective that calls this method sets `Needs.whole_documents`.
+        The result has one slot for each document, in the order of `cu_seqlens`, as in Batch.document_sums(); unused
+        slots are 0. An objective that calls this method sets `Needs.whole_documents`.
         """
         return batch.document_sums(self.log_probs(batch))
 

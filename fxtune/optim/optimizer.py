@@ -37,8 +37,8 @@ Scalar = int | float | bool
 STATE_OF_GROUP = {"apex": ("step",), "schedulefree": ("k", "weight_sum", "lr_max")}
 """The state that a package keeps once for all weights of a group. A checkpoint stores this state with each weight."""
 EIGHT_BIT_BYTES = 150.0
-"""The time of torchao's AdamW with 8-bit moments and stochastic rounding, as bytes per weight that could be read in
-this time (full fine-tuning of 8B: 0.3 s)."""
+"""How long an update with torchao's 8-bit AdamW and stochastic rounding takes, for the forecasts: per weight, as
+long as reading this many bytes from the card's memory. Full fine-tuning of 8B: 0.3 s."""
 TRAINED = "trained"
 """The state's key for the trained weight, if the optimizer saves and evaluates an average instead (averages())."""
 

@@ -1,7 +1,8 @@
 """How two runs differ: in their recipes, their data, the decisions of `auto`, their machines and packages, and their
 curves. For each metric it finds the first step at which the curves part.
 
-The files in the folders of the runs are compared (config.yaml, setting.json, metrics.jsonl). A run may still train.
+The files in the folders of the runs are compared (config.yaml, setting.json, metrics.jsonl). A run that is still
+training can be compared, too.
 """
 
 from __future__ import annotations

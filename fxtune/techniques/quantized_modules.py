@@ -39,7 +39,7 @@ from fxtune.models.shards import StoresRows, mark_joined
 FP8_TENSORS = ("weight", "scales", "back", "back_scales")
 """Names of an fp8 linear's tensors, in the order of fp8.Weight's fields."""
 SAMPLE = 64
-"""The number of rows of a divided weight whose rounding is measured."""
+"""How many rows of a divided weight are used to measure its rounding."""
 
 
 def bytes_per_weight(kind: str, transpose: bool = True) -> float:

@@ -1,4 +1,5 @@
-"""Smoke tests of packages. Each test compares a tiny forward and backward pass through a package with plain torch.
+"""Smoke tests of packages. Each test runs a tiny forward and backward pass through a package, and compares the results
+with plain torch's.
 
 system/machine/packages.py lists the packages, and package_checks.py runs the tests. The tests of attention kernels
 are in the files of their backends.

@@ -75,7 +75,7 @@ class Layout:
 
 
 def lay_out(stream: EpochStream, sizes: BatchSizes) -> Layout:
-    """Lay out the rows of a run that max_steps or epochs end."""
+    """Lay out the rows of a run. The run ends with max_steps or with epochs, whichever comes first."""
     most, packing = sizes.max_steps, stream.settings.packing
     longest = stream.settings.sequence_length
     stages = sizes.stages or (Stage(0.0, sizes.global_batch_size, longest),)

@@ -81,8 +81,8 @@ def detect_format(rows: list[dict[str, Any]], source: str) -> RowFormat:
 
 
 def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> str | None:
-    """The reason why a format for other rows refuses a row of preferences (DPO, KTO); None if the row has no columns
-    of preferences. `unused`: columns to ignore."""
+    """If `row` has columns of preferences (DPO, KTO): the message with which a format that does not read
+    preferences refuses it. Otherwise None. `unused`: columns to ignore."""
     found = [
         column
         for column, value in row.items()
@@ -114,7 +114,7 @@ def preference_columns(row: Mapping[str, Any], unused: Collection[str] = ()) -> 
 
 
 def learned_by(format: RowFormat) -> str:
-    """The objective that messages suggest for a format of preferences."""
+    """The objective that error messages suggest for a format of preferences."""
     return "dpo" if len(format.answers) == 2 else "kto"
 
 

@@ -29,7 +29,8 @@ def short(value: Any) -> str:
 
 
 def spelled(word: str) -> str:
-    """A word, shortened for a message, with the code of its first letter beyond ASCII: letters may look the same."""
+    """A word, shortened for a message. If it has a letter outside ASCII, the code of the first one is added,
+    because it may look like an ASCII letter."""
     letter = next((letter for letter in word if not letter.isascii()), None)
     return short(word) + (f" (with U+{ord(letter):04X})" if letter else "")
 

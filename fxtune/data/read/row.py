@@ -116,7 +116,8 @@ def length_fault(value: Any, size: int, keeps_images: bool) -> str:
 
 
 def _text_bytes(value: Any, key: str = "") -> int:
-    """Approximate bytes of text in a row. Images do not count: neither bytes nor data: URIs under IMAGE_KEYS."""
+    """Approximate bytes of text in a row. Images do not count, whether they are bytes or `data:` URIs under
+    IMAGE_KEYS."""
     if isinstance(value, str):
         return 0 if key in IMAGE_KEYS and value.startswith("data:") else len(value)
     if isinstance(value, Mapping):

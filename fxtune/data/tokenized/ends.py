@@ -20,7 +20,7 @@ from fxtune.data.tokenized.table import TokenTable
 BLOCK = 1 << 24
 """Tokens that are in memory at a time."""
 TRIED = 256
-"""A question is chosen among this many first documents of each source."""
+"""The question is chosen from the first TRIED documents of each source."""
 LONGEST = 256
 """The largest number of tokens of an answer."""
 

@@ -19,7 +19,7 @@ from fxtune.data.tokenized.table import TokenTable
 
 PERCENTILES = (5, 50, 95)
 _DECODED = 512
-"""Letters are counted in this many first tokens of each document."""
+"""Letters are counted only in the first _DECODED tokens of each document."""
 
 
 @dataclass(frozen=True)

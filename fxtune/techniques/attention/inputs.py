@@ -27,7 +27,8 @@ OF_DOCUMENTS = (
     "context_group",
     "context_ranks",
 )
-"""Arguments of model_inputs() for the attention of the decoder. Some vision encoders get them, too."""
+"""The keys of model_inputs()'s result that are meant for the decoder's attention. transformers passes them to some
+vision encoders, too."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def model_inputs(
     `pieces`: into how many pieces each row is divided (Batch.pieces). The tensors are one piece; the other ranks
     of the process group `group` have the other pieces. `keys`: only for backends that take them (Backend.shares).
 
-    `images`, `rope_positions`: as in a Batch. With images the arguments are for the model's body() or the whole model,
-    without for its backbone(), too. Raises ConfigError for images that this attention cannot take.
+    `images`, `rope_positions`: as in a Batch. With images the result can be given to the model's body() or to the
+    whole model. Without images it can be given to its backbone(), too. Raises ConfigError for images that this
+    attention cannot take.
     """
     config: Any = model.config
     known, backend = kind_of(config).images, called(attention_of(config))

@@ -1,9 +1,9 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save.
 
 The levels, from those that keep little to those that keep much, are in facts/recomputation.py. Host memory can hold
-what layers keep (offload.py). This costs no time if a layer computes longer than the copy takes, from some thousand
-tokens on. The MLP can run in parts of the sequence (tiled_mlp.py). This shrinks the working memory of a layer. `auto`
-takes the fastest combination that fits the free memory (fxtune/estimate).
+what layers keep (offload.py). This costs no time if computing a layer takes longer than the copy, which is so from a
+few thousand tokens on. The MLP can run in parts of the sequence (tiled_mlp.py). This shrinks the working memory of a
+layer. `auto` takes the fastest combination that fits the free memory (fxtune/estimate).
 
 fxtune wraps the layers itself. transformers has a switch for checkpointing, but the switch changed its name and
 meaning within the supported versions, and it acts only in training mode. torch's non-reentrant checkpoint needs no

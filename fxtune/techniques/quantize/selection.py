@@ -20,8 +20,8 @@ from fxtune.upstream.transformers import other_conversions
 
 def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
     """Yield (full name, parent, name in the parent, linear) of each linear to quantize: all but the head, linears for
-    images and linears in `skip`. `experts`: whether experts are quantized. Beside them all linears may stay in 16 bits
-    (leaves_linears()).
+    images and linears in `skip`. `experts`: whether experts are quantized. Yields nothing if the linears stay in 16
+    bits and only experts are quantized (leaves_linears()).
 
     A vision encoder is small beside its decoder, and each image passes through it once, so quantizing it would save
     little. Its sizes are often no multiples of what kernels need (3,420 in Qwen2.5-VL)."""

@@ -8,10 +8,10 @@ rate. So it trains the same model as a shorter run. With other schedules the run
 Rank 0 takes the decisions that depend on a clock. A decision is part of the state and is saved at once. If the run is
 killed after this save, it resumes and ends with the same bits. If it is killed before, it decides again.
 
-A run with a deadline looks at the clock after each of its first two steps, which show how long a step takes. It looks
-again each time it has done half of the steps left before the last moment for a decision, so it ends at most one step
-late. Each look writes a log line. So in a run of N steps the host waits for the device about log2(N) times more often
-than without a deadline.
+A run with a deadline looks at the clock after each of its first two steps, which show how long a step takes. Each
+look calculates how many steps are left until the last step at which the run can still decide in time. The next look
+comes after half of these steps. So the run ends at most one step late. Each look writes a log line. So in a run of
+N steps the host waits for the device about log2(N) times more often than without a deadline.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ class RunEnd:
         return step_seconds + (self.clock.last_seconds["evaluation"] / interval if interval else 0.0)
 
     def _next_look(self, schedule: Schedule, steps: int) -> int:
-        """The step after which to look again if there is time for `steps` steps. Half of the steps before the last
-        moment for a decision are then done, or a decay begins."""
+        """The step after which to look again if there is time for `steps` steps. It is halfway to the last step at
+        which the run can still decide in time, but no later than the start of the planned decay."""
         step = self.state.step
         if steps >= FOREVER:
             return step + 1
@@ -266,8 +266,8 @@ class RunEnd:
         return evaluation + last["questions"] + 2 * last["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
-        """(the step whose weights a decay would start from now, the number of steps of the decay). The decay starts
-        from the current step, unless the latest evaluation was not better than an earlier one."""
+        """(origin, steps) of a decay if it were decided now. origin: the step whose weights it starts from. The
+        decay starts from the current step, unless the latest evaluation was not better than an earlier one."""
         best = self.state.branch_step
         origin = self.state.step if best in (None, self.state.ending.get("last_evaluation")) else best
         assert origin is not None

@@ -77,7 +77,8 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
 
 
 def padded_length(length: int) -> int:
-    """`length` rounded up to a multiple of a step: 1/STEPS of the next lower power of two, and at least 64."""
+    """`length` rounded up to a multiple of a step. The step is 1/STEPS of the largest power of two below `length`,
+    but at least 64."""
     step = max(64, (1 << (length - 1).bit_length()) // (2 * STEPS))
     return -(-length // step) * step
 

@@ -92,10 +92,10 @@ def _(
     if not q.is_cuda:
         return out, none, none.clone(), none.clone()
     sums = torch.empty_like(g, dtype=torch.float32, memory_format=torch.contiguous_format)
-    matrix = [k.new_empty(*v.shape[:2], CHUNK) for _ in range(2)]
+    first, second = (k.new_empty(*v.shape[:2], CHUNK) for _ in range(2))
     if beta is None:
         return out, sums, none, none.clone()
-    return (out, sums, *matrix) if g.ndim == 3 else (out, sums, matrix[0], none)
+    return out, sums, first, second if g.ndim == 3 else none
 
 
 @torch.library.custom_op("fxtune::linear_attention_backward", mutates_args=())

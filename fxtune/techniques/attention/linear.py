@@ -77,8 +77,9 @@ def _delta(
     """query, key, value [rows, length, heads, d], g [rows, length, heads] or, for Kimi's, [rows, length, heads, d]."""
     if given.get("use_qk_l2norm_in_kernel"):
         query, key = _unit(query), _unit(key)
-    flat = (of.flatten(0, 1) for of in (query, key, value, g.float(), beta))
-    return linear_attention(*flat, query.shape[-1] ** -0.5, *_documents(value, given)).view(value.shape), None
+    q, k, v, g, beta = (of.flatten(0, 1) for of in (query, key, value, g.float(), beta))
+    out = linear_attention(q, k, v, g, beta, query.shape[-1] ** -0.5, *_documents(value, given))
+    return out.view(value.shape), None
 
 
 def _scan(
@@ -98,8 +99,8 @@ def _scan(
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     values = (hidden_states * dt.unsqueeze(-1)).to(hidden_states.dtype)
-    flat = (of.flatten(0, 1) for of in (C, B, values, A.float() * dt))
-    out = linear_attention(*flat, None, 1.0, *_documents(values, given)).view(hidden_states.shape)
+    q, k, v, g = (of.flatten(0, 1) for of in (C, B, values, A.float() * dt))
+    out = linear_attention(q, k, v, g, None, 1.0, *_documents(values, given)).view(hidden_states.shape)
     return out if D is None else out + D.unsqueeze(-1) * hidden_states
 
 

@@ -172,7 +172,7 @@ atexit.register(count)
         pytest.param((), False, id="replicas"),
         pytest.param(("parallel.shard=2", "techniques.lora.enabled=false"), False, id="shard"),
         pytest.param(("parallel.context=2",), False, id="context"),
-        pytest.param(("parallel.shard=2",), True, id="stopped", marks=pytest.mark.vital),
+        pytest.param(("parallel.shard=2",), True, id="stopped"),
     ],
 )
 def test_no_thread_of_a_process_group_runs_when_a_rank_exits(words, stopped, tmp_path):

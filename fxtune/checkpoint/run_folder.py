@@ -273,7 +273,7 @@ def _claim_numbered(root: Path, resume: str, config: dict[str, Any], completed: 
             f"run.resume=must, but no unfinished run of this config lies in {root}*."
             + ("\nThe newest unfinished one differs: " + "\n".join(unlike) if unlike else "")
         )
-    while True:  # another process may take the same number, but mkdir then fails for one of them
+    while True:  # if two processes take the same number, mkdir fails in the slower process
         taken += 1
         path = _numbered(root, taken)
         try:

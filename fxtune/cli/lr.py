@@ -5,8 +5,8 @@
     fxtune lr +recipe=quickstart --lowest 1e-5 --highest 1e-1 --steps 100
 
 The rate grows with each step until the loss diverges. It goes from a hundredth to a hundred times the rate that
-optimizer.lr=auto would choose. The test uses the recipe's data, batch and seed. No files are written except those of
---plot and --json. Several GPUs (run.gpus) share each step.
+optimizer.lr=auto would choose. The test uses the recipe's data, batch and seed. Only --plot and
+--json write files. Several GPUs (run.gpus) share each step.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _show(error: UserError | Stopped) -> None:
 
 @contextmanager
 def _leaving() -> Iterator[None]:
-    """If the body raises in one of several ranks, ignore signals until the process ends: see Signals.ignore()."""
+    """If the body raises in a run of several ranks, ignore signals until this process ends (Signals.ignore())."""
     try:
         yield
     except BaseException:

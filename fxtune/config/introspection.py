@@ -98,7 +98,7 @@ class Slot:
 
     @property
     def container(self) -> Any:
-        """`list` or `dict`, if the slot holds one of these."""
+        """The generic class of the slot, such as `list` or `dict`; None for a plain class."""
         return typing.get_origin(self.kind)
 
     @property

@@ -70,7 +70,7 @@ def _linear_attention(
     chunks: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, and what the kernels' backward pass reads: sums of g within a chunk, and one or two matrices
-    [tokens, heads, CHUNK]. Empty tensors where there is none."""
+    [tokens, heads, CHUNK]. Tensors that a recurrence does not need are empty."""
     if q.is_cuda:
         return fla.forward(q, k, v, g, beta, scale, cu_seqlens, chunks)
     out = recurrence.forward(q, k, v, _by_number(g), beta, scale, cu_seqlens).to(v.dtype)
@@ -113,7 +113,7 @@ def _backward(
     first: Tensor,
     second: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, g and beta, in their dtypes; of beta an empty tensor, if there is none."""
+    """The gradients of q, k, v, g and beta, in their dtypes. Without beta its gradient is an empty tensor."""
     if q.is_cuda:
         found = fla.backward(grad, q, k, v, beta, scale, cu_seqlens, chunks, sums, first, second)
     else:

@@ -45,7 +45,7 @@ def _(x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens:
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias; of bias an empty tensor, if there is none."""
+    """The gradients of x, weight and bias. Without bias its gradient is an empty tensor."""
     if x.is_cuda:
         return fla.convolution_backward(grad, x, weight, bias, silu, cu_seqlens, chunks)
     dy = grad.float()

@@ -155,7 +155,7 @@ class RowSequence(ABC):
         return document_counts(self.tables, self.source[segments], self.segments.group[segments])
 
     def shared_counts(self, segments: np.ndarray) -> np.ndarray:
-        """For each segment, the number of tokens that its documents share with another one of the group, int64."""
+        """int64, for each segment: the tokens that its documents share with another document of the group."""
         if self.shared is None:
             return np.zeros(len(segments), np.int64)
         found = self.spans(segments)

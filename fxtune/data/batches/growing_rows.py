@@ -193,7 +193,7 @@ class GrowingRows(RowSequence):
         return _Block(packed.reordered(order[is_kept[order]]), left)
 
     def _until_full(self, segments: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the first `segments`, up to the one that fills `capacity`; the other segments)."""
+        """(the first `segments`, up to the segment that fills `capacity`; the other segments)."""
         filled = (
             np.cumsum(self.segments.length[segments]) if self.stream.settings.packing else np.arange(len(segments)) + 1
         )

@@ -1,8 +1,11 @@
 """The kernels of flash-linear-attention (package fla-core), forward and backward apart.
 
-What: chunk_*_fwd and chunk_*_bwd of fla.ops and causal_conv1d_fwd and _bwd of fla.modules.
+What: chunk_*_fwd and chunk_*_bwd of fla.ops, the parts of the gated delta rule, and causal_conv1d_fwd and _bwd.
 Why: torch.compile cannot trace the public functions, which switch it off and hold their own autograd.
 When they are gone: the range of fla-core in pyproject.toml ends before the version without them.
+
+The scan runs the parts of the gated delta rule with a correction of zero. simple_gla's own functions wait for the
+device to count chunks, and take no key head that serves several value heads.
 
 All tensors are of one packed row: [tokens, ...] here, [1, tokens, ...] there.
 """
@@ -33,13 +36,13 @@ def forward(
     options = dict(scale=scale, initial_state=None, output_final_state=False, **bounds)
     none = v.new_empty(0)
     if beta is None:
-        from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
+        from fla.ops.common.chunk_o import chunk_fwd_o
         from fla.ops.utils import chunk_local_cumsum
 
-        q, k = _repeated(q, k, v)
+        q, k, v = _row(q), _row(k), _row(v)
         sums = chunk_local_cumsum(_row(g), chunk_size=CHUNK, scale=LOG2_E, **bounds)
-        out, _ = chunk_simple_gla_fwd(_row(q), _row(k), _row(v), sums, **options)
-        return out[0].to(v.dtype), sums[0], none, none.clone()
+        out = chunk_fwd_o(q, k, v, _states(k, v, sums, bounds), sums, scale=scale, **bounds)
+        return out[0], sums[0], none, none.clone()
     given = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(g), beta=_row(beta))
     if g.ndim == 3:
         from fla.ops.kda.chunk_fwd import chunk_kda_fwd
@@ -69,15 +72,7 @@ def backward(
     bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, chunk_indices=chunks)
     options = dict(scale=scale, initial_state=None, do=_row(grad), dht=None, **bounds)
     if beta is None:
-        from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
-        from fla.ops.utils import chunk_local_cumsum
-
-        groups = v.shape[1] // k.shape[1]
-        wide_q, wide_k = _repeated(q, k, v)
-        dq, dk, dv, dg, _ = chunk_simple_gla_bwd(_row(wide_q), _row(wide_k), _row(v), _row(sums), None, **options)
-        dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **bounds)
-        dq, dk = (of[0].unflatten(1, (-1, groups)).sum(2) for of in (dq, dk))
-        return dq, dk, dv[0], dg[0], None
+        return *_scan_backward(_row(grad), _row(q), _row(k), _row(v), _row(sums), scale, bounds), None
     given = dict(q=_row(q), k=_row(k), v=_row(v), g=_row(sums), beta=_row(beta))
     if sums.ndim == 3:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd
@@ -88,6 +83,33 @@ def backward(
 
         dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(**given, A=_row(first), **options)
     return dq[0], dk[0], dv[0], dg[0], dbeta[0]
+
+
+def _states(k: Tensor, v: Tensor, sums: Tensor, bounds: dict[str, Any]) -> Tensor:
+    """The state of the scan at the begin of each chunk."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+
+    return chunk_gated_delta_rule_fwd_h(k, _no_correction(k, v), v, sums, save_new_value=False, **bounds)[0]
+
+
+def _no_correction(k: Tensor, v: Tensor) -> Tensor:
+    """What the delta rule takes from each value, for a recurrence without it: zero [1, tokens, heads, K]."""
+    return k.new_zeros(*v.shape[:3], k.shape[-1])
+
+
+def _scan_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, scale: float, bounds: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
+    from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
+    from fla.ops.utils import chunk_local_cumsum
+
+    given = dict(g=sums, scale=scale, **bounds)
+    within = chunk_bwd_dv_local(q, k, grad, **given)
+    of_states, _, dv = chunk_gated_delta_rule_bwd_dhu(q, k, _no_correction(k, v), grad, within, **given)
+    dq, dk, _, dg = chunk_bwd_dqkwg(q, k, v, grad, _states(k, v, sums, bounds), of_states, **given)
+    dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **bounds)
+    return dq[0], dk[0], dv[0], dg[0]
 
 
 def convolution(
@@ -125,8 +147,3 @@ def _of_convolution(silu: bool, cu_seqlens: Tensor, chunks: Tensor) -> dict[str,
 def _row(x: Tensor) -> Tensor:
     return x.contiguous().unsqueeze(0)
 
-
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k repeated for each head of v: this kernel shares none."""
-    groups = v.shape[1] // k.shape[1]
-    return (q, k) if groups == 1 else (q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1))

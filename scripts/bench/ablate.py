@@ -63,6 +63,30 @@ _QWEN3_MOE = dict(
     norm_topk_prob=True,
     tie_word_embeddings=False,
 )
+
+
+def _qwen3_5(hidden: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
+    """The language model of a Qwen3.5 (shapes of torchtitan's models/qwen3_5): three of four layers are gated delta."""
+    rope = dict(rope_type="default", rope_theta=10000000, partial_rotary_factor=0.25)
+    return dict(
+        model_type="qwen3_5_moe_text" if "num_experts" in more else "qwen3_5_text",
+        vocab_size=248320,
+        max_position_embeddings=262144,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=256,
+        rope_parameters=dict(rope, mrope_section=[11, 11, 10], mrope_interleaved=True),
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        **more,
+    )
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": _llama(4096, 14336, 32, 32, 8),
     "70b": _llama(8192, 28672, 80, 64, 8),
@@ -84,6 +108,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=4,
         sliding_window=128,
     ),
+    "qwen3_5_4b": _qwen3_5(2560, 32, 16, 4, intermediate_size=9216, tie_word_embeddings=True),
+    "qwen3_5_9b": _qwen3_5(4096, 32, 16, 4, intermediate_size=12288),
+    "qwen3_5_35b": _qwen3_5(
+        2048, 40, 16, 2, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512
+    ),
+    "qwen3_5_tiny": {
+        **_qwen3_5(64, 4, 4, 2, intermediate_size=128, tie_word_embeddings=True),
+        **dict(vocab_size=1024, head_dim=64, linear_key_head_dim=16, linear_value_head_dim=16),
+        **dict(linear_num_key_heads=2, linear_num_value_heads=4),
+    },
 }
 FULL = ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full")
 TECHNIQUES: dict[str, tuple[str, ...]] = {

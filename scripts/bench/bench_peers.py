@@ -40,6 +40,11 @@ tokens; peers pad 12 documents a step, which is as many on average, in micro-bat
 them. Peers train with their own collators for images and with as many workers for data as fxtune. Tokens of images
 and text count, padding does not. `waits` is the share of the time in which the tool's loop waits for data.
 
+Cases that begin with `qwen3_5` train the language model of Qwen3.5, with adapters on the linears of a block's attention
+or gated delta and of its MLP or experts, but none on the two small projections of a gated delta's decay and step. Chats
+are packed by fxtune alone. Peers pad a step of 32 chats, which is as many on average, in micro-batches of 8. All tools
+run the kernels of fla-core, where it is installed.
+
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
 says. Tokens per second count all cards, memory is that of the fullest card. docs/distributed.md has figures of two
@@ -212,12 +217,19 @@ CASES = {
     "vl_7b_mixed_fp8": Case(
         "qwen2_5_vl_7b", 16384, 1, FP8, peer_case="vl_7b_mixed", images=(64, 4096), step_documents=12, text=320
     ),
+    "qwen3_5_4b_4x4096": Case("qwen3_5_4b", 4096, 4),
+    "qwen3_5_9b_4x4096": Case("qwen3_5_9b", 4096, 4),
+    "qwen3_5_9b_chats": Case("qwen3_5_9b", 4096, 4, chats=True, step_documents=32),
+    "qwen3_5_9b_1x65536": Case("qwen3_5_9b", 65536, 1, steps=2, warm_up=2),
+    "qwen3_5_35b_4x4096": Case("qwen3_5_35b", 4096, 4, MIXED, steps=5),
+    "smoke_hybrid": Case("qwen3_5_tiny", 256, 2, steps=2, warm_up=2),
+    "smoke_hybrid_chats": Case("qwen3_5_tiny", 1024, 2, chats=True, step_documents=4, steps=2, warm_up=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
     "smoke_chats": Case("tiny", 1024, 2, chats=True, steps=2, warm_up=2),
     "smoke_dpo": Case("tiny", 512, 1, DPO, pairs=2, steps=2, warm_up=2),
     "smoke_vl": Case("qwen2_5_vl_tiny", 512, 1, images=(4, 64), step_documents=4, text=80, steps=2, warm_up=2),
 }
-SMOKE = ("smoke", "smoke_chats", "smoke_dpo", "smoke_vl")
+SMOKE = ("smoke", "smoke_chats", "smoke_dpo", "smoke_vl", "smoke_hybrid", "smoke_hybrid_chats")
 DOES_NOT_FIT = "does not fit"
 SHOWN = 0.005
 """Share of a step's time from which --profile shows a kernel."""
@@ -247,6 +259,12 @@ PAIRED = {"trl": tuple((one, liger) for one in (NONE, FULL) for liger in ("liger
 """The same for pairs. Unsloth's DPO is TRL's trainer over its own model; it is not compared here."""
 LONG = {"trl": ((FULL, "liger=on"),), "unsloth": (("checkpointing=unsloth",),)}
 """The same for long rows, which fit no peer without recomputation."""
+PADDED = {
+    "trl": tuple((one, "liger=off", "micro=8") for one in (NONE, FULL)),
+    "unsloth": tuple((one, "micro=8") for one in (NONE, "checkpointing=unsloth")),
+}
+"""The same for chats with recurrent layers. TRL packs them with `position_ids` alone, with which the state of a document
+reaches the next one, so its rows are padded; Unsloth pads them by itself."""
 TRL_KERNELS = (
     ("liger=on", "attention=flash_attention_2"),
     ("liger=on", "attention=flash_attention_4", "tower=sdpa"),
@@ -592,7 +610,11 @@ def one_group(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
     if case.full:
         return () if mixture else (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
     if mixture:
-        return {"gpt_oss": SINKS, "30b_a3b": WHOLE_MIXTURE}.get(case.shape, MIXTURE)[tool]
+        special = {"gpt_oss": SINKS, "30b_a3b": WHOLE_MIXTURE, "qwen3_5_35b": WHOLE_MIXTURE}
+        return special.get(case.shape, MIXTURE)[tool]
+    hybrid = "linear_key_head_dim" in SHAPES[case.shape]
+    if case.chats and hybrid:
+        return PADDED[tool]
     if case.chats and tool == "trl":
         return PACKED_TRL
     return (LONG if case.length > 16384 else VARIANTS)[tool]

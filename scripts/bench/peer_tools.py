@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DELTA = ["in_proj_qkv", "in_proj_z", "out_proj"]
+"""The linears of a layer with the gated delta rule."""
 EXPERTS = ["gate_up_proj", "down_proj"]
 """The experts' tensors of a mixture, as transformers names them."""
 NEVER = 10**9
@@ -32,11 +34,14 @@ def adapters(request: dict[str, Any]) -> dict[str, Any]:
             return dict(common, finetune_vision_layers=False, finetune_language_layers=True)
         # The tower has linears of the same names.
         return dict(common, target_modules=rf".*\.language_model\..*\.({'|'.join(LINEARS)})")
+    linears = [*LINEARS, *DELTA * ("linear_key_head_dim" in request["shape"])]
     if "num_experts" not in request["shape"]:
-        return dict(common, target_modules=LINEARS)
+        return dict(common, target_modules=linears)
     if request["tool"] == "unsloth":
-        return dict(common, target_modules=[*LINEARS, *EXPERTS])
-    return dict(common, target_modules=LINEARS[:4], target_parameters=[f"mlp.experts.{name}" for name in EXPERTS])
+        return dict(common, target_modules=[*linears, *EXPERTS])
+    # A shared expert has linears of the MLP's names.
+    linears = linears if "shared_expert_intermediate_size" in request["shape"] else linears[:4]
+    return dict(common, target_modules=linears, target_parameters=[f"mlp.experts.{name}" for name in EXPERTS])
 
 
 def main(request: dict[str, Any]) -> None:
@@ -119,7 +124,9 @@ def settings(request: dict[str, Any]) -> Any:
         )
     rows = dict(per_device_train_batch_size=request["rows"], max_length=request["length"], packing=request["chats"])
     if "micro" in request:
-        rows, options = dict(per_device_train_batch_size=int(request["micro"]), max_length=None), {}
+        rows = dict(per_device_train_batch_size=int(request["micro"]), max_length=request["length"])
+    if "micro" in request and not request["chats"]:
+        rows, options = dict(rows, max_length=None), {}
         if request["tool"] == "unsloth":
             skipped = dict(skip_prepare_dataset=True)
             options = dict(remove_unused_columns=False, dataset_text_field="", dataset_kwargs=skipped)

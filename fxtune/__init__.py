@@ -30,6 +30,9 @@ __version__ = "0.1.0"
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+# fla-core reads this variable when transformers imports it: fixed launch settings, see kernels/fla_package.py.
+os.environ.setdefault("FLA_CACHE_MODE", "strict")
+
 # The guard is installed here, because each child process imports fxtune before it reads a model's folder.
 remote_code.install_guard()
 

@@ -20,7 +20,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from fxtune.kernels import recurrence
+from fxtune.kernels import fla_package, recurrence
 from fxtune.upstream import fla
 
 CHUNK = 64
@@ -72,6 +72,7 @@ def _linear_attention(
     """The result, and what the kernels' backward pass reads: sums of g within a chunk, and one or two matrices
     [tokens, heads, CHUNK]. Tensors that a recurrence does not need are empty."""
     if q.is_cuda:
+        fla_package.prepare()
         return fla.forward(q, k, v, g, beta, scale, cu_seqlens, chunks)
     out = recurrence.forward(q, k, v, _by_number(g), beta, scale, cu_seqlens).to(v.dtype)
     return out, *(v.new_empty(0) for _ in range(3))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxtune.kernels import fla_package
 from fxtune.upstream import fla
 
 
@@ -31,6 +32,7 @@ def _convolution(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
 ) -> Tensor:
     if x.is_cuda:
+        fla_package.prepare()
         return fla.convolution(x, weight, bias, silu, cu_seqlens, chunks)
     y = _sums(x, weight, bias, cu_seqlens)
     return (F.silu(y) if silu else y).to(x.dtype)

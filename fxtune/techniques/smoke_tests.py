@@ -110,7 +110,7 @@ def fla(device: torch.device) -> str:
     q, k = (of.repeat_interleave(2, 1) for of in (q, k))
     by_key = -draw(4, 128).abs()
     compared(lambda q, k, v, g, b, *where: linear_attention(q, k, v, g, b, 0.1, *where), q, k, v, by_key, beta)
-    x, weight = draw(256).bfloat16(), torch.randn(256, 4, device=device).bfloat16()
+    x, weight = draw(1024).bfloat16(), torch.randn(1024, 4, device=device).bfloat16()  # as many channels as q, k and v
     compared(lambda x, weight, *where: short_convolution(x, weight, None, True, *where), x, weight)
     return "the gated delta rule, Kimi's, Mamba-2's scan and a short convolution"
 

@@ -146,4 +146,3 @@ def _of_convolution(silu: bool, cu_seqlens: Tensor, chunks: Tensor) -> dict[str,
 
 def _row(x: Tensor) -> Tensor:
     return x.contiguous().unsqueeze(0)
-

@@ -111,7 +111,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_4b": _qwen3_5(2560, 32, 16, 4, intermediate_size=9216, tie_word_embeddings=True),
     "qwen3_5_9b": _qwen3_5(4096, 32, 16, 4, intermediate_size=12288),
     "qwen3_5_35b": _qwen3_5(
-        2048, 40, 16, 2, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512
+        2048,
+        40,
+        16,
+        2,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "qwen3_5_tiny": {
         **_qwen3_5(64, 4, 4, 2, intermediate_size=128, tie_word_embeddings=True),

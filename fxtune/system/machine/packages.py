@@ -123,6 +123,7 @@ PACKAGES = {
             "pip install 'fxtune[hybrid]'",
             "linear attention and short convolutions of hybrid models",
             technique="attention",
+            before_import="fxtune.kernels.fla_package:prepare",
         ),
         Package(
             "bitsandbytes",

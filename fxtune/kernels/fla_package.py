@@ -7,7 +7,7 @@ the same bits. A variable that the user has set stays.
     FLA_FLASH_QLA   Off. Only fla-core's public functions call FlashQLA, and fxtune calls none of them.
     FLA_CONFIG_DIR  On Hopper launch_settings/, for the shapes of Qwen3.5. To autotune these kernels takes over a
                     minute, and each process may find other settings, with other bits. fxtune/__init__.py switches
-                    these settings on (FLA_CACHE_MODE). Other shapes are tuned once, and Triton's cache keeps the choice.
+                    these settings on (FLA_CACHE_MODE). Other shapes are tuned once; Triton's cache keeps the choice.
 """
 
 from __future__ import annotations

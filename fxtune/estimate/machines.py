@@ -56,6 +56,7 @@ PACKAGES = {
     "flash-attn-4": "4.0.0b36",
     "quack-kernels": "0.6.5",
     "liger-kernel": "0.8.5",
+    "fla-core": "0.6.0",
     "bitsandbytes": "0.50.0",
     "torchao": "0.18.0",
 }

@@ -8,6 +8,7 @@ from support import image_models
 from support.architectures import ARCHITECTURES, FAMILIES, architecture
 from support.cases import slow_but
 from support.decoder_sizes import decoder_sizes
+from transformers import CONFIG_MAPPING
 
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.attention import isolation
@@ -45,6 +46,19 @@ def test_a_kernel_that_reads_the_bounds_of_documents_separates_them(kind, apart)
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next"])
 def test_recurrent_layers_are_tried_with_their_documents_apart(kind):
     assert isolation.why_not_isolated(decoder(kind)) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_hybrid_that_is_called_proven_keeps_documents_apart_and_shares_no_prompt(kind):
+    assert kind in isolation.PROVEN
+    given = architecture("qwen3_next")
+    known = CONFIG_MAPPING[kind]().to_dict()
+    keys = {**{name: value for name, value in given.items() if name in known}, "model_type": kind}
+    config = load_config(ModelConfig(path=None, init=Init.random, architecture=keys)).get_text_config()
+    tried = isolation.try_small_model(config)
+    assert tried.packed is None
+    assert tried.looks_ahead <= isolation.LOOKS_AHEAD
+    assert isolation.why_not_shared(config.to_dict()) is not None
 
 
 @pytest.mark.parametrize("shared", [0, 10])

@@ -70,6 +70,11 @@ class Attention(AttentionOptions, Technique):
         kind = facts.text.get("model_type", "this model")
         if self.trust_remote_code and not self.backend.startswith(HUB):
             yield f"trust_remote_code: only backend=hub:... reads it, and backend is {self.backend}. Set it to false."
+        if (why := facts.broken.get(linear.PACKAGE)) and facts.device == "cuda" and recurrent.is_served(facts.model):
+            yield (  # transformers calls the package, too, so its gradients would be wrong without fxtune's operators
+                f"backend: the package {linear.PACKAGE} runs the recurrent layers of {kind} on a GPU, and it does not "
+                f"work here: {why}. Install what it asks for, or uninstall it: then these layers are slow."
+            )
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
         unsure = facts.packing and (others or kind in RECURRENT)
         if unsure and (unknown := recurrent.kinds_without(facts.model, facts.text, others)):

@@ -190,6 +190,12 @@ def test_packing_is_refused_for_layers_that_carry_state_and_cannot_be_separated(
     assert not list(Attention(enabled=True).check(Facts(model=rwkv, packing=False)))
 
 
+@pytest.mark.parametrize(("kind", "refused"), [("qwen3_next", True), ("llama", False)])
+def test_a_recurrent_model_is_refused_where_fla_core_is_installed_and_does_not_work(kind, refused):
+    facts = facts_of(tiny_model(kind), device="cuda", broken={"fla-core": "RuntimeError: install tilelang"})
+    assert any("install tilelang" in reason for reason in Attention(enabled=True).check(facts)) == refused
+
+
 def test_packing_is_refused_where_queries_are_scaled_by_their_place_in_a_row():
     def reasons(tokens: int) -> list[str]:
         model = tiny_model("llama4_text")

@@ -101,10 +101,13 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
     opened = open_adapter(name, "merged", trust_remote_code)
     base = opened.build_base(torch.device("cpu"))
     _require_space(base.module, out, place)
-    base_name = base.module.name_or_path
+    base_name, base_weights = base.module.name_or_path, base.module.named_parameters(remove_duplicate=False)
+    dtypes = {name: weight.dtype for name, weight in base_weights}
     adapted = opened.adapt(base.module)
     answer = Answer.of(adapted)
-    merged = _merge_into_base(adapted, opened.name).to(getattr(torch, opened.model.dtype.value))
+    merged = _merge_into_base(adapted, opened.name)
+    for name, weight in merged.named_parameters():
+        weight.data = weight.data.to(dtypes[name])
     if not weights.all_finite(merged):
         first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
         raise StorageError(

@@ -20,9 +20,10 @@ from fxtune.system.terminal.redact import redact
 def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`. Secrets are redacted.
 
-    `card`, all optional: title, base, revision, grown_from (see PreparedModel), adapter (the name of the merged
-    adapter), data (the plan's fingerprint), weights (a sentence about the step at which they were taken), figures
-    (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's config as plain data).
+    `card`, all optional: title, base, revision, grown_from and mtp (the names of the tensors; see PreparedModel),
+    adapter (the name of the merged adapter), data (the plan's fingerprint), weights (a sentence about the step at
+    which they were taken), figures (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's
+    config as plain data).
     """
     import yaml
     from safetensors import safe_open
@@ -68,6 +69,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
         *_image_note(folder, kind, base, bool(adapter), image_bounds(card)),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
+        *_mtp_note(card.get("mtp") or []),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
         *([rope_note] if rope_note else []),
         *([vllm_rope_note] if vllm_rope_note and kind.writes else []),
@@ -133,6 +135,16 @@ def _ending_note(folder: Path, adapter: bool) -> list[str]:
         f"The adapter's answers end with a token at which the base does not stop. {GENERATION_CONFIG} names the end "
         "tokens of both: the code above loads this file, `fxtune merge` copies it into the merged model, and a server "
         "of base and adapter needs it (vLLM: `--generation-config .`)."
+    ]
+
+
+def _mtp_note(tensors: list[str]) -> list[str]:
+    if not tensors:
+        return []
+    return [
+        f"Its layers for multi-token prediction ({len(tensors)} tensors, such as `{tensors[0]}`) are the base's, byte "
+        "for byte. Servers can decode speculatively with them. Training did not change them, so they may guess fewer "
+        "tokens of this model than of the base."
     ]
 
 

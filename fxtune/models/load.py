@@ -27,6 +27,7 @@ from fxtune.models import drawn_shards, recurrent, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head
+from fxtune.models.mtp import mtp_tensors
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.shipped import config_without_hub
@@ -348,6 +349,7 @@ def build(
         config_edited=found is None or before > 0 or hf_config.to_dict() != found.to_dict(),
         grown_from=before or None,
         ships_mxfp4=origin is not None and weights.unpacks(origin, hf_config),
+        mtp={} if origin is None else mtp_tensors(origin, built),
     )
     if empty:
         _fill_head(model, hf_config, prepared, world, seed)

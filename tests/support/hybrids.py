@@ -28,7 +28,7 @@ def hybrid(
 ) -> Path:
     """Write a small model of this type, with `shards` files, tensors that the model lacks, and more keys in
     config.json."""
-    small_models.write({**small_models.small(kind), **keys}, folder)
+    small_models.write(small_models.small(kind), folder)
     (file,) = folder.glob("*.safetensors")
     stored = tensors(folder)
     stored = {name: of.float() if name.endswith(PRECISE) else of.bfloat16() for name, of in stored.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
+from fxtune.models.recurrent import GATES
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.terminal.redact import redact
 
@@ -76,6 +78,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     ]
     if adapter:
         parts.append(_vllm_note(adapter, refusals) if kind.writes else "Loads in vLLM: not tried.")
+        parts += _linear_attention_note({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
         if kind.images and not refusals:
             parts.append(_vllm_image_note(vllm.is_beside_language_model(tensors)))
     if card.get("proof"):
@@ -246,6 +249,23 @@ def _vllm_note(adapter: dict[str, Any], refusals: list[str]) -> str:
     if not refusals:
         return f"Loads in vLLM: yes, with `--enable-lora --max-lora-rank {vllm.max_rank(adapter['r'])}`."
     return f"Loads in vLLM: no. vLLM takes {'; '.join(refusals)}. Serve the merged model: `fxtune merge . ../merged`."
+
+
+def _linear_attention_note(modules: Collection[str]) -> list[str]:
+    """What servers do with adapters on the linears of Qwen3.5's linear attention. `modules`: names of adapted ones."""
+    notes = []
+    if not {"in_proj_qkv", "in_proj_z"}.isdisjoint(modules):
+        notes.append(
+            "vLLM from before April 2026 fails to load adapters of `in_proj_z` (vllm#36478, vllm#38927). vLLM 0.21 to "
+            "0.24 fails if only one of `in_proj_qkv` and `in_proj_z` has adapters (vllm#47639). llama.cpp does not "
+            "convert such adapters to GGUF (llama.cpp#21125): convert the merged model."
+        )
+    if gates := sorted({*GATES}.intersection(modules)):
+        notes.append(
+            f"SGLang of July 2026 leaves out the adapters of {' and '.join(f'`{name}`' for name in gates)} and only "
+            "warns in its log (sglang#30499): serve the merged model there."
+        )
+    return notes
 
 
 def _vllm_command(

@@ -25,6 +25,10 @@ SCALARS = ("A_log", "dt_bias", "D")
 """Parameters of a gated delta rule, of KDA and of a state-space model: the decay, the bias of the step size, and the
 share of the input in the output. The code of each family computes with them in float32."""
 
+GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
+"""Linears of Qwen's gated delta rule with one or two outputs for each head: the decay, and the share of the new value.
+They get adapters only if a recipe names them, because servers do not take such adapters (sglang#30499)."""
+
 
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The recurrent parts of the layers: modules that own a convolution over tokens or the decay of a state."""

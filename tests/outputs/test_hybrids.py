@@ -17,6 +17,9 @@ MTP = {f"mtp.{name}": torch.randn(shape).bfloat16() for name, shape in LAYER.ite
 MTP["mtp.layers.0.linear_attn.A_log"] = torch.randn(4)
 NEXT = {f"model.layers.61.{name}": of for name, of in MTP.items()}
 NEXT["model.layers.61.mlp.experts.0.down_proj.weight"] = torch.randn(64, 40).bfloat16()
+MULTIPLES_OF_64 = {"intermediate_size": 128, "linear_value_head_dim": 16, "head_dim": 16}
+MULTIPLES_OF_64 |= {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}
+"""bitsandbytes' code for a CPU is wrong for other widths."""
 
 
 def words(folder: Path, *more: str) -> list[str]:
@@ -52,7 +55,8 @@ def plain_loads(folder: Path) -> bool:
     ],
 )
 def test_merged_adapter_changes_only_what_it_adapts(kind, extra, quantized, shards, tmp_path):
-    base = hybrid(kind, tmp_path / "base", shards, extra, mtp_num_hidden_layers=1)
+    sizes = MULTIPLES_OF_64 if quantized else {}
+    base = hybrid(kind, tmp_path / "base", shards, extra, sizes, mtp_num_hidden_layers=1)
     train(
         tmp_path,
         *(["techniques.quantize.enabled=true", f"techniques.quantize.type={quantized}"] if quantized else []),
@@ -64,8 +68,9 @@ def test_merged_adapter_changes_only_what_it_adapts(kind, extra, quantized, shar
     assert before.keys() == after.keys()
     kept = {name for name in before if same(before[name], after[name])}
     assert kept >= extra.keys() | precise(base).keys()
-    assert all(any(f".{module}." in name for module in adapted) for name in before.keys() - kept)
-    assert len(kept) < len(before)
+    changed = before.keys() - kept
+    assert changed
+    assert not {name for name in changed if not any(f".{module}." in name for module in adapted)}
     assert json.loads((tmp_path / "run" / "merged" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     card = (tmp_path / "run" / "merged" / "README.md").read_text()
     assert (f"multi-token prediction ({len(extra)} tensors" in card) == bool(extra)

@@ -24,11 +24,17 @@ PRECISE = (
 
 
 def hybrid(
-    kind: str, folder: Path, shards: int = 1, extra: dict[str, torch.Tensor] | None = None, **keys: Any
+    kind: str,
+    folder: Path,
+    shards: int = 1,
+    extra: dict[str, torch.Tensor] | None = None,
+    sizes: dict[str, int] | None = None,
+    **keys: Any,
 ) -> Path:
-    """Write a small model of this type, with `shards` files, tensors that the model lacks, and more keys in
-    config.json."""
-    small_models.write(small_models.small(kind), folder)
+    """Write a small model of this type, with `shards` files. `extra`: tensors that the model lacks; `sizes`: those of
+    its config that differ from small(); `keys`: more keys in config.json."""
+    small = small_models.small(kind)
+    small_models.write({**small, **{key: size for key, size in (sizes or {}).items() if key in small}}, folder)
     (file,) = folder.glob("*.safetensors")
     stored = tensors(folder)
     stored = {name: of.float() if name.endswith(PRECISE) else of.bfloat16() for name, of in stored.items()}

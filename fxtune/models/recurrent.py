@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtune.models.shards import key_of
+from fxtune.models.shards import names_in_files
 from fxtune.models.structure import base_dtype, decoder_layers
 from fxtune.models.weights import readable_files, stored
 from fxtune.system.files.hub import Origin
-from fxtune.upstream.transformers import renamed
 
 DECAYS = ("A_log", "slope_rate", "recurrent_param")
 """Parameters or buffers for the decay of a state: Mamba's and the delta rule's, MiniMax's, Griffin's."""
@@ -64,17 +63,14 @@ def keep_float32(model: Any, origin: Origin | None) -> None:
             parameter.data = parameter.data.float()
     else:
         files = readable_files(origin)
-        names = renamed(model, [key for _, key, _ in stored(files)])[0]
-        keys = {
-            names[key]: parameter
-            for name, parameter in model.named_parameters()
-            if parameter in precise and (key := key_of(name, names, model.base_model_prefix))
-        }
+        names = names_in_files(model, [key for _, key, _ in stored(files)])
+        parameters = model.named_parameters()
+        keys = {names[name]: weight for name, weight in parameters if weight in precise and name in names}
         for _, key, opened in stored(files):
             if key in keys and opened.get_slice(key).get_dtype() == "F32":
                 parameter = keys[key]
                 values = parameter if parameter.is_meta else opened.get_tensor(key).to(parameter.device)
-                parameter.data = values.detach().float()
+                parameter.data = values.detach().float().clone()
     return_input_dtype(model)
 
 

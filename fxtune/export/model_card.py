@@ -252,13 +252,14 @@ def _vllm_note(adapter: dict[str, Any], refusals: list[str]) -> str:
 
 
 def _linear_attention_note(modules: Collection[str]) -> list[str]:
-    """What servers do with adapters on the linears of Qwen3.5's linear attention. `modules`: names of adapted ones."""
+    """What servers do with adapters on the linears of Qwen3.5's linear attention. `modules`: the names of
+    adapted modules."""
     notes = []
     if not {"in_proj_qkv", "in_proj_z"}.isdisjoint(modules):
         notes.append(
-            "vLLM from before April 2026 fails to load adapters of `in_proj_z` (vllm#36478, vllm#38927). vLLM 0.21 to "
-            "0.24 fails if only one of `in_proj_qkv` and `in_proj_z` has adapters (vllm#47639). llama.cpp does not "
-            "convert such adapters to GGUF (llama.cpp#21125): convert the merged model."
+            "Versions of vLLM before April 2026 fail to load adapters of `in_proj_z` (vllm#36478, vllm#38927), and "
+            "versions 0.21 to 0.24 fail if only one of `in_proj_qkv` and `in_proj_z` has adapters (vllm#47639). "
+            "llama.cpp does not convert such adapters to GGUF (llama.cpp#21125): convert the merged model."
         )
     if gates := sorted({*GATES}.intersection(modules)):
         notes.append(

@@ -1,7 +1,7 @@
 """The layers of a checkpoint for multi-token prediction (MTP), with which servers decode speculatively.
 
 They guess the tokens after the next one (arXiv 2404.19737, DeepSeek-V3). transformers' model classes have no such
-layers and pass over their tensors: `mtp.*` in Qwen3.5, a layer after the last one in DeepSeek-V3 and GLM-4.5. An
+layers and skip their tensors: `mtp.*` in Qwen3.5, a layer after the last one in DeepSeek-V3 and GLM-4.5. An
 export copies these tensors from the base's files.
 """
 
@@ -28,7 +28,7 @@ def mtp_tensors(origin: Origin, model: Any) -> dict[str, Path]:
     """{name of a tensor for multi-token prediction: its file} of the files from which `model` was read."""
     if not kind_of(model.config).writes:
         return {}
-    passed_over = [re.compile(pattern) for pattern in not_in_files(model)]
+    skipped = [re.compile(pattern) for pattern in not_in_files(model)]
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
 
     def predicts(name: str) -> bool:
@@ -38,7 +38,7 @@ def mtp_tensors(origin: Origin, model: Any) -> dict[str, Path]:
     return {
         name: file
         for file, name, _ in stored(readable_files(origin))
-        if predicts(name) and any(pattern.search(name) for pattern in passed_over)
+        if predicts(name) and any(pattern.search(name) for pattern in skipped)
     }
 
 

@@ -1,9 +1,9 @@
 """The recurrent parts of hybrid models' layers, and their parameters that keep the precision of the files.
 
-Released hybrids store some parameters in float32 beside weights in bfloat16: Qwen3.5 stores `A_log` and the weight of
-the norm in the mixer so. bfloat16 has 8 bits for `A_log`, and the decay of a state is exp(-exp(A_log)) for each token,
-so the rounding error grows with the length of a document. transformers rounds such parameters to the dtype of the
-other weights, except in a few families. keep_float32() undoes this.
+Released hybrids store some parameters in float32 beside weights in bfloat16. In Qwen3.5 these are `A_log` and the
+weight of the norm in each mixer. A state decays by a power of exp(-exp(A_log)) with each token, so a rounding error of
+`A_log` grows with the length of a document. transformers rounds such parameters to the dtype of the other weights,
+except in a few families. keep_float32() reads them again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ share of the input in the output. The code of each family computes with them in 
 
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Linears of Qwen's gated delta rule with one or two outputs for each head: the decay, and the share of the new value.
-They get adapters only if a recipe names them, because servers do not take such adapters (sglang#30499)."""
+They get adapters only if a recipe names them, because servers leave such adapters out (sglang#30499)."""
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -53,9 +53,8 @@ def precise_parameters(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
 
 
 def keep_float32(model: Any, origin: Origin | None) -> None:
-    """Give those precise_parameters() that the files of `origin` store in float32 the numbers of the files, in place.
-    `origin`: None: the weights are drawn, and all of these parameters become float32. A parameter without memory gets
-    the dtype alone."""
+    """Read those precise_parameters() again, in place, that the files of `origin` store in float32. Parameters without
+    memory only get the dtype. `origin`: None: the weights are drawn, and all precise_parameters() become float32."""
     if not (precise := precise_parameters(model)):
         return
     if origin is None:

@@ -48,9 +48,9 @@ def groups(model: nn.Module, kind: str) -> list[FrozenWeights]:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The forward of `module` as a function of `self` and the inputs: a method that the module alone has
-    (attention/linear.py gives recurrent layers one), else the method of its class. None if the module's own forward is
-    no method, so that it cannot run with a StandIn."""
+    """The function that `module` runs, with `self` as its first argument. It is the method of the class, unless the
+    module has a forward of its own (attention/linear.py gives one to recurrent layers). None if that forward is no
+    method, so that it cannot run with a StandIn."""
     own = vars(module).get("forward")
     return type(module).forward if own is None else getattr(own, "__func__", None)
 
@@ -107,7 +107,7 @@ class Given:
         self._linear, self._hidden_states, self._result = linear, hidden_states, result
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Recurrent layers set the padding of their input to zero if they get a mask.
+        # A recurrent layer that gets a mask sets the padding of its input to zero, and projects the result.
         return self._result if hidden_states is self._hidden_states else self._linear(hidden_states)
 
     def __getattr__(self, name: str) -> Any:

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxtune.export.weights import Mismatch
+from fxtune.export.weights import Mismatch, bits
 from fxtune.models.peft_adapter import FACTORED, WEIGHTS
-from fxtune.models.shards import key_of
+from fxtune.models.shards import names_in_files
 from fxtune.models.weights import readable_files
 from fxtune.system.files.hub import Origin
-from fxtune.upstream.transformers import renamed
 
 PREFIX = "base_model.model."
 UNKNOWN = {
@@ -49,8 +48,8 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any
     with ExitStack() as opened:
         merged, stored = (_Tensors(opened, readable_files(origin)) for origin in (Origin(folder, str(folder)), base))
         adapters = _Adapters(_Tensors(opened, [adapter.folder / WEIGHTS]), lora, model)
-        in_base, tied, passed = _names(model, stored.files), _tied(model), set(merged.files)
-        for name, key in sorted(_names(model, merged.files).items()):
+        in_base, tied, passed = names_in_files(model, stored.files), _tied(model), set(merged.files)
+        for name, key in sorted(names_in_files(model, merged.files).items()):
             source = next((in_base[spelled] for spelled in (name, tied.get(name)) if spelled in in_base), None)
             # Tensors of experts are recognized by their dimensions, because families name them differently.
             of_experts = bool(lora.target_parameters) and merged[key].dim() > 2
@@ -59,6 +58,9 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any
             wanted, changed = adapters.applied(name, None if source is None else stored[source])
             _require_close(key, merged.files[key].name, merged[key], wanted, changed)
             passed.discard(key)
+        # Layers for multi-token prediction, and experts without adapters that the files store one by one.
+        same = {key for key in passed & stored.files.keys() if torch.equal(bits(merged[key]), bits(stored[key]))}
+        passed -= same
     why = "which the base stores otherwise, or whose adapters are of no linear"
     return (
         len(merged.files) - len(passed),
@@ -92,7 +94,7 @@ class _Adapters:
         modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in trained.files if ".lora_" in name}
         weights, own = {f"{module}.weight" for module in modules}, model.state_dict().keys()
         # The adapter may have older names of its family, because peft still reads them.
-        named = {**_names(model, weights - own), **{name: name for name in weights & own}}
+        named = {**names_in_files(model, weights - own), **{name: name for name in weights & own}}
         parameters = tuple(lora.target_parameters or ())
         self.modules = {
             name.removesuffix(".weight"): weight.removesuffix(".weight")
@@ -151,13 +153,6 @@ def _scaling(lora: Any, module: str, r: int) -> float:
     patterns: Mapping[str, float] = lora.alpha_pattern or {}
     own = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), lora.lora_alpha)
     return float(own) / (math.sqrt(r) if lora.use_rslora else r)
-
-
-def _names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """{name in the model: name in its files} of each tensor. `keys`: the names in the files."""
-    names = renamed(model, keys)[0]
-    found = {name: key_of(name, names, model.base_model_prefix) for name in model.state_dict()}
-    return {name: names[key] for name, key in found.items() if key is not None}
 
 
 def _tied(model: Any) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
+from fxtune.models.recurrent import GATES
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.terminal.redact import redact
 
@@ -20,9 +22,10 @@ from fxtune.system.terminal.redact import redact
 def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
     """Write README.md for the model or adapter in `folder`. Secrets are redacted.
 
-    `card`, all optional: title, base, revision, grown_from (see PreparedModel), adapter (the name of the merged
-    adapter), data (the plan's fingerprint), weights (a sentence about the step at which they were taken), figures
-    (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's config as plain data).
+    `card`, all optional: title, base, revision, grown_from and mtp (the names of the tensors; see PreparedModel),
+    adapter (the name of the merged adapter), data (the plan's fingerprint), weights (a sentence about the step at
+    which they were taken), figures (metric -> value), proof (a sentence), machine (the run's Facts), config (the run's
+    config as plain data).
     """
     import yaml
     from safetensors import safe_open
@@ -68,12 +71,14 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
         *_image_note(folder, kind, base, bool(adapter), image_bounds(card)),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),
+        *_mtp_note(card.get("mtp") or []),
         *_template_note((config.get("data") or {}).get("chat_template_kwargs") or {}),
         *([rope_note] if rope_note else []),
         *([vllm_rope_note] if vllm_rope_note and kind.writes else []),
     ]
     if adapter:
         parts.append(_vllm_note(adapter, refusals) if kind.writes else "Loads in vLLM: not tried.")
+        parts += _linear_attention_note({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
         if kind.images and not refusals:
             parts.append(_vllm_image_note(vllm.is_beside_language_model(tensors)))
     if card.get("proof"):
@@ -133,6 +138,16 @@ def _ending_note(folder: Path, adapter: bool) -> list[str]:
         f"The adapter's answers end with a token at which the base does not stop. {GENERATION_CONFIG} names the end "
         "tokens of both: the code above loads this file, `fxtune merge` copies it into the merged model, and a server "
         "of base and adapter needs it (vLLM: `--generation-config .`)."
+    ]
+
+
+def _mtp_note(tensors: list[str]) -> list[str]:
+    if not tensors:
+        return []
+    return [
+        f"Its layers for multi-token prediction ({len(tensors)} tensors, such as `{tensors[0]}`) are the base's, byte "
+        "for byte. Servers can decode speculatively with them. Training did not change them, so they may guess fewer "
+        "tokens of this model than of the base."
     ]
 
 
@@ -234,6 +249,24 @@ def _vllm_note(adapter: dict[str, Any], refusals: list[str]) -> str:
     if not refusals:
         return f"Loads in vLLM: yes, with `--enable-lora --max-lora-rank {vllm.max_rank(adapter['r'])}`."
     return f"Loads in vLLM: no. vLLM takes {'; '.join(refusals)}. Serve the merged model: `fxtune merge . ../merged`."
+
+
+def _linear_attention_note(modules: Collection[str]) -> list[str]:
+    """What servers do with adapters on the linears of Qwen3.5's linear attention. `modules`: the names of
+    adapted modules."""
+    notes = []
+    if not {"in_proj_qkv", "in_proj_z"}.isdisjoint(modules):
+        notes.append(
+            "Versions of vLLM before April 2026 fail to load adapters of `in_proj_z` (vllm#36478, vllm#38927), and "
+            "versions 0.21 to 0.24 fail if only one of `in_proj_qkv` and `in_proj_z` has adapters (vllm#47639). "
+            "llama.cpp does not convert such adapters to GGUF (llama.cpp#21125): convert the merged model."
+        )
+    if gates := sorted({*GATES}.intersection(modules)):
+        notes.append(
+            f"SGLang of July 2026 leaves out the adapters of {' and '.join(f'`{name}`' for name in gates)} and only "
+            "warns in its log (sglang#30499): serve the merged model there."
+        )
+    return notes
 
 
 def _vllm_command(

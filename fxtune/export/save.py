@@ -89,6 +89,7 @@ def save_model(
             "base": model.module.name_or_path,
             "revision": model.base_revision,
             "grown_from": model.grown_from,
+            "mtp": [] if hasattr(model.module, "peft_config") else sorted(model.mtp),
         }
         full_card = {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()}
         write_card(staging, kind_of(model.module.config), full_card)

@@ -23,6 +23,7 @@ import torch
 from fxtune.distributed.chunks import Chunk, chunk_of, is_divided, local, whole
 from fxtune.distributed.world import World
 from fxtune.models.end_tokens import GENERATION_CONFIG
+from fxtune.models.mtp import read_mtp
 from fxtune.models.prepared import PreparedModel
 from fxtune.system.files.atomic_files import DTYPES, write_tensors
 from fxtune.upstream.transformers import as_stored, saved_names
@@ -56,6 +57,8 @@ class ExportedWeights:
     converted: list[Tensors] = field(default_factory=list)
     """Layers in the form of the model, whose tensors have other names or shapes in the files."""
     model: Any = None
+    mtp: dict[str, Path] = field(default_factory=dict)
+    """See PreparedModel.mtp."""
     _handles: dict[Path, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -65,7 +68,7 @@ class ExportedWeights:
         """
         if hasattr(model.module, "get_base_model"):
             return _write_adapter(model, folder, world)
-        return _write_model(model.module, folder, world)
+        return _write_model(model, folder, world)
 
     def compare(self, world: World) -> None:
         """Raise Mismatch, on all ranks, unless the files hold exactly the weights of the model."""
@@ -74,6 +77,7 @@ class ExportedWeights:
             on_all(world, partial(self._compare_live, opened, world.main))
             for layer in self.converted:
                 on_main(world, partial(self._compare_converted, opened, _gathered(layer, world)))
+            on_main(world, partial(self._compare_mtp, opened))
 
     def _require_complete(self) -> None:
         """Raise Mismatch unless the files and their index name the tensors that were written, each in its file."""
@@ -110,6 +114,10 @@ class ExportedWeights:
 
     def _compare_converted(self, opened: ExitStack, layer: Tensors) -> None:
         for name, tensor in as_stored(self.model, layer).items():
+            self._require_equal(opened, name, tensor, Chunk.whole(tuple(tensor.shape)))
+
+    def _compare_mtp(self, opened: ExitStack) -> None:
+        for name, tensor in read_mtp(self.mtp):
             self._require_equal(opened, name, tensor, Chunk.whole(tuple(tensor.shape)))
 
     def _require_equal(self, opened: ExitStack, name: str, held: torch.Tensor, chunk: Chunk) -> None:
@@ -186,7 +194,8 @@ def _write_adapter(prepared: PreparedModel, folder: Path, world: World) -> Expor
     return ExportedWeights(folder, dict.fromkeys(live, ADAPTER), live)
 
 
-def _write_model(model: Any, folder: Path, world: World) -> ExportedWeights:
+def _write_model(prepared: PreparedModel, folder: Path, world: World) -> ExportedWeights:
+    model, mtp = prepared.module, prepared.mtp
     files, live, converted = _Files(folder), {}, []
     on_main(world, lambda: model.save_pretrained(folder, state_dict={}))  # the config, and code that came with it
     for layer in _layers(_state(model)):
@@ -194,7 +203,13 @@ def _write_model(model: Any, folder: Path, world: World) -> ExportedWeights:
             live.update(layer)
         else:
             converted.append(layer)
-    return ExportedWeights(folder, on_main(world, files.finish), live, converted, model)
+
+    def copy_mtp() -> None:
+        for name, tensor in read_mtp(mtp):
+            files.add({name: tensor})
+
+    on_main(world, copy_mtp)
+    return ExportedWeights(folder, on_main(world, files.finish), live, converted, model, mtp)
 
 
 def _add(files: _Files, model: Any, layer: Tensors, gathered: Tensors) -> bool:

@@ -222,7 +222,8 @@ class LoraOptions(Options):
     """Dropout of an adapter's input."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """The linears to adapt: names (the end of the full name is enough), regular expressions for full names, or
-    `all-linear`, which means all linears of the decoder except routers."""
+    `all-linear`, which means all linears of the decoder except routers and in_proj_a, in_proj_b and in_proj_ba of
+    Qwen's linear attention."""
     exclude_modules: list[str] = field(default_factory=list)
     """Names of modules, or regular expressions. These modules and all modules inside them get no adapters."""
     vision: bool = False

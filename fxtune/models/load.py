@@ -23,10 +23,11 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
-from fxtune.models import drawn_shards, shards, weights
+from fxtune.models import drawn_shards, recurrent, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head
+from fxtune.models.mtp import mtp_tensors
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.shipped import config_without_hub
@@ -337,6 +338,7 @@ def build(
     else:
         with phase("Reading the weights", announce=False):
             built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
+    recurrent.keep_float32(built, origin)
     built.name_or_path = origin.name if origin else ""  # peft reads the base's name here
     if before:
         grow(built, rows)
@@ -347,6 +349,7 @@ def build(
         config_edited=found is None or before > 0 or hf_config.to_dict() != found.to_dict(),
         grown_from=before or None,
         ships_mxfp4=origin is not None and weights.unpacks(origin, hf_config),
+        mtp={} if origin is None else mtp_tensors(origin, built),
     )
     if empty:
         _fill_head(model, hf_config, prepared, world, seed)

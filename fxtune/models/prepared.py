@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -138,6 +139,8 @@ class PreparedModel:
     """How many tokens the base embedded before model.add_tokens; None if its embedding tables have not grown."""
     ships_mxfp4: bool = False
     """Whether the checkpoint stores its experts in MXFP4."""
+    mtp: dict[str, Path] = field(default_factory=dict)
+    """The tensors for multi-token prediction that an export of the whole model copies; see mtp.py."""
     added_ends: list[int] = field(default_factory=list)
     """End tokens of the data that training adds to the end tokens in the base's generation config."""
     routers: Routers | None = None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -315,6 +315,13 @@ def key_of(name: str, names: Collection[str], prefix: str) -> str | None:
     """The name of a parameter among `names`, where it may have the decoder's prefix or lack it; None if it is not
     among them."""
     return next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in names), None)
+
+
+def names_in_files(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """{name in the model: name in its files} of each tensor. `keys`: the names in the files."""
+    names = renamed(model, keys)[0]
+    found = {name: key_of(name, names, model.base_model_prefix) for name in model.state_dict()}
+    return {name: names[key] for name, key in found.items() if key is not None}
 
 
 def _found(

@@ -173,7 +173,7 @@ def _packed_weight(files: list[Path], model: torch.nn.Module) -> str | None:
     """A message about the first weight that is stored as integers or complex numbers but would be read as real
     numbers; None if all are stored as real numbers."""
     floating = {key for key, weight in model.named_parameters() if weight.is_floating_point()}
-    for file, key, opened in _stored(files):
+    for file, key, opened in stored(files):
         if key in floating and "F" not in (dtype := opened.get_slice(key).get_dtype()):
             return (
                 f"{key} is stored as {dtype} in {file}, which is no weight: a library that packs weights saved it, or "
@@ -185,7 +185,7 @@ def _packed_weight(files: list[Path], model: torch.nn.Module) -> str | None:
 def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
     """Why some weights are not finite. Reads the files again, tensor by tensor, to name the tensor and its file."""
     broken = []
-    for file, key, opened in _stored(files):
+    for file, key, opened in stored(files):
         weight = opened.get_tensor(key)
         if not (weight.float() if weight.itemsize == 1 else weight).isfinite().all():  # fp8 has no isfinite
             broken.append((key, file))
@@ -203,10 +203,10 @@ def _why_not_finite(files: list[Path], dtype: torch.dtype) -> str:
 
 def names(origin: Origin) -> set[str]:
     """The names of the weights in the files of `origin`."""
-    return {name for _, name, _ in _stored(readable_files(origin))}
+    return {name for _, name, _ in stored(readable_files(origin))}
 
 
-def _stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
+def stored(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
     """Yield (file, name, opened file) for each tensor in `files`. Reads only the files' headers."""
     from safetensors import safe_open
 
@@ -241,7 +241,7 @@ def readable_files(origin: Origin) -> list[Path]:
     paths = [origin.folder / file for file in files]
     for path in paths:
         try:
-            next(_stored([path]), None)
+            next(stored([path]), None)
         except (SafetensorError, OSError) as error:
             raise StorageError(
                 f"{path} is broken or cut short ({first_line(error)}). Delete it and fetch or copy it again."

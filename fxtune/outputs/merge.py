@@ -23,9 +23,13 @@ from fxtune.export.merged_weights import recompute
 from fxtune.export.save import save_model, staging_folders
 from fxtune.models import weights
 from fxtune.models.probe import Answer
+from fxtune.models.shards import names_in_files
+from fxtune.models.structure import base_dtype
 from fxtune.outputs.adapter import open_adapter
 from fxtune.outputs.checkpoint_model import exported_model, run_of
 from fxtune.outputs.run_output import OutputKind, RunOutput, find_folder, find_output, is_run, unknown
+from fxtune.system.files.atomic_files import DTYPES
+from fxtune.system.files.hub import Origin
 from fxtune.system.process.oom import out_of_memory_reason
 
 MIB = 2**20
@@ -101,10 +105,12 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
     opened = open_adapter(name, "merged", trust_remote_code)
     base = opened.build_base(torch.device("cpu"))
     _require_space(base.module, out, place)
-    base_name = base.module.name_or_path
+    base_name, dtypes = base.module.name_or_path, _dtypes(base.module, opened.base)
     adapted = opened.adapt(base.module)
     answer = Answer.of(adapted)
-    merged = _merge_into_base(adapted, opened.name).to(getattr(torch, opened.model.dtype.value))
+    merged = _merge_into_base(adapted, opened.name)
+    for name, tensor in merged.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtypes[name])
     if not weights.all_finite(merged):
         first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
         raise StorageError(
@@ -122,6 +128,15 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
         check=partial(recompute, base=opened.base, adapter=opened.origin, lora=opened.lora, model=merged),
         keeps=f"The adapter {name} is as it was: merge it again.",
     )
+
+
+def _dtypes(base: Any, origin: Origin) -> dict[str, torch.dtype]:
+    """The dtype in a merged model of each tensor of `base`: the tensor's own. transformers reads some parameters as
+    float32 although the files of `origin` store them like all others. They get the others' dtype."""
+    found = {name: tensor.dtype for name, tensor in base.state_dict().items()}
+    stored = {key: file.get_slice(key).get_dtype() for _, key, file in weights.stored(weights.readable_files(origin))}
+    usual = base_dtype(base)
+    return found | {name: usual for name, key in names_in_files(base, stored).items() if stored[key] == DTYPES[usual]}
 
 
 def _require_writable(out: Path) -> Path:

@@ -21,6 +21,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
 from fxtune.models.experts import divisible_experts
 from fxtune.models.kinds.image_decoder.parts import for_images
+from fxtune.models.recurrent import precise_parameters
 from fxtune.models.structure import backbone, decoder_layers, observing, output_head, skeleton
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence
@@ -85,10 +86,11 @@ def divide(model: Any, world: World, precision: Precision) -> Sharding:
     shared = {id(parameter) for parameter in embedding.parameters()}
     tied = head is None or any(id(parameter) in shared for parameter in head.parameters())
     images = {*for_images(model)}
+    undivided = {*images, *precise_parameters(model)}  # torch divides parameters of one dtype together
     whole = [
         parameter
         for parameter in model.parameters()
-        if parameter.dim() < 2 or not parameter.is_meta or parameter in images
+        if parameter.dim() < 2 or not parameter.is_meta or parameter in undivided
     ]
     if any(parameter.requires_grad for parameter in images):
         embedding.register_forward_hook(_with_gradient)

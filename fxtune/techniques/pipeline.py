@@ -146,7 +146,7 @@ class Pipeline(Techniques):
         facts = replace(facts, techniques=self)
         pairs = ((name, reason) for name, technique in self.enabled() for reason in technique.check(facts))
         reasons = [f"techniques.{name}.{reason}" for name, reason in pairs]
-        reasons += self.sharing_refusals(facts)
+        reasons += [*recurrent.refusals(facts), *self.sharing_refusals(facts)]
         reasons += [*self._missing(facts), *self._too_large(facts), *refusals]
         if reasons:
             raise ConfigError("This cannot run here as asked:\n" + "\n".join(f"  {reason}" for reason in reasons))

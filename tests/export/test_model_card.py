@@ -15,6 +15,7 @@ from support.architectures import (
     logits,
     lora,
     prepared_model,
+    tiny_model,
     trained,
 )
 
@@ -126,3 +127,19 @@ def test_the_card_says_what_vllm_does_with_the_parts_for_images(tmp_path, vision
     assert ("--enable-tower-connector-lora" in card) == vision
     assert "language model only" in card
     assert "text-only class" in card
+
+
+@pytest.mark.parametrize(
+    ("targets", "named", "unnamed"),
+    [(["all-linear"], [], ["sglang#"]), (["q_proj", "in_proj_ba"], ["`in_proj_ba`", "sglang#30499"], ["vllm#"])],
+)
+def test_card_and_a_line_say_what_servers_do_with_adapters_of_linear_attention(
+    targets, named, unnamed, tmp_path, capsys
+):
+    prepared = prepared_model(lora(target_modules=targets), tiny_model("qwen3_next"), packing=False)
+    line = capsys.readouterr().out
+    card = save_model(prepared, load_tokenizer(ModelConfig()), tmp_path / "adapter") / "README.md"
+    for part in named:
+        assert part in card.read_text()
+    assert not [part for part in unnamed if part in card.read_text()]
+    assert ("sglang#30499" in line) == bool(named)

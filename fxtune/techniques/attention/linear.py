@@ -101,7 +101,7 @@ def _scan(
     values = (hidden_states * dt.unsqueeze(-1)).to(hidden_states.dtype)
     q, k, v, g = (of.flatten(0, 1) for of in (C, B, values, A.float() * dt))
     out = linear_attention(q, k, v, g, None, 1.0, *_documents(values, given)).view(hidden_states.shape)
-    return out if D is None else out + D.unsqueeze(-1) * hidden_states
+    return out if D is None else (out + D.unsqueeze(-1) * hidden_states).to(out.dtype)
 
 
 def _no_combination(*_: Any, **__: Any) -> None:

@@ -16,18 +16,18 @@ chunks of earlier tokens) are still refused.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
+from fxtune.models.recurrent import DECAYS, mixers
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.techniques.attention import linear
-
-DECAYS = ("A_log", "slope_rate", "recurrent_param")
-"""Parameters or buffers for the decay of a state: Mamba's and the delta rule's, MiniMax's, Griffin's."""
 
 
 class Documents:
@@ -62,21 +62,22 @@ class Documents:
         self.back = document * len(within) + torch.arange(total, device=starts.device) - starts[document]
 
 
-def mixers(model: nn.Module) -> list[nn.Module]:
-    """The recurrent parts of the layers: modules that own a convolution over tokens or the decay of a state."""
-    parts: list[nn.Module] = []
-    for module in (module for layer in decoder_layers(model) for module in layer.modules()):
-        convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-        if convolves or any(hasattr(module, name) for name in DECAYS):
-            parts.append(module)
-    inner = {id(part) for module in parts for part in module.modules() if part is not module}
-    return [module for module in parts if id(module) not in inner]
-
-
 def by_document(facts: Facts) -> bool:
     """Whether recurrent layers of this model would run the documents of a packed row one by one."""
     parts = _mixers_of(facts.model)
     return bool(parts) and not (linear.runs(facts) and all(map(_is_served, parts)))
+
+
+def refusals(facts: Facts) -> Iterator[str]:
+    """Yield why a model with states that decay (gated delta rule, KDA, state-space model) cannot run in float16."""
+    precision = facts.techniques.precision
+    autocast = precision.enabled and precision.autocast is Autocast.float16
+    names = (name for part in _mixers_of(facts.model) for name, _ in part.named_parameters())
+    if (facts.dtype == "float16" or autocast) and any(name.endswith("A_log") for name in names):
+        key = "model.dtype" if facts.dtype == "float16" else "techniques.precision.autocast"
+        other = "float32" if facts.dtype == "float16" else "none"
+        kind = facts.text.get("model_type")
+        yield f"{key}: the recurrent layers of {kind} overflow in float16 and become NaN. Use bfloat16 or {other}."
 
 
 def is_served(config: dict[str, Any]) -> bool:

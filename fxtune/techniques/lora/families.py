@@ -29,10 +29,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.models.probe import probe_logits
-from fxtune.techniques.lora.fused_modules import StandIn, given, rotated_parts, without_rope
+from fxtune.techniques.lora.fused_modules import StandIn, forward_of, given, rotated_parts, without_rope
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 """Projections of an attention's input: queries, keys, values."""
+PROJECTIONS = (ATTENTION, ("in_proj_qkv", "in_proj_z"))
+"""Groups of linears that read the input of an attention or of a gated delta rule (Qwen3.5)."""
 MLP = ("gate_proj", "up_proj", "down_proj")
 ROPE_FOLLOWS = {"gemma", "gemma2", "granite", "llama", "ministral", "mistral", "qwen2", "starcoder2"}
 """Model types in which RoPE comes directly after the projections of queries and keys."""
@@ -134,7 +136,7 @@ def runs_on_given(attention: Any, names: Sequence[str], call: AttentionCall, rot
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             linears = [getattr(attention, name) for name in names]
             results = [linear(hidden) for linear in linears]
-            forward = type(attention).forward
+            forward = forward_of(attention)
             if rotated:
                 forward, sizes = without_rope(type(attention)), [result.shape[-1] for result in results]
                 angles = call.kwargs["position_embeddings"]

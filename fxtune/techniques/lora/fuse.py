@@ -9,6 +9,7 @@ frozen weights of each group become one parameter (frozen_weights.py), one group
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -29,13 +30,14 @@ from fxtune.techniques.experts.adapted import grouped, wrappers
 from fxtune.techniques.lora.families import (
     ATTENTION,
     MLP,
+    PROJECTIONS,
     ROPE_FOLLOWS,
     mlp_activation,
     observe_attentions,
     runs_on_given,
 )
 from fxtune.techniques.lora.frozen_weights import storage_kind
-from fxtune.techniques.lora.fused_modules import FusedAttention, FusedMlp, fuse_linear
+from fxtune.techniques.lora.fused_modules import FusedAttention, FusedMlp, forward_of, fuse_linear
 from fxtune.techniques.lora.targets import select
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.transformers import rotation_of
@@ -94,7 +96,8 @@ def fuse(model: Any) -> Fusion:
     in_group: set[Any] = {wrapper for outermost in grouped(model) for wrapper in wrappers(outermost)}
     beside = {*image_modules(model)}
     for module in (module for module in list(model.modules()) if module not in beside):
-        mlp, projections = _fusible(module, MLP), _fusible(module, ATTENTION)
+        mlp = _fusible(module, MLP)
+        projections = max((_fusible(module, names) for names in PROJECTIONS), key=len)
         biased = any(linear.get_base_layer().bias is not None for linear in mlp)
         if len(mlp) == len(MLP) and _can_stack(mlp[:2]) and not biased:
             if act := mlp_activation(module):
@@ -103,8 +106,9 @@ def fuse(model: Any) -> Fusion:
                 in_group.update(mlp)
             else:
                 fusion.note(f"{type(module).__name__} does not compute down(act(gate(x)) * up(x))")
-        elif len(projections) > 1:
-            attentions[module] = [name for name in ATTENTION if getattr(module, name, None) in projections]
+        elif len(projections) > 1 and forward_of(module):
+            group = itertools.chain(*PROJECTIONS)
+            attentions[module] = [name for name in group if getattr(module, name, None) in projections]
     for module, call in (observe_attentions(model, attentions) if attentions else {}).items():
         names, title = [name for name in attentions[module] if call.projects(name)], type(module).__name__
         linears = [getattr(module, name) for name in names]

@@ -47,6 +47,14 @@ def groups(model: nn.Module, kind: str) -> list[FrozenWeights]:
     return [module for module in model.modules() if isinstance(module, FrozenWeights) and module.kind == kind]
 
 
+def forward_of(module: nn.Module) -> Any:
+    """The function that `module` runs, with `self` as its first argument. It is the method of the class, unless the
+    module has a forward of its own (attention/linear.py gives one to recurrent layers). None if that forward is no
+    method, so that it cannot run with a StandIn."""
+    own = vars(module).get("forward")
+    return type(module).forward if own is None else getattr(own, "__func__", None)
+
+
 def _adapters(linears: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """lora_A, lora_B and scaling of each linear."""
     return (
@@ -99,8 +107,8 @@ class Given:
         self._linear, self._hidden_states, self._result = linear, hidden_states, result
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        assert hidden_states is self._hidden_states, "an attention projects other states than it was given"
-        return self._result
+        # A recurrent layer that gets a mask sets the padding of its input to zero, and projects the result.
+        return self._result if hidden_states is self._hidden_states else self._linear(hidden_states)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._linear, name)
@@ -147,7 +155,8 @@ class FusedAttention(InPlaceOf):
         super().__init__(attention)
         kind, self.fused_names, self.rotates = type(attention), tuple(names), rotates
         # These are functions and no methods, so they take a StandIn as `self`.
-        self.own_forward, self.unrotated_forward = kind.forward, without_rope(kind) if rotates else kind.forward
+        own = forward_of(attention)
+        self.own_forward, self.unrotated_forward = own, without_rope(kind) if rotates else own
         linears = self.fused_linears()
         bias = linears[0].get_base_layer().bias is not None
         self.fused_padding = padding_of([linear.r[ADAPTER] for linear in linears], storage_kind(linears[0]), bias)

@@ -1,8 +1,8 @@
 """Which modules of a model get adapters, which do not, and why.
 
-`all-linear` means every linear of the decoder except for routers and the head. Routers are recognized by name. An
-adapter on a router would change which experts a token gets. A vision encoder or a projector gets adapters only if an
-option says so.
+`all-linear` means every linear of the decoder except for routers, the gates of Qwen's delta rule and the head. Routers
+and gates are recognized by name. An adapter on a router would change which experts a token gets. Servers drop adapters
+on the gates, or refuse them. A vision encoder or a projector gets adapters only if an option says so.
 
 transformers keeps the experts of a layer as one tensor. For the families that peft knows, peft reads `gate_proj`,
 `up_proj` and `down_proj` as names of these tensors. Dense linears of the same names would then get no adapter. So
@@ -34,6 +34,7 @@ from fxtune.models.kinds.image_decoder.parts import for_images, image_modules, p
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
+from fxtune.models.recurrent import GATES
 from fxtune.models.structure import backbone, decoder_layers, hooked, is_named, output_head, without_dropout
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.quantized_modules import is_quantized
@@ -483,6 +484,8 @@ class _Reasons:
             return "training reads their weight past the module"
         if is_router(path, self.named):
             return "routers"
+        if _leaf(path) in GATES:
+            return "gates of the delta rule"
         return "it computes something else than a linear" if _has_own_forward(module) else ""
 
 

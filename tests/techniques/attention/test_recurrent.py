@@ -9,10 +9,11 @@ import random
 import pytest
 import torch
 from support import architectures
-from support.architectures import CPU, architecture, facts_of
+from support.architectures import CPU, architecture, facts_of, lora
 from support.cases import slow_but
 
 from fxtune.errors import ConfigError
+from fxtune.facts.options import Autocast
 from fxtune.models.load import Init, ModelConfig, load_config
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention import isolation, recurrent
@@ -149,3 +150,18 @@ def test_layers_without_operators_turn_the_compiler_off_and_true_is_refused():
     pipeline.compile.enabled = True
     with pytest.raises(ConfigError, match=r"compile\.enabled: recurrent layers .* Set data\.packing=false"):
         pipeline.resolved(facts_of(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("qwen3_5_text", "model.dtype"), ("mamba2", "techniques.precision.autocast"), ("lfm2", None)]
+)
+def test_states_that_decay_are_refused_in_float16(kind, key):
+    pipeline = lora()
+    if key != "model.dtype":
+        pipeline.precision.autocast = Autocast.float16
+    facts = facts_of(config_of(kind), packing=False, dtype="float16" if key == "model.dtype" else "float32")
+    if key is None:
+        pipeline.check(facts)
+        return
+    with pytest.raises(ConfigError, match=f"{key}: .*{kind}.* in float16"):
+        pipeline.check(facts)

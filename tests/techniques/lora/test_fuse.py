@@ -17,11 +17,12 @@ from support.lora_models import (
     quantized_in,
     require_close,
 )
+from support.model_table import small_models
 
 from fxtune.errors import ConfigError
 from fxtune.export.save import save_model
 from fxtune.facts.options import Autocast, Switch, WeightFormat
-from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.models.load import DType, Init, ModelConfig, load_tokenizer
 from fxtune.models.structure import decoder_layers, parameter_counts
 from fxtune.techniques.lora import fuse
 from fxtune.techniques.pipeline import make_probe
@@ -38,6 +39,17 @@ def test_fused_matches_peft_in_losses_gradients_and_names(family):
     theirs, mine = plain.state_dict(), fused.state_dict()
     assert list(theirs) == list(mine)
     assert all(torch.equal(value, mine[name]) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but(["qwen3_5_text", "olmo_hybrid", "kimi_linear"], "qwen3_5_text", "olmo_hybrid")
+)
+def test_fused_layers_of_hybrids_keep_packed_documents_apart(kind):
+    architecture = small_models.small(kind)
+    plain, fused = prepared_pair(ModelConfig(path=None, init=Init.random, architecture=architecture))
+    layers = len(decoder_layers(fused.module))
+    assert fused.fusion.operators["attention"] == layers - (kind == "kimi_linear")
+    require_close(loss_and_gradients(fused.module), loss_and_gradients(plain.module), 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,16 @@ def refused(family: str = "llama", **options) -> str:
 
 
 @pytest.mark.parametrize("kind", [*MIXTURES, "gemma3", "cohere2", "gpt_neox"])
-def test_all_linear_means_every_linear_of_the_decoder_but_routers(kind):
+def test_all_linear_means_every_linear_of_the_decoder_but_routers_and_gates(kind):
     pipeline = lora()
     base = skeleton(load_config(tiny_model(kind)).to_dict())
     decoder = {id(module) for module in backbone(base).modules()}
     wanted = {
         name
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in decoder and not name.endswith((".router", ".mlp.gate"))
+        if isinstance(module, nn.Linear)
+        and id(module) in decoder
+        and not name.endswith((".router", ".mlp.gate", ".in_proj_ba"))
     }
     model = built(pipeline, tiny_model(kind), packing=False)
     found = adapted(model)
@@ -90,6 +92,7 @@ def test_all_linear_means_every_linear_of_the_decoder_but_routers(kind):
     [
         ("deepseek_v3", ["2 gate_proj, 2 up_proj, 3 down_proj, 1 gate_up_proj", "(routers): 1 gate", "(the head): 1 lm_head"]),
         ("llama4_text", ["(routers): 1 router", "(experts in a tensor that peft does not know): 1 gate_up_proj, 1 down_proj"]),
+        ("qwen3_next", ["in_proj_qkvz", "out_proj", "(gates of the delta rule): 3 in_proj_ba"]),
         ("gemma3", ["(techniques.lora.vision=off): 2 k_proj, 2 v_proj, 2 q_proj, 3 out_proj, 3 fc1, 3 fc2"]),
         ("gemma3n_text", ["2 prediction_coefs", "(training reads their weight past the module): 2 correction_coefs"]),
         ("mamba", ["2 in_proj, 2 x_proj;", "(peft adapts no out_proj of Mamba): 2", "(their module is never called): 2 dt_proj"]),

@@ -1,0 +1,52 @@
+"""Parameters of recurrent layers keep the precision of their checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.hybrids import hybrid, precise
+
+from fxtune.distributed.world import World
+from fxtune.models import load as models
+from fxtune.models.load import DType, Init, ModelConfig
+from fxtune.models.recurrent import mixers
+from fxtune.techniques.attention import recurrent
+
+FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "nemotron_h", "falcon_h1"]
+FAMILIES += ["granitemoehybrid", "bamba", "zamba2", "mamba2", "mamba", "falcon_mamba", "jamba"]
+
+
+def load(folder, **options):
+    model = ModelConfig(str(folder), tokenizer="builtin:tiny", dtype=DType.bfloat16, **options)
+    return models.build(model, models.load_config(model), World(torch.device("cpu")), seed=0).module
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_float32_beside_bfloat16_stays_float32_and_layers_compute_in_bfloat16(kind, tmp_path):
+    stored = precise(hybrid(kind, tmp_path / "base"))
+    model = load(tmp_path / "base")
+    model.save_pretrained(tmp_path / "copy")
+    copied = precise(tmp_path / "copy")
+    assert stored
+    assert all(torch.equal(copied[name], wanted) for name, wanted in stored.items())
+    held = {name: weight for name, weight in model.named_parameters() if weight.dtype is torch.float32}
+    outputs = []
+    for mixer in mixers(model):
+        mixer.register_forward_hook(lambda *given: outputs.append(given[2]))
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(3, 20)[None], use_cache=False)
+    recurrent.separate(model, packed=False)
+    model.train()(input_ids=torch.arange(3, 40)[None], use_cache=False).logits.float().sum().backward()
+    found = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    assert {output.dtype for output in found} == {torch.bfloat16}
+    learned = [name for name, weight in held.items() if weight.grad is not None]
+    assert learned
+    assert all(held[name].grad.dtype is torch.float32 for name in learned)
+
+
+def test_drawn_states_are_float32(tmp_path):
+    hybrid("qwen3_5_text", tmp_path)
+    model = load(tmp_path, init=Init.random)
+    dtypes = {name.rpartition("linear_attn.")[2]: weight.dtype for name, weight in model.named_parameters()}
+    assert dtypes["A_log"] is dtypes["norm.weight"] is torch.float32
+    assert dtypes["in_proj_qkv.weight"] is dtypes["conv1d.weight"] is torch.bfloat16

@@ -44,6 +44,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
             )
         },
     ),
+    "qwen3_5": dict(
+        tokens=["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        image_token="<|image_pad|>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="Qwen2VLImageProcessorFast", processor_class="Qwen3VLProcessor",
+                patch_size=16, merge_size=2, temporal_patch_size=2,
+                size=dict(shortest_edge=4 * 1024, longest_edge=16 * 1024),
+            )
+        },
+    ),
     "gemma3": dict(
         tokens=["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
         extra=dict(

@@ -22,6 +22,7 @@ from fxtune.models.load import DType, ModelConfig, load_tokenizer
 from fxtune.models.prepared import PreparedModel
 from fxtune.reports.run_files import LARGEST_PICTURE
 from fxtune.settle.images import image_processor
+from fxtune.techniques.attention import recurrent
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import AnswerEvaluation, Question, answer, exact_match, load_questions
 
@@ -117,7 +118,9 @@ class _DrawnImages:
         return document.images
 
 
-@pytest.mark.parametrize("family", slow_but(list(image_models.CONFIGS), "gemma4", "llava_onevision", "mistral3"))
+@pytest.mark.parametrize(
+    "family", slow_but(list(image_models.CONFIGS), "gemma4", "qwen3_5", "llava_onevision", "mistral3")
+)
 def test_each_family_answers_in_a_batch_as_alone(family):
     model = image_models.model(family)
     image_models.draw_for_answers(model)
@@ -132,6 +135,7 @@ def test_each_family_answers_in_a_batch_as_alone(family):
         expected.append(TOKENIZER.decode(new, skip_special_tokens=True).strip())
         asked.append(Question("?", document.ids.tolist(), "!", images=(document,) if document.images else ()))
     images = _DrawnImages(model.config)
+    recurrent.separate(model, operators=family != "qwen3_5")
     given = answer(PreparedModel(model), TOKENIZER, asked, batch_size=5, max_new_tokens=9, images=images)
     assert given == expected
     assert len(set(given)) > 3, "the prompts must matter, or this compares nothing"

@@ -45,8 +45,8 @@ class Documents:
         """Take the documents from the arguments of a forward pass: from linear.documents_of() or, for which the host
         waits, from `position_ids` [rows, length], which restart at 0 in each. `pads`: whether layers need `take`.
 
-        Of `position_ids` [4, rows, length] the first row counts. The others are the axes of M-RoPE, on which the tokens
-        of an image have equal positions."""
+        With M-RoPE `position_ids` are [4, rows, length]: positions of the text, and three axes, on which tokens of an
+        image have equal positions. The axes say nothing about documents."""
         self.take, self.back, self.given = None, None, {}
         if linear.CHUNKS in arguments:
             self.given = {name: arguments[name] for name in (linear.BOUNDS, linear.CHUNKS)}
@@ -138,7 +138,8 @@ def _before_pass(
 ) -> tuple[Any, dict[str, Any]]:
     if whole or kwargs.get("position_ids") is not None:
         continued = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
-        documents.read({} if continued else kwargs, pads)
+        # A cache has a state for each row. Positions of a prompt with padding on its left begin with several zeros.
+        documents.read({} if continued or kwargs.get("use_cache") else kwargs, pads)
     return args, {**kwargs, **documents.given}
 
 

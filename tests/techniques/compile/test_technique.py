@@ -319,7 +319,9 @@ def test_recorded_passes_keep_gradients_in_place():
     assert not Compile(cuda_graphs=Switch.on).records
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl", "qwen3_5", "pixtral", "llava_onevision"], "qwen2_5_vl"))
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen2_5_vl", "qwen3_vl", "qwen3_5", "pixtral", "llava_onevision"], "qwen2_5_vl")
+)
 def test_one_graph_of_a_tower_serves_images_of_all_sizes(family, quick):
     model, plain = image_models.model(family), image_models.model(family)
     replace_patch_embeddings(model)

@@ -19,6 +19,7 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
 from fxtune.system.machine.facts import MachineFacts
+from fxtune.system.machine.packages import PACKAGES
 from fxtune.system.terminal.units import GIB
 from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
 
@@ -155,8 +156,11 @@ def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -
             best = micro, forecast
         if best is not None:
             micro, forecast = best
-            memory = f"{forecast.need.device / GIB:.0f} of {forecast.facts.free_memory / GIB:.0f} GiB"
-            found.set("techniques", bundle, f"{memory} of {card.device_name} by forecast")
+            facts = forecast.facts
+            memory = f"{forecast.need.device / GIB:.0f} of {facts.free_memory / GIB:.0f} GiB"
+            missing = [PACKAGES[name] for name in config.techniques.packages(facts) if name not in facts.packages]
+            first = "".join(f"; first `{package.install}`, for {package.purpose}" for package in missing)
+            found.set("techniques", bundle, f"{memory} of {card.device_name} by forecast{first}")
             found.set("train.micro_batch_size", micro, "the largest that fits")
             return
     raise ConfigError(

@@ -12,6 +12,11 @@ TEXT = (
     "Qwen/Qwen3-0.6B",
 )
 """Chat models of one family, the largest first, with an open licence and no gate."""
-IMAGES = ("Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-2B-Instruct")
+IMAGES = (
+    "Qwen/Qwen3.5-9B",
+    "Qwen/Qwen3-VL-8B-Instruct",
+    "Qwen/Qwen3-VL-4B-Instruct",
+    "Qwen/Qwen3-VL-2B-Instruct",
+)
 TINY = {False: "builtin:tiny", True: "builtin:tiny-vision"}
 """{whether rows have images: the model to propose without a GPU}."""

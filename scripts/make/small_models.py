@@ -99,6 +99,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_vision": {"out_hidden_size": 64},
     "qwen3_vl_vision": {"out_hidden_size": 64},
     "qwen3_vl_moe_vision": {"out_hidden_size": 64},
+    "qwen3_5_vision": {"out_hidden_size": 64},
+    "qwen3_5_moe_vision": {"out_hidden_size": 64},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1], "num_hidden_layers": 3},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "cohere2_moe": {"num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3], "num_shared_experts": 1},

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.cases import slow_but
-from support.processors import write_picture_rows
+from support.processors import write_model, write_picture_rows
 
 from fxtune.cli.main import main
 from fxtune.config.compose import load
+from fxtune.estimate import machines
 
 ASKED = [(f"What is {n} and {n}?", f"It is {2 * n}.") for n in range(120)]
 
@@ -202,12 +203,20 @@ def test_questions_are_held_out_rows_and_no_file_is_overwritten():
 
 
 @pytest.mark.parametrize(
-    ("card", "model"),
-    [("H200", "Qwen/Qwen3-32B"), ("A100-40GB", "Qwen/Qwen3-8B"), ("L4", "Qwen/Qwen3-4B-Instruct-2507")],
+    ("card", "images", "model"),
+    [
+        ("H200", False, "Qwen/Qwen3-32B"),
+        ("A100-40GB", False, "Qwen/Qwen3-8B"),
+        ("L4", False, "Qwen/Qwen3-4B-Instruct-2507"),
+        ("H100", True, "Qwen/Qwen3.5-9B"),
+    ],
 )
-def test_the_proposed_model_is_the_largest_that_fits_the_card_and_offline_its_name_is_said(capsys, card, model):
+def test_the_proposed_model_is_the_largest_that_fits_the_card_and_offline_its_name_is_said(
+    place, capsys, card, images, model
+):
     FILES["chats.jsonl"]("chats.jsonl")
-    assert main(["new", "mine", "--data", "chats.jsonl", "--gpu", card]) == 6
+    rows = write_picture_rows(place / "pictures", rows=8) if images else "chats.jsonl"
+    assert main(["new", "mine", "--data", str(rows), "--gpu", card]) == 6
     assert f"hf download {model}`" in capsys.readouterr().err
     assert not Path("recipes/mine.yaml").exists()
 
@@ -217,6 +226,17 @@ def test_a_card_gets_the_fast_bundle_and_a_micro_batch_that_fits():
     assert config.techniques.lora.enabled
     assert config.techniques.compile.enabled == "auto"
     assert config.train.global_batch_size % config.train.micro_batch_size == 0
+
+
+def test_packages_that_the_card_s_machine_lacks_are_named(place, monkeypatch):
+    model, rows = write_model("qwen3_5", place / "model"), write_picture_rows(place / "pictures", rows=60)
+    written = []
+    for name, packages in (("without", {}), ("with", {"fla-core": "0.6.0"})):
+        monkeypatch.setattr(machines, "installed_packages", lambda packages=packages: packages)
+        assert main(["new", name, "--data", str(rows), "--gpu", "H100", "--model", str(model)]) == 0
+        written.append((place / f"recipes/{name}.yaml").read_text())
+    assert "fxtune[hybrid]" in written[0]
+    assert "pip install" not in written[1]
 
 
 @pytest.mark.parametrize(

@@ -256,9 +256,10 @@ def test_dynamic_rope_has_no_reference(cwd, capsys):
     assert "techniques.rope.type=dynamic" in capsys.readouterr().err
 
 
-def test_rows_with_images_have_the_loss_and_the_gradients_of_plain_transformers(cwd):
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_rows_with_images_have_the_loss_and_the_gradients_of_plain_transformers(family, cwd):
     """Files to loss: rows, images, packing and M-RoPE against transformers' own model, a document at a time."""
-    model, rows = write_model("qwen2_5_vl", cwd / "model"), write_picture_rows(cwd / "pictures")
+    model, rows = write_model(family, cwd / "model"), write_picture_rows(cwd / "pictures")
     words = [f"model.path={model}", f"data.sources=[{{path: {rows}}}]", "data.sequence_length=256"]
     steps = ["train.max_steps=2", "train.micro_batch_size=2", "train.global_batch_size=4", "run.device=cpu"]
     code = main(["verify", "--loss", "--json", "seen.json", *words, *steps, "data.packing=true"])

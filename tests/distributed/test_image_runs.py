@@ -57,6 +57,7 @@ def assert_alike(one: Path, other: Path, tolerance: float) -> None:
     ("family", "words"),
     [
         ("qwen2_5_vl", TOWER),
+        ("qwen3_5", TOWER),
         ("llava", FULL),
         ("gemma3", (*TOWER, "train.global_batch_size=6")),
         ("idefics3", (*FULL, "train.global_batch_size=6")),

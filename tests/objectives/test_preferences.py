@@ -171,7 +171,8 @@ def test_orpo_is_finite_for_a_certain_answer():
 
 
 @pytest.mark.parametrize(
-    ("family", "adapters", "shares"), [("qwen2_5_vl", True, False), ("qwen2_5_vl", False, True), ("llava", True, True)]
+    ("family", "adapters", "shares"),
+    [("qwen2_5_vl", True, False), ("qwen2_5_vl", False, True), ("qwen3_5", True, False), ("llava", True, True)],
 )
 def test_dpo_of_pairs_with_images_is_that_of_plain_transformers(family, adapters, shares, tmp_path):
     """Both answers see the image. The trained weights were moved away from the reference."""

@@ -48,7 +48,9 @@ def config(family: str) -> Any:
     text, vision = values["text_config"], values["vision_config"]
     text.update(WIDE_TEXT, vocab_size=512)
     if "rope_parameters" in text:
-        text["rope_parameters"]["mrope_section"] = [8, 12, 12]
+        partial = "partial_rotary_factor" in text["rope_parameters"]
+        text["rope_parameters"]["mrope_section"] = [2, 3, 3] if partial else [8, 12, 12]
+    text.update({name: 64 for name in text if name in ("linear_key_head_dim", "linear_value_head_dim")})
     if "global_head_dim" in text:
         text["global_head_dim"] = 128
     if "moe_intermediate_size" in text:

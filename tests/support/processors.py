@@ -20,6 +20,17 @@ CHATML = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 """A chat template; IMAGE stands for what a family writes for an image."""
+QWEN3_5 = """{%- macro shown(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}\
+{% if 'image' in part or part.type == 'image' %}IMAGE{% elif 'text' in part %}{{ part.text }}{% else %}\
+{{ raise_exception('Unexpected item type in content.') }}{% endif %}{% endfor %}{% endif %}{% endmacro %}
+{%- set last = namespace(query=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}
+{%- if last.query < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > last.query %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- shown(message.content) | trim + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+"""A template of the shape of Qwen3.5's: it needs a question, and the last answer alone has a place for thoughts."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(
@@ -40,6 +51,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         files={
             "preprocessor_config.json": dict(
                 image_processor_type="Qwen2VLImageProcessor", patch_size=16, merge_size=2, temporal_patch_size=2,
+                size=dict(shortest_edge=4 * 1024, longest_edge=16 * 1024),
+            )
+        },
+    ),
+    "qwen3_5": dict(
+        template=QWEN3_5,
+        tokens=["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<think>", "</think>"],
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        image_token="<|image_pad|>",
+        files={
+            "preprocessor_config.json": dict(
+                image_processor_type="Qwen2VLImageProcessorFast", processor_class="Qwen3VLProcessor",
+                patch_size=16, merge_size=2, temporal_patch_size=2,
                 size=dict(shortest_edge=4 * 1024, longest_edge=16 * 1024),
             )
         },
@@ -116,7 +140,7 @@ def tokenizer(family: str) -> Any:
     made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<|im_end|>",
-        additional_special_tokens=special[2:], chat_template=CHATML.replace("IMAGE", given["written"]),
+        additional_special_tokens=special[2:], chat_template=given.get("template", CHATML).replace("IMAGE", given["written"]),
         **({"extra_special_tokens": given["extra"]} if "extra" in given else {}),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import image_arguments
 from fxtune.techniques.attention.backends.registry import called
-from fxtune.techniques.attention.linear import documents_of
+from fxtune.techniques.attention.linear import BOUNDS, CHUNKS, documents_of
 from fxtune.techniques.attention.packed import document_mask, no_mask
 from fxtune.upstream.transformers import attention_of
 
@@ -26,8 +26,10 @@ OF_DOCUMENTS = (
     "deterministic",
     "context_group",
     "context_ranks",
+    BOUNDS,
+    CHUNKS,
 )
-"""The keys of model_inputs()'s result that are meant for the decoder's attention. transformers passes them to some
+"""The keys of model_inputs()'s result that are meant for the decoder's layers. transformers passes them to some
 vision encoders, too."""
 
 

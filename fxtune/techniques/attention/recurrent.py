@@ -43,11 +43,16 @@ class Documents:
 
     def read(self, arguments: dict[str, Any], pads: bool) -> None:
         """Take the documents from the arguments of a forward pass: from linear.documents_of() or, for which the host
-        waits, from `position_ids` [rows, length], which restart at 0 in each. `pads`: whether layers need `take`."""
+        waits, from `position_ids` [rows, length], which restart at 0 in each. `pads`: whether layers need `take`.
+
+        With M-RoPE `position_ids` are [4, rows, length]: positions of the text, and three axes, on which tokens of an
+        image have equal positions. The axes say nothing about documents."""
         self.take, self.back, self.given = None, None, {}
         if linear.CHUNKS in arguments:
             self.given = {name: arguments[name] for name in (linear.BOUNDS, linear.CHUNKS)}
         positions = arguments.get("position_ids")
+        if positions is not None and positions.dim() == 3 and len(positions) == 4:
+            positions = positions[0]
         if positions is None or positions.dim() != 2 or (self.given and not pads):
             return
         starts = (positions == 0).flatten().nonzero().flatten()
@@ -133,7 +138,9 @@ def _before_pass(
     documents: Documents, whole: bool, pads: bool, _: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     if whole or kwargs.get("position_ids") is not None:
-        documents.read({} if kwargs.get("past_key_values") is not None else kwargs, pads)
+        continued = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        # A cache has a state for each row. Positions of a prompt with padding on its left begin with several zeros.
+        documents.read({} if continued or kwargs.get("use_cache") else kwargs, pads)
     return args, {**kwargs, **documents.given}
 
 

@@ -10,11 +10,9 @@ from support.image_models import assert_alike, documents, gradients
 from fxtune.models.kinds.image_decoder import host_arguments
 from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
-from fxtune.models.prepared import PreparedModel
-from fxtune.objectives.language_model import LanguageModel
 from fxtune.techniques.attention import vision_encoder
 
-AT_ONCE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "pixtral", "mistral3"]
+AT_ONCE = [*(family for family in image_models.CONFIGS if family.startswith("qwen")), "pixtral", "mistral3"]
 """Families whose towers take the patches of all images in one list."""
 
 
@@ -36,7 +34,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family):
     wanted = gradients(plain, expected)
     model = prepared(family)
     assert all(vision_encoder.attends_at_once(part) == (family in AT_ONCE) for part in vision_encoders(model))
-    language_model = LanguageModel(PreparedModel(model, reads_sizes_on_host=True))
+    language_model = image_models.language_model(model, reads_sizes_on_host=True)
     loss = language_model.summed_loss(image_models.batch(model, [shown[:3], shown[3:]]))
     assert abs(loss.item() - expected.item()) < 1e-5 * expected.item()
     assert_alike(gradients(model, loss), wanted)
@@ -88,7 +86,7 @@ def test_a_frozen_tower_keeps_nothing_for_the_backward_pass():
         weight.requires_grad_(True)
     features = []
     vision_encoders(model)[0].register_forward_hook(lambda *given: features.append(given[-1].pooler_output))
-    loss = LanguageModel(PreparedModel(model)).summed_loss(image_models.batch(model, [documents("qwen2_5_vl", model)]))
+    loss = image_models.language_model(model).summed_loss(image_models.batch(model, [documents("qwen2_5_vl", model)]))
     assert loss.requires_grad
     assert features
     assert not any(feature.requires_grad for feature in features)

@@ -27,7 +27,7 @@ from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encod
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.techniques.attention import vision_encoder
+from fxtune.techniques.attention import recurrent, vision_encoder
 from fxtune.techniques.checkpointing.technique import Checkpointing
 from fxtune.techniques.compile.report import TOWER
 from fxtune.techniques.compile.technique import Compile
@@ -319,10 +319,13 @@ def test_recorded_passes_keep_gradients_in_place():
     assert not Compile(cuda_graphs=Switch.on).records
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl", "pixtral", "llava_onevision"], "qwen2_5_vl"))
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen2_5_vl", "qwen3_vl", "qwen3_5", "pixtral", "llava_onevision"], "qwen2_5_vl")
+)
 def test_one_graph_of_a_tower_serves_images_of_all_sizes(family, quick):
     model, plain = image_models.model(family), image_models.model(family)
     replace_patch_embeddings(model)
+    recurrent.separate(model)
     vision_encoder.prepare(model)
     for part in vision_encoders(model):
         part.requires_grad_(False)

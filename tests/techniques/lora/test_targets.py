@@ -296,9 +296,9 @@ SHOWN = [[4, (1, 2), 5], [6], [3, (2, 2), 3, (1, 3), 6]]
 
 @pytest.mark.parametrize("family", slow_but(image_models.CONFIGS, "qwen2_5_vl", "gemma3", "llava", "idefics3"))
 def test_adapters_of_the_parts_for_images_learn(family):
-    pipeline = lora(vision=True, projector=True)
-    config = load_config(image_models.recipe(family))
-    prepared = assemble(pipeline, image_models.recipe(family), config, CPU, 0)
+    recipe = image_models.recipe(family)
+    pipeline, _ = lora(vision=True, projector=True).resolved(facts_of(recipe))
+    prepared = assemble(pipeline, recipe, load_config(recipe), CPU, 0)
     model, base = prepared.module, prepared.module.get_base_model()
     beside = {*image_modules(model)}
     of_images = [name for name in adapted(model) if base.get_submodule(name) in beside]
@@ -327,12 +327,12 @@ def test_without_the_options_the_parts_for_images_run_without_gradient():
     assert len(prepared.targets.left["techniques.lora.vision=off"]) == 10
 
 
-@pytest.mark.parametrize("fused", ["on", "off"])
-def test_an_adapter_with_parts_for_images_loads_in_plain_peft(fused, tmp_path):
+@pytest.mark.parametrize(("family", "fused"), [("qwen2_5_vl", "on"), ("qwen2_5_vl", "off"), ("qwen3_5", "on")])
+def test_an_adapter_with_parts_for_images_loads_in_plain_peft(family, fused, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    made = image_models.model("qwen2_5_vl", vocabulary=1024)
+    made = image_models.model(family, vocabulary=1024)
     made.save_pretrained(tmp_path / "base")
     load_tokenizer(ModelConfig()).save_pretrained(tmp_path / "base")
     config = ModelConfig(path=str(tmp_path / "base"))

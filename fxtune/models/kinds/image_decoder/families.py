@@ -209,6 +209,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": _QWEN(projector=("visual.merger",)),
     "qwen3_vl": _QWEN(projector=("visual.merger", "visual.deepstack_merger_list")),
     "qwen3_vl_moe": _QWEN(projector=("visual.merger", "visual.deepstack_merger_list")),
+    "qwen3_5": _QWEN(projector=("visual.merger",)),
+    "qwen3_5_moe": _QWEN(projector=("visual.merger",)),
     "gemma3": _BESIDE(example=_square, two_way=lambda config: True, token_types="token_type_ids"),
     "gemma4": Family(
         "vision_tower",

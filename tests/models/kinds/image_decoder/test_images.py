@@ -16,6 +16,7 @@ from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import probe_logits
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends.flex import FLEX
 from fxtune.upstream.transformers import set_attention
 
@@ -29,6 +30,20 @@ def test_loss_and_gradients_are_those_of_plain_transformers(family, packed, back
     expected = image_models.plain_loss(model, shown)
     wanted = gradients(model, expected)
     rows = [shown[:3], shown[3:]] if packed else [[document] for document in shown]
+    loss = image_models.language_model(model).summed_loss(image_models.batch(model, rows, packed))
+    assert abs(loss.item() - expected.item()) < 1e-5 * expected.item()
+    assert_alike(gradients(model, loss), wanted)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_recurrent_layers_without_operators_find_documents_in_the_positions_of_the_text(packed):
+    """As on a GPU without the package of the operators."""
+    model = image_models.model("qwen3_5")
+    shown = documents("qwen3_5", model)
+    expected = image_models.plain_loss(model, shown)
+    wanted = gradients(model, expected)
+    rows = [shown[:3], shown[3:]] if packed else [[document] for document in shown]
+    recurrent.separate(model, operators=False)
     loss = LanguageModel(PreparedModel(model)).summed_loss(image_models.batch(model, rows, packed))
     assert abs(loss.item() - expected.item()) < 1e-5 * expected.item()
     assert_alike(gradients(model, loss), wanted)
@@ -44,7 +59,7 @@ def test_pixels_are_delivered_in_the_dtype_of_the_weights_for_the_same_bits(fami
     rows = [[image_models.document(family, model, [3, (2, 2), 3], 0)]]
     whole = image_models.batch(model, rows)
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in whole.images.items()}
-    language_model = LanguageModel(PreparedModel(model))
+    language_model = image_models.language_model(model)
     with torch.no_grad():
         expected, found = (language_model.log_probs(batch) for batch in (whole, replace(whole, images=cast)))
     assert torch.equal(found, expected)
@@ -56,7 +71,7 @@ def test_moving_one_image_moves_the_logits_of_its_document_alone(family):
     shown = documents(family, model)
     moved = documents(family, model)
     moved[2].images["pixel_values"] = moved[2].images["pixel_values"].neg()
-    language_model = LanguageModel(PreparedModel(model))
+    language_model = image_models.language_model(model)
     with torch.no_grad():
         before, after = (language_model.log_probs(image_models.batch(model, [rows])) for rows in (shown, moved))
     batch = image_models.batch(model, [shown])
@@ -86,15 +101,17 @@ def test_adjacent_images_have_positions_of_their_own():
     assert found.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
 
 
-def test_positions_of_a_batch_without_images_tell_documents_apart():
-    model = image_models.model("qwen2_5_vl")
-    shown = [image_models.document("qwen2_5_vl", model, [length], seed) for seed, length in enumerate((5, 7, 6))]
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_positions_of_a_batch_without_images_tell_documents_apart(family):
+    model = image_models.model(family)
+    shown = [image_models.document(family, model, [length], seed) for seed, length in enumerate((5, 7, 6))]
+    expected = image_models.plain_loss(model, shown).item()
     batch = image_models.batch(model, [shown])
     assert batch.rope_positions is None
-    loss = LanguageModel(PreparedModel(model)).summed_loss(batch)
-    assert abs(loss.item() - image_models.plain_loss(model, shown).item()) < 1e-5 * loss.item()
+    loss = image_models.language_model(model).summed_loss(batch)
+    assert abs(loss.item() - expected) < 1e-5 * expected
     model.model.visual = None  # a batch without images passes by the vision encoder
-    assert LanguageModel(PreparedModel(model)).summed_loss(batch).item() == loss.item()
+    assert image_models.language_model(model).summed_loss(batch).item() == loss.item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,7 +139,7 @@ def test_parts(family):
 def test_an_attention_without_masks_refuses_images_that_see_each_other():
     model = image_models.model("gemma3")
     batch = image_models.batch(model, [documents("gemma3", model)])
-    language_model = LanguageModel(PreparedModel(model))
+    language_model = image_models.language_model(model)
     set_attention(model.config, FLEX.implementation)
     with pytest.raises(ConfigError, match=r"gemma3 see each other.*flex takes no mask"):
         language_model.summed_loss(batch)

@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.facts.run import Facts
+from fxtune.models.dims import DECAYS
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.techniques.attention import linear
-
-DECAYS = ("A_log", "slope_rate", "recurrent_param")
-"""Parameters or buffers for the decay of a state: Mamba's and the delta rule's, MiniMax's, Griffin's."""
 
 
 class Documents:

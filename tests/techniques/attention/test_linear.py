@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone
 from fxtune.techniques.attention import recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
@@ -59,7 +61,12 @@ def test_packed_documents_equal_each_alone(kind):
     model.set_attn_implementation(FLASH4.implementation)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
     inputs = model_inputs(model, ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int())
-    found = body(**inputs)[0]
+    with FlopCounterMode(display=False) as counter:
+        found = body(**inputs)[0]
+    counted = counter.get_flop_counts()["Global"].get(torch.ops.fxtune.linear_attention, 0)
+    layers = Shape.of(model.config.to_dict()).counts
+    recurrences = [(each, count) for layer, count in layers for each in layer.recurrences]
+    assert counted == sum(LENGTHS) * sum(each.flops[0] * count for each, count in recurrences)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     for mine, other in zip(torch.autograd.grad(found, weights, seed, allow_unused=True), gradients, strict=True):
         assert (mine is None) == (other is None)

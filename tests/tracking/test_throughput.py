@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import image_models
 from support.decoder_sizes import decoder_sizes
+from support.forecasts import QWEN3_5
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.data.batches.batch_images import NO_IMAGES, ImageSizes
@@ -230,12 +231,8 @@ def test_recurrent_layers_cost_the_same_for_each_token():
     """Qwen3.5-9B: 24 recurrent layers with 32 heads of 128, 8 layers of attention, 9 billion weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = decoder_sizes(vocabulary=248320, hidden=4096, intermediate=12288, layers=32, heads=16, key_heads=4)
-    heads = dict(
-        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128
-    )
     with torch.device("meta"):
-        config = AutoConfig.for_model("qwen3_5_text", **sizes, **heads, head_dim=256, linear_conv_kernel_dim=4)
+        config = AutoConfig.for_model(**QWEN3_5)
         model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     cost = training_cost(model)
     # 6 x 128 x 128 + 2 x 64 x 5 x 128 for a head; the backward pass computes two products and three of a chunk again.

@@ -311,11 +311,12 @@ def _recurrence(module: Any) -> Recurrence | None:
     """The recurrence whose decays `module` computes; None if it is not linear attention with heads."""
     if hasattr(module, "num_v_heads"):
         return Recurrence(module.num_v_heads, module.head_k_dim, module.head_v_dim, "delta")
-    heads, width = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
+    heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+    width = getattr(module, "head_dim", None)
     if heads is None or width is None:
         return None
-    states = getattr(module, "ssm_state_size", None)
-    return Recurrence(heads, states or width, width, "scan" if states else "kda")
+    which = "scan" if hasattr(module, "ssm_state_size") or hasattr(module, "slope_rate") else "kda"
+    return Recurrence(heads, getattr(module, "ssm_state_size", width), width, which)
 
 
 def layer_config(text: Any, index: int) -> Any:

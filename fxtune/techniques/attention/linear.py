@@ -67,7 +67,7 @@ def _convolution(
     """[rows, channels, length], like hidden_states."""
     assert activation in (None, "silu", "swish"), activation
     rows = hidden_states.transpose(1, 2)
-    found = short_convolution(rows.flatten(0, 1), weight, bias, activation is not None, *_documents(rows, given))
+    found = short_convolution(rows.flatten(0, 1), weight, bias, activation is not None, *documents(rows, given))
     return found.view(rows.shape).transpose(1, 2)
 
 
@@ -78,7 +78,7 @@ def _delta(
     if given.get("use_qk_l2norm_in_kernel"):
         query, key = _unit(query), _unit(key)
     q, k, v, g, beta = (of.flatten(0, 1) for of in (query, key, value, g.float(), beta))
-    out = linear_attention(q, k, v, g, beta, query.shape[-1] ** -0.5, *_documents(value, given))
+    out = linear_attention(q, k, v, g, beta, query.shape[-1] ** -0.5, *documents(value, given))
     return out.view(value.shape), None
 
 
@@ -100,7 +100,7 @@ def _scan(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     values = (hidden_states * dt.unsqueeze(-1)).to(hidden_states.dtype)
     q, k, v, g = (of.flatten(0, 1) for of in (C, B, values, A.float() * dt))
-    out = linear_attention(q, k, v, g, None, 1.0, *_documents(values, given)).view(hidden_states.shape)
+    out = linear_attention(q, k, v, g, None, 1.0, *documents(values, given)).view(hidden_states.shape)
     return out if D is None else out + D.unsqueeze(-1) * hidden_states
 
 
@@ -135,7 +135,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """The name of a function of transformers -> a maker of what runs in its place."""
 
 
-def _documents(rows: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def documents(rows: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """cu_seqlens and chunks of the documents of `rows` [rows, length, ...]."""
     if given.get(CHUNKS) is None:
         count, length = rows.shape[:2]

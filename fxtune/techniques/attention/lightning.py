@@ -1,5 +1,5 @@
-"""Runs MiniMax's lightning attention (arXiv 2501.08313) as fxtune's operator: linear attention without a delta rule, in
-which each head's state decays by a constant.
+"""Runs MiniMax's lightning attention (arXiv 2501.08313) as fxtune's operator: linear attention without a delta rule,
+in which each head's state decays by a constant.
 
 transformers computes it inside the forward of a layer's attention, so there is no function to replace as in linear.py.
 The attention gets a forward of fxtune, which calls the attention's own modules. So adapters and quantized weights act.

@@ -17,6 +17,7 @@ from a cache runs transformers' own function.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Optional
@@ -47,8 +48,12 @@ def runs(facts: Facts) -> bool:
 
 def serves(part: nn.Module, decays: bool) -> bool:
     """Whether the operators are all that mixes tokens in `part`, a recurrent part of a layer. `decays`: whether it has
-    a state that decays. Mamba-1 has one, and calls the convolution alone by a known name."""
-    known = calls(type(part).forward) & FUNCTIONS.keys()
+    a state that decays. Mamba-1 has one, and calls the convolution alone by a known name. A part without `**kwargs`
+    (LFM2 of transformers 5.17) would not get BOUNDS and CHUNKS."""
+    forward = type(part).forward
+    if inspect.getfullargspec(inspect.unwrap(forward)).varkw is None:
+        return False
+    known = calls(forward) & FUNCTIONS.keys()
     return bool(known - {"causal_conv1d_fn"} if decays else known)
 
 

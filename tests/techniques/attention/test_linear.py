@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone
-from fxtune.techniques.attention import recurrent
+from fxtune.techniques.attention import linear, recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
 from scripts.make.small_models import small
@@ -73,3 +73,18 @@ def test_packed_documents_equal_each_alone(kind):
         assert (mine is None) == (other is None)
         if mine is not None and other is not None:
             assert (mine - other).abs().max() <= 1e-4 * other.abs().max() + 1e-6
+
+
+class Convolution(torch.nn.Module):
+    def forward(self, x, **kwargs):
+        return causal_conv1d_fn(x, **kwargs)  # noqa: F821
+
+
+class WithoutDocuments(torch.nn.Module):
+    def forward(self, x, seq_idx=None):
+        return causal_conv1d_fn(x, seq_idx=seq_idx)  # noqa: F821
+
+
+def test_a_part_that_does_not_get_the_documents_is_not_served():
+    assert linear.serves(Convolution(), decays=False)
+    assert not linear.serves(WithoutDocuments(), decays=False)

@@ -90,26 +90,6 @@ def backward(
     return dq[0], dk[0], dv[0], dg[0], dbeta[0]
 
 
-def flops(which: str, keys: int, values: int) -> tuple[int, int]:
-    """FLOPs of one head for one token: of the forward pass, and of what the backward pass computes again. The backward
-    pass costs twice the first number, and the second number.
-
-    which: delta, kda or scan (kernels/linear_attention.py). keys, values: the widths K and V of a head. The
-    products in chunks of C = 64 tokens, with full matrices:
-
-        2 C K    q k^T; for delta and kda also k k^T, and its inverse times k
-        2 C V    q k^T times v; for delta and kda also the inverse times v
-        2 K V    the update of the state, and q times the state; for delta and kda also k times the state
-
-    The backward pass computes again: q k^T, except for kda, which keeps it; the states; for delta and kda also k times
-    the state, and the inverse times k and v. To invert the matrix is not counted."""
-    in_chunk, state = 2 * CHUNK, 2 * keys * values
-    if which == "scan":
-        return in_chunk * (keys + values) + 2 * state, in_chunk * keys + state
-    again = in_chunk * (keys + values) + 2 * state
-    return in_chunk * (3 * keys + 2 * values) + 3 * state, again + (which == "delta") * in_chunk * keys
-
-
 def convolution(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
 ) -> Tensor:
@@ -136,6 +116,27 @@ def convolution_backward(
         x.unsqueeze(0), _row(grad), None, weight, bias, **_of_convolution(silu, cu_seqlens, chunks)
     )
     return dx[0], dweight, x.new_empty(0) if dbias is None else dbias
+
+
+def flops(which: str, keys: int, values: int) -> tuple[int, int]:
+    """FLOPs of one head for one token: of the forward pass, and of what the backward pass computes again. The backward
+    pass costs twice the first number, and the second number.
+
+    which: delta, kda or scan (kernels/linear_attention.py). keys, values: the widths K and V of a head. The
+    products in chunks of C = 64 tokens, with full matrices:
+
+        2 C K    q k^T; for delta and kda also k k^T, and its inverse times k
+        2 C V    q k^T times v; for delta and kda also the inverse times v
+        2 K V    the update of the state, and q times the state; for delta and kda also k times the state
+
+    The backward pass computes again: q k^T, except for kda, which keeps it; the states; for delta and kda also k times
+    the state, and the inverse times k and v. Not counted are the inverse itself and, for a scan,
+    products with zero."""
+    in_chunk, state = 2 * CHUNK, 2 * keys * values
+    if which == "scan":
+        return in_chunk * (keys + values) + 2 * state, in_chunk * keys + state
+    again = in_chunk * (keys + values) + 2 * state
+    return in_chunk * (3 * keys + 2 * values) + 3 * state, again + (which == "delta") * in_chunk * keys
 
 
 def _of_convolution(silu: bool, cu_seqlens: Tensor, chunks: Tensor) -> dict[str, Any]:

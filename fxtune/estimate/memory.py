@@ -7,6 +7,9 @@ pass adds (working). A compiled layer keeps the inputs of matmuls and attention.
 copies of its norms' inputs, and a copy of the input for each adapter. Trained linears with products in fp8 keep their
 inputs as codes, a byte a number, even if attention keeps the same tensor in 16 bits.
 
+A recurrent layer (kernels/linear_attention.py) keeps what its convolution made, its decays, their sums in a chunk, and
+one or two matrices [CHUNK, CHUNK] a chunk and head. Its backward pass holds the states of all chunks.
+
 A mixture also keeps its router's results. The backward pass of its experts holds two tensors with a hidden state
 for each expert of each token. Adapters of experts have a copy in 16 bits.
 
@@ -56,8 +59,9 @@ from torch import nn
 from fxtune.facts.recomputation import RecomputePlan, pinned_bytes
 from fxtune.facts.run import Facts
 from fxtune.kernels.frozen_base import padded_rank
+from fxtune.kernels.linear_attention import CHUNK
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
-from fxtune.models.dims import Layer, Shape
+from fxtune.models.dims import Layer, Recurrence, Shape
 from fxtune.models.experts import divisible_experts
 from fxtune.models.kinds.beside import Beside
 from fxtune.models.kinds.known import kind_of
@@ -239,8 +243,13 @@ class LayerBytes:
         self.run = facts.execution
         self.stream = self.hidden * ((layer.q > 0) + (layer.inner > 0)) // 2
         """The hidden size. A layer that has only attention or only an MLP counts half of it."""
-        self.lse = 4 * sum(each.heads for each in layer.attentions)
         self.number, self.fused, self.compiled = number_bytes(facts), self.run.fused, self.run.compiled
+        self.lse = 4 * sum(each.heads for each in layer.attentions)
+        """Bytes that attention and recurrences keep beside their results."""
+        if facts.device == "cuda":
+            self.lse += sum(4 * each.decays + self.number * each.matrices for each in layer.recurrences)
+        self.states = sum(map(self._states, layer.recurrences))
+        """Bytes that the backward pass of recurrences holds."""
         self.keys = self.shape.k * (1 + facts.shares_prompts)
         """The width of a token's keys. A shared prompt has a copy of its keys (attention/packed.py), so the width
         doubles at most."""
@@ -250,6 +259,14 @@ class LayerBytes:
         self.inner = int(self.shape.inner * (UNEVEN if self.everyone else 1))
         self.float8 = self.run.fp8_products == 1 and layer.experts == 1
         """Whether linears keep their inputs in fp8 for the gradients of their weights."""
+
+    def _states(self, recurrence: Recurrence) -> float:
+        """Kernels hold the state of each chunk and its gradient, and for each head four tensors like its keys and four
+        like its values. On a CPU the state of each token is held, in float32."""
+        keys, values = recurrence.width, recurrence.value_width
+        if self.facts.device != "cuda":
+            return 4.0 * recurrence.heads * keys * values
+        return self.number * recurrence.heads * (2 * keys * values / CHUNK + 4 * (keys + values))
 
     def kept(self, level: str) -> float:
         """Bytes that a layer keeps, on the device or on the host."""
@@ -297,17 +314,18 @@ class LayerBytes:
                 # its routing weight.
                 mlp += max(2 * self.shape.used * h, i)
             if not self.compiled:
-                return kept_before + self.number * (mlp - 2 * i * (recomputes and tiles == 1))
+                return kept_before + max(self.number * (mlp - 2 * i * (recomputes and tiles == 1)), self.states)
             attention = 2 * h + 3 * q + 3 * k + exchanged
             if level in ("input", "attention", "budget"):
                 mlp, attention = mlp + h + 3 * q + 3 * k, attention + 2 * q + 2 * k
-            return max(self.number * mlp, self.number * attention + 4 * q + 8 * k)
+            return max(self.number * mlp, self.number * attention + 4 * q + 8 * k + self.states)
         if not self.compiled:
-            return kept_before + self.number * (3 * i / tiles + 4 * h)
+            return kept_before + max(self.number * (3 * i / tiles + 4 * h), self.states)
         peaks = PEAKS.get("tiles" if tiles > 1 else level, PEAKS["rest"])
         inner, hidden, projected = peaks[self.run.adapters is None]
         mlp = inner * i / tiles + hidden * h + projected * (q + k)
-        return max(self.number * mlp, self.number * (3 * h + 4 * q + 4 * k + exchanged) + 4 * q + 8 * k)
+        attention = self.number * (3 * h + 4 * q + 4 * k + exchanged) + 4 * q + 8 * k
+        return max(self.number * mlp, attention + self.states)
 
     def _everything(self) -> float:
         """Bytes that a layer keeps if nothing is recomputed. A tiled MLP keeps only its input."""
@@ -315,6 +333,9 @@ class LayerBytes:
         k = max(q, self.keys) if self.run.repeats_keys else self.keys
         small = self.lse + self._adapters(*self.shape.linears) + self._routing()
         small += self.number * self.everyone * self.hidden
+        # The inputs of a recurrence: what its convolution made, decays in float32, and the steps of a delta rule.
+        small += self.number * self.shape.convolved
+        small += sum(4 * each.decays + self.number * each.heads for each in self.shape.recurrences)
         if self.shape.normalizes:  # queries and keys are kept both before and after their norms
             small += self.number * (q + self.shape.k)
         if self.float8:  # inputs of linears take one byte and not two; attention also keeps its output in 16 bits

@@ -1,6 +1,8 @@
 """Forecasts of time: of a step, and of the overhead of recomputation and offload. Times are FLOPs and bytes divided by
 the card's rates (cards.py).
 
+The time of linear attention on a CPU is not known: its reference there goes from token to token.
+
 Overheads assume that each document fills its row. Packed documents are shorter, so keeping attention saves less than
 forecast. The backward pass takes 2.5 times the time of attention's forward pass, and the time of the forward matmuls
 once for frozen weights or twice for trained weights. A transfer to host memory costs the time by which it is longer
@@ -40,6 +42,9 @@ SLOWER = 0.02
 HALF_RATE = 1250
 """Attention reaches half its rate in documents of this many tokens (FlashAttention-4 on an H200: 460 TFLOP/s at 4,096
 tokens, 589 at 65,536)."""
+RECURRENT_RATE = 1 / 7
+"""The share of the rate of matmuls that linear attention reaches. Published with FlashQLA for flash-linear-attention
+0.5.1 on an H200: 0.47 ms forward and 1.44 ms backward, for 8,192 tokens and 32 heads of 128."""
 NARROW_HEADS = 0.85
 """The share of its rate that attention reaches if heads are 64 wide."""
 GATED_PASSES = 10.6
@@ -82,6 +87,7 @@ class LayerTime:
     """Seconds of one layer's forward pass for a micro-batch."""
 
     attention: float
+    recurrence: float
     narrow: float
     """Seconds of the products q, k, v and o."""
     wide: float
@@ -93,16 +99,17 @@ class LayerTime:
 
     @property
     def forward(self) -> float:
-        return self.attention + self.narrow + self.wide + self.down + self.rest
+        return self.attention + self.recurrence + self.narrow + self.wide + self.down + self.rest
 
     def backward(self, trained: bool) -> float:
         """Seconds of the layer's backward pass. `trained`: whether the layer's weights have gradients."""
-        return 2.5 * self.attention + (1 + trained) * (self.narrow + self.wide + self.down) + self.rest
+        mixing = 2.5 * self.attention + 3 * self.recurrence
+        return mixing + (1 + trained) * (self.narrow + self.wide + self.down) + self.rest
 
     def recompute(self, level: str) -> float:
         """Seconds to recompute what a layer of `level` does not keep. down's product is never recomputed, because the
         backward pass does not read it."""
-        dropped = [self.rest, self.wide, self.narrow, self.attention]
+        dropped = [self.rest, self.wide, self.narrow, self.attention + self.recurrence]
         return sum(dropped[: LEVELS[::-1].index(level)])
 
 
@@ -122,7 +129,7 @@ def layer_time(facts: Facts, length: float | None = None, starts: float = 0.0) -
     shape = Shape.of(facts.model)
     length = facts.row_length if length is None else min(length, facts.row_length)
     times = [(_time_of(facts, kind, shape.hidden, length, starts), count) for kind, count in shape.counts]
-    names = ("attention", "narrow", "wide", "down", "rest")
+    names = ("attention", "recurrence", "narrow", "wide", "down", "rest")
     return LayerTime(*(sum(getattr(time, name) * count for time, count in times) / shape.layers for name in names))
 
 
@@ -135,9 +142,12 @@ def _time_of(facts: Facts, layer: Layer, h: int, length: float, starts: float) -
         mlp_product = tokens * 2 / (card.fp8 if quantized and quantized.experts else card.matmul)
     elif run.fp8_products:
         product = mlp_product = tokens * 2 * (run.fp8_products / card.fp8 + (1 - run.fp8_products) / card.matmul)
-    moved = number_bytes(facts) * tokens * (4 * h + 2 * q + 2 * k + (0 if run.fused else 3 * i)) / card.memory
+    numbers = 4 * h + 2 * q + 2 * k + 2 * layer.convolved + (0 if run.fused else 3 * i)
+    moved = number_bytes(facts) * tokens * numbers / card.memory
+    recurrence = tokens * sum(each.flops[0] for each in layer.recurrences) / (RECURRENT_RATE * card.matmul)
     attention = _attention_seconds(facts, layer, length, starts)
-    return LayerTime(attention, product * layer.narrow, mlp_product * layer.wide, mlp_product * layer.down, moved)
+    products = product * layer.narrow, mlp_product * layer.wide, mlp_product * layer.down
+    return LayerTime(attention, recurrence, *products, moved)
 
 
 def _attention_seconds(facts: Facts, layer: Layer, length: float, starts: float) -> float:

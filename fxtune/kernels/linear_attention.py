@@ -19,6 +19,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from fxtune.kernels import fla_package, recurrence
 from fxtune.upstream import fla
@@ -158,6 +159,24 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 _linear_attention.register_autograd(_gradients, setup_context=_setup)
+
+
+def _flops(q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of the forward pass from the shapes of its tensors."""
+    return v[0] * v[1] * fla.flops(_which(g, beta), k[-1], v[-1])[0]
+
+
+def _backward_flops(grad: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **__: Any) -> int:
+    forward, again = fla.flops(_which(g, beta), k[-1], v[-1])
+    return v[0] * v[1] * (2 * forward + again)
+
+
+def _which(g: Any, beta: Any) -> str:
+    return "scan" if beta is None else "kda" if len(g) == 3 else "delta"
+
+
+register_flop_formula(torch.ops.fxtune.linear_attention)(_flops)
+register_flop_formula(torch.ops.fxtune.linear_attention_backward)(_backward_flops)
 
 
 def _by_number(g: Tensor) -> Tensor:

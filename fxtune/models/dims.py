@@ -18,6 +18,10 @@ from torch import nn
 from fxtune.models.experts import experts_per_token
 from fxtune.models.flops import matmul_sizes
 from fxtune.models.structure import beside_text, decoder_layers, skeleton
+from fxtune.upstream import fla
+
+DECAYS = ("A_log", "slope_rate", "recurrent_param")
+"""Parameters or buffers for the decay of a state: Mamba's and the delta rule's, MiniMax's, Griffin's."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,44 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """Linear attention with a decaying state in a layer (kernels/linear_attention.py)."""
+
+    heads: int
+    width: int
+    """Width of a query's and a key's head."""
+    value_width: int
+    which: str
+    """The rule of the state: delta, kda or scan."""
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """FLOPs for a token: of the forward pass, and of what the backward pass computes again."""
+        forward, again = fla.flops(self.which, self.width, self.value_width)
+        return self.heads * forward, self.heads * again
+
+    @property
+    def decays(self) -> int:
+        """How many numbers the decays of a token are."""
+        return self.heads * (self.width if self.which == "kda" else 1)
+
+    @property
+    def matrices(self) -> int:
+        """How many numbers the kernels keep for a token beside sums of decays: rows of [CHUNK, CHUNK] matrices."""
+        return self.heads * fla.CHUNK * {"scan": 0, "delta": 1, "kda": 2}[self.which]
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer: a mixer of tokens (attention, Mamba, a convolution), an MLP, or both. Widths and weights are
     those that one token uses. Of the experts, only the chosen ones count."""
 
     attentions: tuple[Attention, ...]
+    recurrences: tuple[Recurrence, ...]
+    convolved: int
+    """Channels of convolutions over a few tokens."""
+    is_known: bool
+    """Whether these are all that mixes tokens in the layer. False for Mamba-1 and other recurrences."""
     q: int
     """The input width of the mixer's last linear. In attention it is the width of all query heads."""
     k: int
@@ -160,11 +197,12 @@ def _shape(model: Any) -> Shape:
     text, layers, table = model.config.get_text_config(), decoder_layers(model), model.get_input_embeddings().weight
     hidden = getattr(text, "hidden_size", 0) or table.shape[1]
     each = [_layer(layer, index, text, hidden) for index, layer in enumerate(layers)]
-    if not any(layer.attentions for layer in each) and (heads := getattr(text, "num_attention_heads", 0)):
+    mixed = any(layer.attentions or layer.recurrences for layer in each)
+    if not mixed and (heads := getattr(text, "num_attention_heads", 0)):
         # Attention modules of older families do not have their sizes as attributes.
         width = getattr(text, "head_dim", None) or hidden // heads
         plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
-        each = [replace(layer, attentions=(plain,)) for layer in each]
+        each = [replace(layer, attentions=(plain,), is_known=True) for layer in each]
     kinds = tuple(dict.fromkeys(each))
     weighted: list[Any] = [module for layer in layers for module in layer.modules() if hasattr(module, "weight")]
     linears = {module.weight for module in weighted if matmul_sizes(module)}
@@ -201,6 +239,9 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
     named = dict(layer.named_modules())
     found = {path: _attention(module, index, text, hidden) for path, module in named.items()}
     attentions = tuple(attention for attention in found.values() if attention)
+    decaying = [module for module in layer.modules() if any(hasattr(module, name) for name in DECAYS)]
+    recurrences = tuple(recurrence for module in decaying if (recurrence := _recurrence(module)))
+    convolved = sum(module.in_channels for module in layer.modules() if isinstance(module, nn.Conv1d))
     mixers = {path.split(".")[0] for path, module in named.items() if found[path] or _mixes(path, module)}
     # First index: 0 for the mixer, 1 for the MLP. Second index of `weights` and `names`: 0 for linears that read
     # hidden states, 1 for linears that write them. `kept`: the sum of the widths on the other side of these linears.
@@ -226,6 +267,9 @@ def _layer(layer: nn.Module, index: int, text: Any, hidden: int) -> Layer:
         weights[1][1] += used * of_one[-1]
     return Layer(
         attentions,
+        recurrences,
+        convolved,
+        len(recurrences) == len(decaying) and (not mixers or bool(attentions or recurrences or convolved)),
         q,
         max(kept[0] // 2 - q, 0),
         kept[1] // 3,
@@ -261,6 +305,18 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
         heads = next((inward for inward in writing if inward != hidden), hidden) // value
     groups = getattr(module, "num_key_value_groups", 1)
     return Attention(heads, heads // groups, width, value, _window(module, index, text))
+
+
+def _recurrence(module: Any) -> Recurrence | None:
+    """The recurrence whose decays `module` computes; None if it is not linear attention with heads."""
+    if hasattr(module, "num_v_heads"):
+        return Recurrence(module.num_v_heads, module.head_k_dim, module.head_v_dim, "delta")
+    heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+    width = getattr(module, "head_dim", None)
+    if heads is None or width is None:
+        return None
+    which = "scan" if hasattr(module, "ssm_state_size") or hasattr(module, "slope_rate") else "kda"
+    return Recurrence(heads, getattr(module, "ssm_state_size", width), width, which)
 
 
 def layer_config(text: Any, index: int) -> Any:

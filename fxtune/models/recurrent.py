@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtune.models.dims import DECAYS
 from fxtune.models.shards import names_in_files
 from fxtune.models.structure import base_dtype, decoder_layers
 from fxtune.models.weights import readable_files, stored
 from fxtune.system.files.hub import Origin
 
-DECAYS = ("A_log", "slope_rate", "recurrent_param")
-"""Parameters or buffers for the decay of a state: Mamba's and the delta rule's, MiniMax's, Griffin's."""
 SCALARS = ("A_log", "dt_bias", "D")
 """Parameters of a gated delta rule, of KDA and of a state-space model: the decay, the bias of the step size, and the
 share of the input in the output. The code of each family computes with them in float32."""

@@ -10,6 +10,9 @@ masked keys) lowers MFU:
   of each masked). The backward pass recomputes the scores and costs 2.5 times as much (Dao 2023, arXiv 2307.08691,
   section 4.1).
   Each document of a packed row is squared by itself; a sliding window of W keys leaves S W - W^2/2 of S^2/2 pairs.
+- Linear attention with a decaying state costs the same for each token, however long the document is. Counted are three
+  times its forward pass, and the products that the kernels compute again in the backward pass (upstream/fla.py). A
+  convolution over a few tokens counts as a matmul with its weights.
 - The linears of a vision encoder count for each patch of an image, the projector's for each feature. All L patches of
   an image, or of a tile, see each other: 4 L^2 d per head and layer in the forward pass. Frozen parts cost only a
   forward pass (models/kinds/image_decoder/cost.py). An image's features are tokens of its document, so the decoder
@@ -42,7 +45,12 @@ from fxtune.models.experts import described_per_token, follows_interface
 from fxtune.models.flops import ATTENTION_PASSES, matmul_sizes, weight_flops
 from fxtune.models.kinds.image_decoder.cost import ImageCost, ImageParts
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.structure import decoder_layers
 from fxtune.system.terminal.units import GIB
+
+MIXERS = {"full_attention", "sliding_attention", "attention", "hybrid", "linear_attention", "mamba", "conv"}
+COUNTED = MIXERS | {"moe", "mlp"}
+"""Values of `layer_types` for which the formulas may hold. Attention to chunks or to chosen tokens is not counted."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class TrainingCost:
     """Model FLOPs of forward and backward, and of forward passes without gradient."""
 
     per_token: float
-    """FLOPs of the layers' matmuls, per token."""
+    """FLOPs of the layers' matmuls and recurrences, per token."""
     per_target: float
     """FLOPs of the output head's matmul, per supervised token."""
     attention: tuple[tuple[int | None, float], ...]
@@ -75,17 +83,17 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
     `forward_passes`: passes without gradient over the same tokens, in each step.
 
     In a mixture of experts, only the experts that a token uses count. Returns None if the formulas do not hold: for
-    experts outside of transformers' interface, and for layers without softmax attention. Norms, activations, RoPE,
-    routers and softmax are negligible and left out."""
+    experts outside of transformers' interface, and for layers that mix tokens in another way, such as Mamba-1. Norms,
+    activations, RoPE, routers and softmax are negligible and left out."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
-    attention = _attention(config, ATTENTION_PASSES + forward_passes)
-    if attention is None:
+    shape = _shape(model, config)
+    if shape is None:
         return None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     in_head = {id(module) for module in head.modules()} if head is not None else set()
-    where = {"body": 0.0, "head": 0.0}
+    where = {"body": _recurrences(shape, forward_passes), "head": 0.0}
     used = described_per_token(model, config.get_text_config())
     if used is None:
         return None
@@ -112,6 +120,8 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
             )
             continue
         sizes = matmul_sizes(module)
+        if isinstance(module, nn.Conv1d):
+            sizes = module.weight[0].numel(), module.out_channels
         if sizes is None:
             continue
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
@@ -120,17 +130,34 @@ def training_cost(model: nn.Module, forward_passes: int = 0) -> TrainingCost | N
             flops *= used / of_experts[id(module)]
         where["head" if id(module) in in_head else "body"] += flops
     image_cost = image_parts.training_cost(forward_passes) if image_parts else None
+    attention = _attention(shape, ATTENTION_PASSES + forward_passes)
     return TrainingCost(where["body"], where["head"], attention, image_cost)
 
 
-def _attention(config: Any, passes: float) -> tuple[tuple[int | None, float], ...] | None:
-    """The value of TrainingCost.attention; None if a layer has no attention, or neither full nor sliding attention."""
+def _shape(model: nn.Module, config: Any) -> Shape | None:
+    """The shape of the model; None if the formulas do not hold for it."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+    if any(kind not in COUNTED for kind in kinds):
+        return None
+    linears = [id(part) for layer in decoder_layers(model) for part in layer.modules() if matmul_sizes(part)]
+    if len(set(linears)) < len(linears):  # layers share modules, and each module would count once
         return None
     shape = Shape.of(config.to_dict())
-    if not all(kind.attentions for kind in shape.kinds):
-        return None
+    mixes = any(kind.attentions or kind.recurrences or kind.convolved for kind in shape.kinds)
+    return shape if mixes and all(kind.is_known for kind in shape.kinds) else None
+
+
+def _recurrences(shape: Shape, forward_passes: int) -> float:
+    """FLOPs of the recurrences of all layers, per token."""
+    total = 0.0
+    for kind, count in shape.counts:
+        for forward, again in (each.flops for each in kind.recurrences):
+            total += count * ((3 + forward_passes) * forward + again)
+    return total
+
+
+def _attention(shape: Shape, passes: float) -> tuple[tuple[int | None, float], ...]:
+    """The value of TrainingCost.attention."""
     found: dict[int | None, float] = {}
     for each, count in shape.attentions.items():  # two matmuls of 2 FLOPs a pair and channel
         found[each.window or None] = found.get(each.window or None, 0.0) + passes * 4.0 * each.products * count

@@ -140,6 +140,27 @@ def convolution_backward(
     return dx[0], dweight, x.new_empty(0) if dbias is None else dbias
 
 
+def flops(which: str, keys: int, values: int) -> tuple[int, int]:
+    """FLOPs of one head for one token: of the forward pass, and of what the backward pass computes again. The backward
+    pass costs twice the first number, and the second number.
+
+    which: delta, kda or scan (kernels/linear_attention.py). keys, values: the widths K and V of a head. The
+    products in chunks of C = 64 tokens, with full matrices:
+
+        2 C K    q k^T; for delta and kda also k k^T, and its inverse times k
+        2 C V    q k^T times v; for delta and kda also the inverse times v
+        2 K V    the update of the state, and q times the state; for delta and kda also k times the state
+
+    The backward pass computes again: q k^T, except for kda, which keeps it; the states; for delta and kda also k times
+    the state, and the inverse times k and v. Not counted are the inverse itself and, for a scan,
+    products with zero."""
+    in_chunk, state = 2 * CHUNK, 2 * keys * values
+    if which == "scan":
+        return in_chunk * (keys + values) + 2 * state, in_chunk * keys + state
+    again = in_chunk * (keys + values) + 2 * state
+    return in_chunk * (3 * keys + 2 * values) + 3 * state, again + (which == "delta") * in_chunk * keys
+
+
 def _of_convolution(silu: bool, cu_seqlens: Tensor, chunks: Tensor) -> dict[str, Any]:
     return dict(activation="silu" if silu else None, cu_seqlens=cu_seqlens, chunk_indices=chunks)
 

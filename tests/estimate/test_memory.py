@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.architectures import built, enable, facts_of, lora, tiny_model
 from support.decoder_sizes import decoder_sizes
-from support.forecasts import LLAMA, PEFT, TECHNIQUES, allocated, card
+from support.forecasts import LLAMA, PEFT, QWEN3_5, TECHNIQUES, allocated, card
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fxtune.distributed.parallel import Degrees
@@ -17,6 +17,7 @@ from fxtune.estimate.memory import forecast, trained_parameters
 from fxtune.facts.execution import OptimizerState
 from fxtune.facts.recomputation import RecomputePlan
 from fxtune.kernels import frozen_base, fused_lora
+from fxtune.kernels.linear_attention import document_chunks
 from fxtune.optim.config import OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer, state_of
 from fxtune.system.terminal.units import GIB
@@ -42,6 +43,34 @@ def test_the_forecast_equals_its_formula():
     assert sent.host == 31 * GIB // 2
     assert forecast(facts, RecomputePlan("input", sent="inputs", senders=10)).kept == 11 * GIB  # the ten are gone
     assert abs(forecast(facts, RecomputePlan("input")).weights - 8.03e9 * 2) < 0.2e9
+
+
+def test_recurrent_layers_keep_their_operators_tensors():
+    """Bytes per token of Qwen3.5-9B: 24 recurrent layers with 32 heads, 8 layers of attention with 16 heads of 256."""
+    tokens, facts = 16384, card(139, 16384, model=QWEN3_5)
+    chunks = 4 * 32 + 2 * 64 * 32  # sums of decays, and rows of matrices
+    kept = 24 * (2 * (4096 + 4096) + chunks) + 8 * (2 * (4096 + 4096) + 4 * 16)
+    assert forecast(facts, RecomputePlan("attention")).kept == tokens * kept
+    whole, without = (forecast(facts, RecomputePlan(level)).kept for level in ("everything", "wide"))
+    # What convolutions made, decays and steps; and the inputs of both norms.
+    inputs = 24 * (2 * 8192 + 4 * 32 + 2 * 32) + 32 * 2 * 2 * 4096
+    assert whole - without == tokens * inputs
+    # The states of all chunks and their gradients, and tensors like keys and values.
+    many = {**QWEN3_5, "intermediate_size": 64}
+    heads = 2 * 32 * (2 * 128 * 128 / 64 + 4 * 256)
+    few = card(139, 16384, model={**many, "layer_types": ["full_attention"] * 32})
+    more = forecast(card(139, 16384, model=many), RecomputePlan("input")).backward
+    assert more - forecast(few, RecomputePlan("input")).backward > tokens * heads / 2
+
+
+def test_the_reference_holds_the_state_of_each_token():
+    heads, keys, values, tokens = 2, 64, 64, 512
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+    q, k, v = torch.rand(tokens, heads, keys), torch.rand(tokens, heads, keys), torch.rand(tokens, heads, values)
+    g, beta, empty = -torch.rand(tokens, heads), torch.rand(tokens, heads), torch.empty(0)
+    given = (v, q, k, v, g, beta, 1.0, bounds, document_chunks(bounds, tokens), empty, empty, empty)
+    peak = allocated(lambda: torch.ops.fxtune.linear_attention_backward(*given))[0]
+    assert peak == pytest.approx(tokens * 4 * heads * keys * values, rel=0.25)
 
 
 def test_layers_with_low_levels_come_first():

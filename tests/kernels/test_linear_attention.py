@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from fxtune.kernels.linear_attention import document_chunks, linear_attention
+from fxtune.kernels.linear_attention import CHUNK, document_chunks, linear_attention
 from fxtune.kernels.short_convolution import short_convolution
+from fxtune.upstream import fla
 
 LENGTHS = (1, 2, 63, 64, 65, 7)
 HEADS, KEYS, VALUES = 4, 16, 8
@@ -112,3 +114,32 @@ def test_chunks_name_their_document_and_their_place():
     assert chunks[:7].tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [4, 0], [4, 1], [4, 2]]
     assert (chunks[7:, 1] * 64 >= 130).all()
     assert len(chunks) == 260 // 64 + 5
+
+
+def test_forward_flops_are_those_of_transformers_chunks():
+    """Torch does not count the two triangular systems that transformers solves: [64, 64] matrices times k and times v."""
+    tokens = 2 * CHUNK
+    with FlopCounterMode(display=False) as counter:
+        q, k, *others = drawn("delta", (tokens,))
+        plain("delta", *(of.repeat_interleave(2, 1) for of in (q, k)), *others)
+    solved = 2 * CHUNK * (KEYS + VALUES)
+    assert counter.get_total_flops() == tokens * HEADS * (fla.flops("delta", KEYS, VALUES)[0] - solved)
+
+
+def test_forward_flops_of_a_scan_are_those_of_its_chunk():
+    q, k, v, state = (torch.rand(*of) for of in ((CHUNK, KEYS), (CHUNK, KEYS), (CHUNK, VALUES), (KEYS, VALUES)))
+    with FlopCounterMode(display=False) as counter:
+        assert (q @ k.T @ v + q @ state).shape == v.shape
+        assert (state + k.T @ v).shape == state.shape
+    assert counter.get_total_flops() == CHUNK * fla.flops("scan", KEYS, VALUES)[0]
+
+
+@pytest.mark.parametrize("which", ["delta", "kda", "scan"])
+def test_torch_counts_the_operators_flops(which):
+    given = [of.requires_grad_() for of in drawn(which)]
+    forward, again = (sum(LENGTHS) * HEADS * flops for flops in fla.flops(which, KEYS, VALUES))
+    with FlopCounterMode(display=False) as counter:
+        found = linear_attention(*given[:4], given[4] if len(given) > 4 else None, 1.0, *bounds(LENGTHS))
+        assert counter.get_total_flops() == forward
+        found.sum().backward()
+    assert counter.get_total_flops() == 3 * forward + again

@@ -24,6 +24,13 @@ TECHNIQUES = {
     "liger": {"kernels": ["fused_linear_cross_entropy"]},
 }
 PEFT = {**TECHNIQUES, "lora": {"r": 16, "target_modules": ["all-linear"], "fused": "off"}}
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    **decoder_sizes(vocabulary=248320, hidden=4096, intermediate=12288, layers=32, heads=16, key_heads=4),
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "head_dim": 256, "linear_conv_kernel_dim": 4},
+}
+"""Qwen3.5-9B: 24 recurrent layers, 8 layers of attention."""
 
 
 def card(gib: float, length: int, rows: int = 1, host: float = 256, **known) -> Facts:

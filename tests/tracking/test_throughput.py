@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import image_models
 from support.decoder_sizes import decoder_sizes
+from support.forecasts import QWEN3_5
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.data.batches.batch_images import NO_IMAGES, ImageSizes
@@ -120,8 +121,11 @@ def test_sliding_layers_are_counted_with_their_window():
 
 
 def test_unknown_architectures_have_no_cost():
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     assert training_cost(torch.nn.Linear(3, 3)) is None
+    mamba = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, state_size=16, vocab_size=128)
+    assert training_cost(AutoModelForCausalLM.from_config(mamba)) is None
 
 
 class Plan:
@@ -221,3 +225,19 @@ def test_layers_with_heads_of_their_own_are_counted_each():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PUBLISHED["gemma4_31b"]))
     assert dict(training_cost(model).attention) == {32: 3.5 * 4 * 4 * 24 * 5, None: 3.5 * 4 * 4 * 48}
+
+
+def test_recurrent_layers_cost_the_same_for_each_token():
+    """Qwen3.5-9B: 24 recurrent layers with 32 heads of 128, 8 layers of attention, 9 billion weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**QWEN3_5)
+        model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    cost = training_cost(model)
+    # 6 x 128 x 128 + 2 x 64 x 5 x 128 for a head; the backward pass computes two products and three of a chunk again.
+    head, again = 180224, 4 * 128 * 128 + 2 * 64 * 3 * 128
+    linears = 4 * sum(part.weight.numel() for part in model.model.modules() if isinstance(part, torch.nn.Linear))
+    convolutions = 4 * 24 * 4 * (2 * 16 + 32) * 128
+    assert cost.per_token == linears + convolutions + 24 * 32 * (3 * head + again)
+    assert dict(cost.attention) == {None: 3.5 * 4 * 16 * 256 * 8}

@@ -17,6 +17,7 @@ from a cache runs transformers' own function.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Optional
@@ -47,8 +48,12 @@ def runs(facts: Facts) -> bool:
 
 def serves(part: nn.Module, decays: bool) -> bool:
     """Whether the operators are all that mixes tokens in `part`, a recurrent part of a layer. `decays`: whether it has
-    a state that decays. Mamba-1 has one, and calls the convolution alone by a known name."""
-    known = calls(type(part).forward) & FUNCTIONS.keys()
+    a state that decays. Mamba-1 has one, and calls the convolution alone by a known name. A part without `**kwargs`
+    (LFM2 of transformers 5.17) would not get BOUNDS and CHUNKS."""
+    forward = type(part).forward
+    if inspect.getfullargspec(inspect.unwrap(forward)).varkw is None:
+        return False
+    known = calls(forward) & FUNCTIONS.keys()
     return bool(known - {"causal_conv1d_fn"} if decays else known)
 
 
@@ -67,7 +72,7 @@ def _convolution(
     """[rows, channels, length], like hidden_states."""
     assert activation in (None, "silu", "swish"), activation
     rows = hidden_states.transpose(1, 2)
-    found = short_convolution(rows.flatten(0, 1), weight, bias, activation is not None, *_documents(rows, given))
+    found = short_convolution(rows.flatten(0, 1), weight, bias, activation is not None, *documents(rows, given))
     return found.view(rows.shape).transpose(1, 2)
 
 
@@ -78,7 +83,7 @@ def _delta(
     if given.get("use_qk_l2norm_in_kernel"):
         query, key = _unit(query), _unit(key)
     q, k, v, g, beta = (of.flatten(0, 1) for of in (query, key, value, g.float(), beta))
-    out = linear_attention(q, k, v, g, beta, query.shape[-1] ** -0.5, *_documents(value, given))
+    out = linear_attention(q, k, v, g, beta, query.shape[-1] ** -0.5, *documents(value, given))
     return out.view(value.shape), None
 
 
@@ -100,7 +105,7 @@ def _scan(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     values = (hidden_states * dt.unsqueeze(-1)).to(hidden_states.dtype)
     q, k, v, g = (of.flatten(0, 1) for of in (C, B, values, A.float() * dt))
-    out = linear_attention(q, k, v, g, None, 1.0, *_documents(values, given)).view(hidden_states.shape)
+    out = linear_attention(q, k, v, g, None, 1.0, *documents(values, given)).view(hidden_states.shape)
     return out if D is None else (out + D.unsqueeze(-1) * hidden_states).to(out.dtype)
 
 
@@ -135,7 +140,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """The name of a function of transformers -> a maker of what runs in its place."""
 
 
-def _documents(rows: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def documents(rows: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """cu_seqlens and chunks of the documents of `rows` [rows, length, ...]."""
     if given.get(CHUNKS) is None:
         count, length = rows.shape[:2]

@@ -1,10 +1,11 @@
 """Keeps packed documents apart in recurrent layers: state-space models, linear attention, short convolutions.
 
 Such a layer carries a state from token to token. In a packed row the state would pass from one document into the next.
-The layers of most hybrid families run operators that start each document from an empty state (linear.py).
+The layers of most hybrid families run operators that start each document from an empty state (linear.py and
+lightning.py).
 
-In any other layer (Mamba-1, lightning attention, a GPU without the package of the kernels) each document becomes a
-separate row, padded to the longest document; the layer's own code runs on these rows, and its outputs are put back.
+In any other layer (Mamba-1, Griffin, a GPU without the package of the kernels) each document becomes a separate row,
+padded to the longest document; the layer's own code runs on these rows, and its outputs are put back.
 The padding comes last, and a state does not flow back to the tokens before it. The cost is the layer's work on the
 padding (documents times the longest document), and each forward pass waits for the device to know the number and the
 lengths of the documents. So `data.packing=auto` pads such models; `true` packs them.
@@ -25,9 +26,10 @@ from torch.nn import functional as F
 
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
-from fxtune.models.recurrent import DECAYS, mixers
+from fxtune.models.dims import DECAYS
+from fxtune.models.recurrent import mixers
 from fxtune.models.structure import backbone, decoder_layers, skeleton
-from fxtune.techniques.attention import linear
+from fxtune.techniques.attention import lightning, linear
 
 
 class Documents:
@@ -91,7 +93,7 @@ def is_served(config: dict[str, Any]) -> bool:
 
 
 def _is_served(part: nn.Module) -> bool:
-    return linear.serves(part, any(hasattr(part, name) for name in DECAYS))
+    return lightning.serves(part) or linear.serves(part, any(hasattr(part, name) for name in DECAYS))
 
 
 def _mixers_of(config: dict[str, Any]) -> list[nn.Module]:
@@ -122,7 +124,7 @@ def separate(model: nn.Module, operators: bool = True, packed: bool = True) -> N
     parts, documents = mixers(model), Documents()
     served = [part for part in parts if operators and _is_served(part)]
     for part in served:
-        linear.attach(part)
+        (lightning if lightning.serves(part) else linear).attach(part)
     for part in parts if packed else ():
         if part not in served:
             part.forward = functools.partial(_by_document, documents, part.forward)

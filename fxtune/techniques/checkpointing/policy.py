@@ -11,6 +11,10 @@ linear's weight. So the same rule serves eager layers and layers that torch.comp
 marks nodes of the graph. A rule can be part of the compiler's cache key. It cannot distinguish two linears of one
 shape.
 
+Linear attention (kernels/linear_attention.py) belongs to the group `attention`. Its results include the matrices that
+its backward pass reads. A saved byte of them saves about as much time as a saved byte of a linear's product. The short
+convolution before it is recomputed: it computes 4 products a number.
+
 Products of adapters: x A is saved, because it has only the width of the rank. (x A) B is recomputed, because it costs
 only rank multiplications an element. With fused adapters (kernels/fused_lora.py) one operator computes the products of
 a group of linears, and a rule recognizes this operator by the linears' joint size. Another operator computes a whole
@@ -47,7 +51,8 @@ ROUTING = {"fxtune.own_rows", "aten._assert_scalar"}
 and saved rows of experts fit no other routing. The compiler asserts the number of rows, and torch 2.11 cannot repeat
 this assertion in the backward pass."""
 GROUPS = ("attention", "matmuls")
-KNOWN = MATMULS.union(*(backend.operators for backend in BACKENDS.values()))
+RECURRENT = {"fxtune.linear_attention", "fxtune.short_convolution"}
+KNOWN = MATMULS.union(RECURRENT, *(backend.operators for backend in BACKENDS.values()))
 """Names that are valid even before the package that registers the operator is imported."""
 
 
@@ -61,6 +66,10 @@ class Rule(NamedTuple):
     """(in, out, saved) of single linears. These entries take precedence over the operator's name."""
     ranks: tuple[int, ...] = ()
     """The ranks of the adapters."""
+
+    def counts(self, name: str) -> bool:
+        """Whether the rule speaks of the operator `name`, by its name or by its group."""
+        return group_of(name) is not None or name in self.saved or name in self.recomputed
 
     def saves(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether a call of the operator `name` with `arguments` saves its result."""

@@ -36,7 +36,7 @@ _evidence = partial(Evidence, "checkpointing")
 class OperatorCount:
     """The runs of one operator in one layer, for second operands of one shape."""
 
-    group: str
+    group: str | None
     shape: tuple[int, int] | None
     """(in, out) of a product's second operand."""
     saved: bool
@@ -317,10 +317,10 @@ class Counts(upstream.TorchDispatchMode):
         name = name_of(func)
         if name.startswith("fxtune.lora_mlp"):
             self.fused(args[7] if name.endswith("backward") else args[3], args[0], args[-2])
-        group = group_of(name)
-        if group is not None and self.running:
+        index = self.running[-1] if self.running else None
+        if index is not None and self.rules[index].counts(name):
+            group = group_of(name)
             shape = weight_shape(name, args) if group == "matmuls" else None
-            index = self.running[-1]
             new = OperatorCount(group, shape, self.rules[index].saves(name, args))
             counted = self.operators[index].setdefault((name, shape), new)
             if self.backward:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from fxtune.models.dims import Shape
 from fxtune.models.structure import backbone
-from fxtune.techniques.attention import recurrent
+from fxtune.techniques.attention import linear, recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
 from scripts.make.small_models import small
@@ -26,6 +28,7 @@ FAMILIES = [
     "bamba",
     "zamba2",
     "mamba2",
+    "minimax",
 ]
 LENGTHS = (5, 1, 66, 2)
 
@@ -59,9 +62,29 @@ def test_packed_documents_equal_each_alone(kind):
     model.set_attn_implementation(FLASH4.implementation)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
     inputs = model_inputs(model, ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int())
-    found = body(**inputs)[0]
+    with FlopCounterMode(display=False) as counter:
+        found = body(**inputs)[0]
+    counted = counter.get_flop_counts()["Global"].get(torch.ops.fxtune.linear_attention, 0)
+    layers = Shape.of(model.config.to_dict()).counts
+    recurrences = [(each, count) for layer, count in layers for each in layer.recurrences]
+    assert counted == sum(LENGTHS) * sum(each.flops[0] * count for each, count in recurrences)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     for mine, other in zip(torch.autograd.grad(found, weights, seed, allow_unused=True), gradients, strict=True):
         assert (mine is None) == (other is None)
         if mine is not None and other is not None:
             assert (mine - other).abs().max() <= 1e-4 * other.abs().max() + 1e-6
+
+
+class Convolution(torch.nn.Module):
+    def forward(self, x, **kwargs):
+        return causal_conv1d_fn(x, **kwargs)  # noqa: F821
+
+
+class WithoutDocuments(torch.nn.Module):
+    def forward(self, x, seq_idx=None):
+        return causal_conv1d_fn(x, seq_idx=seq_idx)  # noqa: F821
+
+
+def test_a_part_that_does_not_get_the_documents_is_not_served():
+    assert linear.serves(Convolution(), decays=False)
+    assert not linear.serves(WithoutDocuments(), decays=False)

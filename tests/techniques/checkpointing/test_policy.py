@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import CPU, built, lora, random_model
-from support.checkpointing import NARROW, checkpointed, gradients, seen, with_random_lora_b
+from support.architectures import CPU, built, enable, facts_of, lora, random_model, tiny_model
+from support.checkpointing import NARROW, checkpointed, gradients, seen, traced, with_random_lora_b
 
 from fxtune.facts.options import Policy
+from fxtune.kernels import recurrence
 from fxtune.models.load import load_config
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.checkpointing.policy import group_of, weight_shape
@@ -69,3 +70,36 @@ def test_save_attention_recomputes_all_matmuls():
     told = seen(pipeline, built(pipeline, random_model("llama")))
     assert "flash_attention_for_cpu 2+0" in told
     assert "aten.mm (q_proj, o_proj) 4+4" in told
+
+
+@pytest.mark.parametrize(("kind", "is_compiled"), [("qwen3_next", False), ("mamba2", True)])
+def test_linear_attention_is_saved_and_its_convolution_recomputed(kind, is_compiled, monkeypatch):
+    model, runs = tiny_model(kind), []
+    forward = recurrence.forward
+    monkeypatch.setattr(recurrence, "forward", lambda *given: runs.append(1) or forward(*given))
+
+    def made(**options):
+        pipeline = enable(attention={})
+        pipeline.attention.resolve(facts_of(model))
+        if options:
+            checkpointed(pipeline, **options)
+        return pipeline, built(pipeline, model)
+
+    def ran(ours):
+        found = gradients(traced(ours) if is_compiled else ours)
+        runs.clear()
+        assert all(torch.equal(found[name], value) for name, value in gradients(ours).items())
+        return found, len(runs)
+
+    plain, layers = ran(made()[1])
+    assert layers > 1
+    for options, calls in (
+        ({}, f"fxtune.linear_attention {layers}+0"),
+        ({"save": ["attention", "fxtune.short_convolution"]}, f"fxtune.short_convolution {layers}+0"),
+        ({"recompute": ["fxtune.linear_attention"]}, f"fxtune.linear_attention {layers}+{layers}"),
+    ):
+        pipeline, ours = made(policy=Policy.selective, **options)
+        assert calls in seen(pipeline, ours)
+        found, again = ran(ours)
+        assert again == layers * (2 if "recompute" in options else 1)
+        assert all(torch.equal(plain[name], value) for name, value in found.items())

@@ -378,7 +378,9 @@ def test_options_chosen_by_auto_are_valid_in_a_recipe(gib, length):
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": Policy.selective}, NARROW], ids=["full", "selective", "narrow"])
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_5", "gemma3", "smolvlm", "llava"], "qwen2_5_vl", "llava"))
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen2_5_vl", "qwen3_5", "gemma3", "smolvlm", "llava"], "qwen2_5_vl", "llava")
+)
 def test_a_trained_tower_is_checkpointed_too(family, options):
     model, results = image_models.recipe(family), []
     for pipeline in (lora(vision=True), checkpointed(lora(vision=True), **options)):

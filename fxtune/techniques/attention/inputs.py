@@ -70,7 +70,7 @@ def model_inputs(
     assert keys is None or backend.shares, f"{backend.name} would ignore the keys of other documents"
     positions = known.positions(config, position_ids, rope_positions) if known else position_ids
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
-    if getattr(model, "reads_documents", False):  # recurrent.separate() says so
+    if getattr(model, "recurrent_operators", None):  # set by recurrent.separate()
         inputs.update(documents_of(cu_seqlens, input_ids.numel()))
     if images is not None and known is not None:
         assert pieces == 1, "settle/images.py refuses rows with images that are cut"

@@ -34,6 +34,9 @@ from fxtune.upstream.transformers import calls, with_operators
 BOUNDS, CHUNKS = "document_bounds", "document_chunks"
 """Arguments of a forward pass: cu_seqlens of its rows, and document_chunks() of it."""
 PACKAGE = "fla-core"
+RECURRENCE, CONVOLUTION = "linear_attention", "short_convolution"
+"""The operators of fxtune, without their namespace."""
+COMBINED = "mamba2_split_conv1d_scan_combined"
 
 
 def documents_of(cu_seqlens: Tensor, tokens: int) -> dict[str, Tensor]:
@@ -55,6 +58,12 @@ def serves(part: nn.Module, decays: bool) -> bool:
         return False
     known = calls(forward) & FUNCTIONS.keys()
     return bool(known - {"causal_conv1d_fn"} if decays else known)
+
+
+def operators(part: nn.Module) -> set[str]:
+    """The names of the operators that `part` calls after attach()."""
+    known = calls(type(part).forward) & FUNCTIONS.keys()
+    return {CONVOLUTION if name == "causal_conv1d_fn" else RECURRENCE for name in known - {COMBINED}}
 
 
 def attach(part: nn.Module) -> None:
@@ -135,7 +144,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _instead(_delta),
     "chunk_kimi_delta_attention": _instead(_delta),
     "mamba2_chunk_scan": _instead(_scan),
-    "mamba2_split_conv1d_scan_combined": _instead(_no_combination),
+    COMBINED: _instead(_no_combination),
 }
 """The name of a function of transformers -> a maker of what runs in its place."""
 

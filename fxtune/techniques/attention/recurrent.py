@@ -17,6 +17,8 @@ chunks of earlier tokens) are still refused.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +28,11 @@ from torch.nn import functional as F
 
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
+from fxtune.kernels import fla_package
 from fxtune.models.dims import DECAYS
 from fxtune.models.recurrent import mixers
 from fxtune.models.structure import backbone, decoder_layers, skeleton
+from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.techniques.attention import lightning, linear
 
 
@@ -133,7 +137,25 @@ def separate(model: nn.Module, operators: bool = True, packed: bool = True) -> N
         for module in {model, backbone(model)}:
             hook = functools.partial(_before_pass, documents, module is model, packed and len(served) < len(parts))
             module.register_forward_pre_hook(hook, with_kwargs=True)
-    model.reads_documents = bool(served)  # type: ignore[assignment]  # model_inputs() asks for it
+    called = [{linear.RECURRENCE} if lightning.serves(part) else linear.operators(part) for part in served]
+    model.recurrent_operators = Counter(itertools.chain(*called))  # type: ignore[assignment]
+
+
+def observe(model: nn.Module, probe: dict[str, Any]) -> tuple[str, str, bool] | None:
+    """What runs the recurrent layers of `model` after separate(), what a forward pass showed, and whether each layer
+    called its operators. None without operators."""
+    layers: Counter[str] | None = getattr(model, "recurrent_operators", None)
+    if not layers:
+        return None
+    seen = observe_operators(lambda: model(**probe), {name: f"^fxtune::{name}$" for name in layers})
+    calls = ", ".join(f"{seen[name].calls} calls of {name} in {count} layers" for name, count in layers.items())
+    kernels = sorted({short_name(kernel) for each in seen.values() for kernel in each.kernels})
+    on_gpu = next(model.parameters()).is_cuda
+    return (
+        f"recurrent layers: {fla_package.describe() if on_gpu else 'a plain loop over tokens'}",
+        calls + (f", on the device: {', '.join(kernels)}" if kernels else ""),
+        all(seen[name].calls >= count for name, count in layers.items()),
+    )
 
 
 def _before_pass(

@@ -212,6 +212,8 @@ class Attention(AttentionOptions, Technique):
                 some = self._by_auto and [*seen] == [implementation] and text.model_type not in isolation.PROVEN
                 acted = seen.get(implementation, 0) >= layers or some
                 evidence.append(Evidence("attention", f"{self.backend}: {backend.what}", observation, acted))
+            if seen_in_recurrence := recurrent.observe(model.module, probe):
+                evidence.append(Evidence("attention", *seen_in_recurrence))
             if isolation.document_numbers(probe).any():
                 evidence.append(self._isolation(model.module, probe))
                 if kind_of(model.module.config).images:

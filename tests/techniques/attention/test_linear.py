@@ -57,7 +57,9 @@ def test_packed_documents_equal_each_alone(kind):
     weights = [weight for weight in body.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(expected, weights, seed, allow_unused=True)
     recurrent.separate(model)
-    assert model.reads_documents
+    with torch.no_grad():
+        _, seen, acted = recurrent.observe(model, dict(input_ids=ids[:, :7], use_cache=False))
+    assert acted, seen
     FLASH4.prepare()
     model.set_attn_implementation(FLASH4.implementation)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
@@ -83,6 +85,16 @@ class Convolution(torch.nn.Module):
 class WithoutDocuments(torch.nn.Module):
     def forward(self, x, seq_idx=None):
         return causal_conv1d_fn(x, seq_idx=seq_idx)  # noqa: F821
+
+
+def test_a_layer_that_does_not_call_its_operator_is_seen():
+    model = built("qwen3_next")
+    recurrent.separate(model)
+    probe = dict(input_ids=torch.tensor([[5, 6, 7, 8]]), use_cache=False)
+    assert recurrent.observe(model, probe)[2]
+    del recurrent.mixers(model)[0].forward  # the class's own
+    _, seen, acted = recurrent.observe(model, probe)
+    assert not acted, seen
 
 
 def test_a_part_that_does_not_get_the_documents_is_not_served():

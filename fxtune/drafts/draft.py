@@ -18,7 +18,7 @@ from fxtune.drafts.rows import Rows, spread
 from fxtune.errors import ConfigError, StorageError
 from fxtune.models.load import Init, ModelConfig, load_config, load_tokenizer, with_shipped_config
 from fxtune.models.shipped import shipped_configs
-from fxtune.system.machine.facts import MachineFacts
+from fxtune.system.machine.facts import MachineFacts, installed_packages
 from fxtune.system.machine.packages import PACKAGES
 from fxtune.system.terminal.units import GIB
 from fxtune.training.forecast.run_forecast import RunForecast, forecast_run
@@ -158,7 +158,8 @@ def _fit(found: Draft, model: ModelConfig, card: MachineFacts, proposed: bool) -
             micro, forecast = best
             facts = forecast.facts
             memory = f"{forecast.need.device / GIB:.0f} of {facts.free_memory / GIB:.0f} GiB"
-            missing = [PACKAGES[name] for name in config.techniques.packages(facts) if name not in facts.packages]
+            here = installed_packages()  # the forecast takes a named card's machine to have all of them
+            missing = [PACKAGES[name] for name in config.techniques.packages(facts) if name not in here]
             first = "".join(f"; first `{package.install}`, for {package.purpose}" for package in missing)
             found.set("techniques", bundle, f"{memory} of {card.device_name} by forecast{first}")
             found.set("train.micro_batch_size", micro, "the largest that fits")

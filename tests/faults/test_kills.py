@@ -168,6 +168,14 @@ def test_run_killed_in_each_stage_of_its_rows_equals_undisturbed_run(killed, und
     assert stages == {0, 1, 2}, kills
 
 
+def test_killed_run_of_a_hybrid_on_packed_rows_equals_an_undisturbed_one(killed, undisturbed, tmp_path):
+    reference = undisturbed("hybrid")
+    (kill,) = killed("hybrid", reference, Aim("training", 4, 0.5))
+    assert 0 < kill.resumed < len(reference.ending.steps)
+    evidence = (tmp_path / "hybrid" / "run" / "evidence.json").read_text()
+    assert "calls of linear_attention in 1 layers" in evidence
+
+
 @pytest.mark.slow
 def test_orphaned_workers_end_and_change_no_bit(killed, undisturbed):
     """The reference runs without workers. The killed process leaves its workers behind while the next attempt starts

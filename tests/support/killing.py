@@ -418,6 +418,16 @@ MODES: dict[str, tuple[str, ...]] = {
         "loader.num_workers=2",
         "techniques.lora.dropout=0.1",
     ),
+    "hybrid": (
+        *LEARNS,
+        "model.architecture={model_type:qwen3_5_text,vocab_size:1024,hidden_size:32,intermediate_size:64,"
+        "num_hidden_layers:2,layer_types:[linear_attention,full_attention],num_attention_heads:2,"
+        "num_key_value_heads:1,head_dim:16,linear_num_key_heads:1,linear_num_value_heads:2,linear_key_head_dim:16,"
+        "linear_value_head_dim:16}",
+        "data.packing=true",
+        "checkpoint.every=2",
+        "train.max_steps=8",
+    ),
     "mixture": (QWEN3_MOE, *ON_EXPERTS, *LEARNS),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtune.models.dims import Shape
-from fxtune.models.structure import backbone
+from fxtune.models.structure import backbone, decoder_layers
 from fxtune.techniques.attention import linear, recurrent
 from fxtune.techniques.attention.backends.flash4 import FLASH4
 from fxtune.techniques.attention.inputs import model_inputs
@@ -80,6 +81,32 @@ def test_packed_documents_equal_each_alone(kind):
         assert (mine is None) == (other is None)
         if mine is not None and other is not None:
             assert (mine - other).abs().max() <= 1e-4 * other.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "nemotron_h"])
+def test_compiled_layers_are_one_graph_whatever_the_documents(kind):
+    model, compiled = built(kind), built(kind)
+    graphs = CompileCounterWithBackend("aot_eager")
+    for each in (model, compiled):
+        recurrent.separate(each)
+    for layer in decoder_layers(compiled):
+        layer.forward = torch.compile(layer.forward, backend=graphs, fullgraph=True, dynamic=False)
+    made = []
+    for lengths in ((5, 1, 66, 2), (37, 37, 0, 0), (1, 1, 1, 71)):
+        total = sum(lengths)
+        ids = torch.randint(3, 1000, (1, total))
+        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        results = []
+        for each in (model, compiled):
+            each.zero_grad()
+            out = backbone(each)(**model_inputs(each, ids, positions, bounds))[0]
+            out.square().sum().backward()
+            results.append([out, *(weight.grad for weight in each.parameters() if weight.grad is not None)])
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * float(other.detach().abs().max()))
+        made.append(graphs.frame_count)
+    assert made[0] == made[-1], made
 
 
 class Convolution(torch.nn.Module):

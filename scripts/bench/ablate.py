@@ -87,6 +87,15 @@ def _qwen3_5(hidden: int, layers: int, heads: int, key_heads: int, **more: Any) 
     )
 
 
+def _shipped(name: str, layers: int) -> dict[str, Any]:
+    """The language model of a config that ships with fxtune, with its first `layers` layers."""
+    lines = (ROOT / "fxtune" / "assets" / "model_configs.json").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith('{"ids"') and f'"{name}"' in line)
+    text = {"max_position_embeddings": 131072, **json.loads(line.rstrip(","))["config"]["text_config"]}
+    kinds = {"layer_types": text["layer_types"][:layers]} if "layer_types" in text else {}
+    return {**text, **kinds, "num_hidden_layers": layers}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": _llama(4096, 14336, 32, 32, 8),
     "70b": _llama(8192, 28672, 80, 64, 8),
@@ -120,6 +129,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
     ),
+    "gemma4_31b": _shipped("google/gemma-4-31B", 20),  # a third of its layers
+    "llama4_scout": _shipped("meta-llama/Llama-4-Scout-17B-16E", 6),  # an eighth of its layers
     "qwen3_5_tiny": {
         **_qwen3_5(64, 4, 4, 2, intermediate_size=128, tie_word_embeddings=True),
         **dict(vocab_size=1024, head_dim=64, linear_key_head_dim=16, linear_value_head_dim=16),

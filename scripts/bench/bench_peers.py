@@ -88,7 +88,7 @@ import ablate  # noqa: E402
 import baselines  # noqa: E402
 import image_documents  # noqa: E402
 from baselines import Measurement  # noqa: E402
-from peer_tools import write_model  # noqa: E402
+from peer_tools import is_mixture, write_model  # noqa: E402
 
 SHAPES = {**ablate.SHAPES, **image_documents.SHAPES}
 TOOLS = ("fxtune", "trl", "unsloth")
@@ -222,6 +222,10 @@ CASES = {
     "qwen3_5_9b_chats": Case("qwen3_5_9b", 4096, 4, chats=True, step_documents=32),
     "qwen3_5_9b_1x65536": Case("qwen3_5_9b", 65536, 1, steps=2, warm_up=2),
     "qwen3_5_35b_4x4096": Case("qwen3_5_35b", 4096, 4, MIXED, steps=5),
+    "qwen3_vl_8b_1024": Case("qwen3_vl_8b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
+    "qwen3_5_vl_9b_1024": Case("qwen3_5_vl_9b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
+    "gemma4_31b_4x4096": Case("gemma4_31b", 4096, 4),
+    "llama4_scout_4x4096": Case("llama4_scout", 4096, 4, MIXED),
     "smoke_hybrid": Case("qwen3_5_tiny", 256, 2, steps=2, warm_up=2),
     "smoke_hybrid_chats": Case("qwen3_5_tiny", 1024, 2, chats=True, step_documents=4, steps=2, warm_up=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
@@ -442,7 +446,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
     case, steps = CASES[name], args.steps or CASES[name].steps
     return [
         "model.path=null",
-        f"model.tokenizer={processor_folder(args.scratch) if case.images else 'builtin:tiny'}",
+        f"model.tokenizer={processor_folder(case, args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
         f"model.architecture={in_words(architecture(case.shape, case.length))}",
         f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
@@ -480,9 +484,10 @@ def in_words(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def processor_folder(scratch: Path) -> Path:
-    """The folder of the processor of all cases with images."""
-    return image_documents.write_processor(TOKENIZER, scratch / "processor")
+def processor_folder(case: Case, scratch: Path) -> Path:
+    """The folder of the processor of a case with images."""
+    shape = SHAPES[case.shape]
+    return image_documents.write_processor(TOKENIZER, scratch / f"processor-{shape['model_type']}", shape)
 
 
 def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -492,7 +497,7 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
     groups = settings_to_try(case, tool, args.gpus)[-1 if args.smoke else 0 :]
     if not groups:
         return {"error": "not compared here"}
-    tokenizer = processor_folder(args.scratch) if case.images else TOKENIZER
+    tokenizer = processor_folder(case, args.scratch) if case.images else TOKENIZER
     request = dict(
         tool=tool,
         shape=SHAPES[case.shape],
@@ -606,7 +611,7 @@ def one_group(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
     """A peer's settings for a case without images."""
     if case.pairs:
         return PAIRED[tool]
-    mixture = "num_experts" in SHAPES[case.shape]
+    mixture = is_mixture(SHAPES[case.shape])
     if case.full:
         return () if mixture else (FULL_ALONE if gpus == 1 else FULL_FSDP)[tool]
     if mixture:
@@ -640,17 +645,18 @@ def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
     """The JSONL file with a case's documents, enough for all steps. Writes the file if it does not exist."""
     count = (steps + case.warm_up) * case.step_rows(gpus)
     if case.images:
-        least, most = case.images
+        (least, most), side = case.images, image_documents.side(SHAPES[case.shape])
         # Steps of peers have a fixed number of documents; rows of documents of several sizes are never quite full.
         all_steps = (steps + case.warm_up) * gpus
         tokens = count * case.length if least == most else (count + 1) * case.length
         return image_documents.write_documents(
-            folder / f"images-{least}-{most}-{case.text}-{count}",
+            folder / f"images-{side}-{least}-{most}-{case.text}-{count}",
             all_steps * case.step_documents,
             tokens,
             case.text,
             (least, most),
             TOKENIZER,
+            side,
         )
     kind = "pairs-" * bool(case.pairs) + ("chats" if case.chats else "random")
     file = folder / f"{kind}-{case.length}-{count}.jsonl"

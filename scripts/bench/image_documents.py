@@ -1,6 +1,6 @@
 """Documents with one image each for bench_peers.py, and the vision models that read them.
 
-The processor is Qwen2.5-VL's, with the built-in tokenizer and Qwen's image tokens. This module does not import fxtune,
+The processor is Qwen2.5-VL's or Qwen3-VL's, with the built-in tokenizer and Qwen's image tokens. This module does not import fxtune,
 because the processes of the peers import this module.
 """
 
@@ -14,8 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIDE = 28
-"""Pixels on each side of the square of an image token."""
+import ablate
+
+PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
+"""Model type -> pixels on each side of a patch. An image token is a square of two by two patches."""
+PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
 TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
@@ -39,7 +42,39 @@ def _qwen2_5_vl(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _qwen3(model_type: str, text: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    """Qwen3-VL and Qwen3.5, with the vision encoder of their sizes around 8B."""
+    shared = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0)
+    patches = dict(patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=2304)
+    sizes = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
+    return dict(
+        model_type=model_type,
+        **IDS,
+        tie_word_embeddings=False,
+        text_config=dict(model_type=f"{model_type}_text", **shared, **text),
+        vision_config=dict(model_type=model_type, out_hidden_size=text["hidden_size"], **patches, **sizes, **vision),
+    )
+
+
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_vl_8b": _qwen3(
+        "qwen3_vl",
+        dict(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=262144,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
+            ),
+        ),
+        deepstack_visual_indexes=[8, 16, 24],
+    ),
+    "qwen3_5_vl_9b": _qwen3("qwen3_5", {k: v for k, v in ablate.SHAPES["qwen3_5_9b"].items() if k != "model_type"}),
     "qwen2_5_vl_7b": _qwen2_5_vl(
         dict(
             vocab_size=152064,
@@ -89,26 +124,30 @@ QUESTION = 0.1
 """Share of the text that the question has. The answer has the rest."""
 
 
-def write_processor(tokenizer: Path, folder: Path) -> Path:
-    """Write the files of a tokenizer and a processor unless they exist. Returns `folder`."""
+def side(shape: dict[str, Any]) -> int:
+    """Pixels on each side of the square of an image token."""
+    return 2 * PATCHES[shape["model_type"]]
+
+
+def write_processor(tokenizer: Path, folder: Path, shape: dict[str, Any]) -> Path:
+    """Write the files of a tokenizer and a processor for `shape` unless they exist. Returns `folder`."""
+    name, patch, area = PROCESSORS[shape["model_type"]], PATCHES[shape["model_type"]], side(shape) ** 2
     if (folder / "preprocessor_config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     words = json.loads((tokenizer / "tokenizer.json").read_text())
     special = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    words["added_tokens"] += [dict(id=IDS[name], content=token, **special) for name, token in TOKENS.items()]
+    words["added_tokens"] += [dict(id=IDS[key], content=token, **special) for key, token in TOKENS.items()]
     (folder / "tokenizer.json").write_text(json.dumps(words))
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     settings["additional_special_tokens"] += TOKENS.values()
-    settings |= dict(model_max_length=131072, processor_class="Qwen2_5_VLProcessor")
+    settings |= dict(model_max_length=131072, processor_class=name)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    sizes = dict(
-        patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=4 * SIDE**2, max_pixels=16384 * SIDE**2
-    )
+    sizes = dict(patch_size=patch, merge_size=2, temporal_patch_size=2, min_pixels=4 * area, max_pixels=16384 * area)
     sizes |= dict(
-        size=dict(shortest_edge=4 * SIDE**2, longest_edge=16384 * SIDE**2),
-        processor_class="Qwen2_5_VLProcessor",
+        size=dict(shortest_edge=4 * area, longest_edge=16384 * area),
+        processor_class=name,
         image_mean=[0.48145466, 0.4578275, 0.40821073],
         image_std=[0.26862954, 0.26130258, 0.27577711],
     )
@@ -122,7 +161,7 @@ def write_processor(tokenizer: Path, folder: Path) -> Path:
 
 
 def write_documents(
-    folder: Path, count: int, tokens: int, text: int, images: tuple[int, int], tokenizer: Path
+    folder: Path, count: int, tokens: int, text: int, images: tuple[int, int], tokenizer: Path, side: int
 ) -> Path:
     """Write a JSONL file of chats with one JPEG each, unless the file exists. Returns the file.
 
@@ -133,6 +172,7 @@ def write_documents(
         text: tokens of a document without its image: template, question and answer.
         images: least and most tokens of an image. Sizes are log-uniform, with aspect ratios up to 2.
         tokenizer: the folder of the built-in tokenizer.
+        side: pixels on each side of the square of an image token.
     """
     file = folder / "documents.jsonl"
     if file.exists():
@@ -145,7 +185,7 @@ def write_documents(
         rows, columns = grid(draw, *images)
         name = f"images/{len(lines)}.jpg"
         # Sides are not whole numbers of tokens: each tool must resize the image, like a user's image.
-        draw_image(draw, rows * SIDE + draw.randint(-9, 9), columns * SIDE + draw.randint(-9, 9)).save(
+        draw_image(draw, rows * side + draw.randint(-9, 9), columns * side + draw.randint(-9, 9)).save(
             folder / name, quality=90
         )
         question, answer = say(draw)

@@ -29,19 +29,25 @@ def adapters(request: dict[str, Any]) -> dict[str, Any]:
     """The LoRA settings of both peers: adapters on all linears of a block of the language model, and on the experts of
     a mixture."""
     common = dict(r=16, lora_alpha=32, lora_dropout=0.0, bias="none")
-    if "vision_config" in request["shape"]:
+    shape = request["shape"]
+    linears = [*LINEARS, *DELTA * ("linear_key_head_dim" in shape.get("text_config", shape))]
+    if "vision_config" in shape:
         if request["tool"] == "unsloth":
             return dict(common, finetune_vision_layers=False, finetune_language_layers=True)
         # The tower has linears of the same names.
-        return dict(common, target_modules=rf".*\.language_model\..*\.({'|'.join(LINEARS)})")
-    linears = [*LINEARS, *DELTA * ("linear_key_head_dim" in request["shape"])]
-    if "num_experts" not in request["shape"]:
+        return dict(common, target_modules=rf".*\.language_model\..*\.({'|'.join(linears)})")
+    if not is_mixture(shape):
         return dict(common, target_modules=linears)
     if request["tool"] == "unsloth":
         return dict(common, target_modules=[*linears, *EXPERTS])
     # A shared expert has linears of the MLP's names.
-    linears = linears if "shared_expert_intermediate_size" in request["shape"] else linears[:4]
+    shares = "shared_expert_intermediate_size" in shape or shape["model_type"] == "llama4_text"
+    linears = linears if shares else linears[:4]
     return dict(common, target_modules=linears, target_parameters=[f"mlp.experts.{name}" for name in EXPERTS])
+
+
+def is_mixture(shape: dict[str, Any]) -> bool:
+    return bool({"num_experts", "num_local_experts"} & shape.keys())
 
 
 def main(request: dict[str, Any]) -> None:
@@ -236,7 +242,8 @@ def image_rows(request: dict[str, Any]) -> Any:
 
 
 def read_processor(folder: str) -> Any:
-    """The processor of Qwen2.5-VL. Without torchvision, which transformers needs for its videos, one without videos."""
+    """The processor of a case with images. Without torchvision, which transformers needs for videos, Qwen2.5-VL's
+    without videos."""
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Qwen2_5_VLProcessor
     from transformers.utils import is_torchvision_available
 

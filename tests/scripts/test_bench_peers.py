@@ -226,17 +226,25 @@ def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_
     assert ran[4:] == ["c=1"], "only what failed runs again"
 
 
-@pytest.mark.parametrize("name", ["vl_7b_1024", "vl_7b_mixed"])
+@pytest.mark.parametrize("name", ["vl_7b_1024", "vl_7b_mixed", "qwen3_vl_8b_1024", "qwen3_5_vl_9b_1024"])
 def test_documents_with_images_have_the_requested_tokens_in_fxtune(name, fxtune_words, cwd, monkeypatch):
-    tiny = dict(image_documents.SHAPES["qwen2_5_vl_tiny"])
-    tiny["text_config"] = dict(tiny["text_config"], max_position_embeddings=32768)
-    monkeypatch.setitem(bench_peers.SHAPES, "qwen2_5_vl_7b", tiny)
     case = replace(bench_peers.CASES[name], warm_up=0, length=16128)
+    given, tiny = bench_peers.SHAPES[case.shape], image_documents.SHAPES["qwen2_5_vl_tiny"]
+    text = {key: value for key, value in tiny["text_config"].items() if key not in ("model_type", "rope_parameters")}
+    text |= dict(vocab_size=1040, max_position_embeddings=32768, head_dim=16, num_hidden_layers=4)
+    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
+    if "deepstack_visual_indexes" in given["vision_config"]:
+        vision["deepstack_visual_indexes"] = [0]
+    if "fullatt_block_indexes" in given["vision_config"]:
+        vision["fullatt_block_indexes"] = [1]
+        text |= dict(rope_parameters=tiny["text_config"]["rope_parameters"])
+    parts = dict(text_config=given["text_config"] | text, vision_config=given["vision_config"] | vision)
+    monkeypatch.setitem(bench_peers.SHAPES, case.shape, given | parts)
     monkeypatch.setitem(bench_peers.CASES, name, replace(case, ours=("techniques=lora", "run.device=cpu")))
     plan = RunBuilder(load(fxtune_words(name, "--steps", "1"))).read()[1].training
     summary = plan.summary()
     assert summary["dropped"] == summary["truncated"] == summary["split"] == 0
-    if name == "vl_7b_1024":
+    if name.endswith("_1024"):
         assert (summary["segments"], summary["tokens"]) == (12, bench_peers.step_tokens(case)), "a step is a full row"
     else:
         assert summary["segments"] >= 12
@@ -314,12 +322,14 @@ def test_folder_for_unsloth_has_every_weight_and_takes_no_space(name, tmp_path):
     """transformers reads the folder as Unsloth does. Drawn weights are spread as transformers draws them."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    shape, images = bench_peers.SHAPES[name], name.startswith("qwen")
+    shape, images = bench_peers.SHAPES[name], "vision_config" in bench_peers.SHAPES[name]
     if not images:
         few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32) if "num_experts" in shape else {}
         shape = {**shape, **_SMALL, **few}
     tokenizer = (
-        image_documents.write_processor(bench_peers.TOKENIZER, tmp_path / "p") if images else bench_peers.TOKENIZER
+        image_documents.write_processor(bench_peers.TOKENIZER, tmp_path / "p", shape)
+        if images
+        else bench_peers.TOKENIZER
     )
     (folder := tmp_path / "model").mkdir()
     peer_tools.write(dict(shape=shape, length=128, model=str(folder), tokenizer=str(tokenizer)))

@@ -30,8 +30,10 @@ __version__ = "0.1.0"
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-# fla-core reads this variable when transformers imports it: fixed launch settings, see kernels/fla_package.py.
+# transformers imports fla-core with a model's code. Its launch settings are fixed (kernels/fla_package.py), and
+# FlashQLA does not run by accident.
 os.environ.setdefault("FLA_CACHE_MODE", "strict")
+os.environ.setdefault("FLA_FLASH_QLA", "0")
 
 # The guard is installed here, because each child process imports fxtune before it reads a model's folder.
 remote_code.install_guard()

@@ -41,7 +41,7 @@ from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weight
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
-from fxtune.models.recurrent import return_input_dtype
+from fxtune.models.recurrent import return_input_dtype, use_reference
 from fxtune.models.replacement import PackedExperts, PackedLinear
 from fxtune.models.structure import image_arguments
 from fxtune.system.process.oom import out_of_memory_reason
@@ -242,6 +242,7 @@ class _Plain:
         for path, module in list(plain.named_modules()):
             self._fill(plain, path, module)
         return_input_dtype(plain)
+        use_reference(plain)
         plain.eval()
         if not self.adapted:
             return plain

@@ -3,9 +3,9 @@
 attention with q = C, k = B and v = x dt. recurrence.py has the formulas.
 
     which         decay g                  step beta
-    delta         one number for a head    given
-    kda           one for each key number  given
-    scan          one number for a head    none
+    delta         per head                 given
+    kda           per key channel          given
+    scan          per head                 none
 
 On a GPU the kernels are flash-linear-attention's (package fla-core), which compute chunks of 64 tokens as matmuls; on
 a CPU recurrence.py runs. `chunks` names for each chunk its document and its place there, so that the host need not
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fxtune.kernels import fla_package, recurrence
 from fxtune.upstream import fla
 
-CHUNK = 64
+CHUNK = fla.CHUNK
 """Tokens of a chunk: flash-linear-attention's kernels have no other size."""
 
 
@@ -55,6 +55,7 @@ def linear_attention(
 
     q, k [tokens, key heads, K], each for heads / key heads value heads that follow one another. v [tokens, heads, V].
     g: the logarithm of the decay, float32 [tokens, heads] or [tokens, heads, K]. beta [tokens, heads], or None.
+    `cu_seqlens` ends at `tokens`: padding is a document of its own.
     """
     return torch.ops.fxtune.linear_attention(q, k, v, g, beta, scale, cu_seqlens, chunks)[0]
 
@@ -142,7 +143,13 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     like = [torch.empty_like(of, memory_format=torch.contiguous_format) for of in (q, k, v, g)]
     dq, dk, dv, dg = like
-    return dq, dk, dv, dg, v.new_empty(0) if beta is None else torch.empty_like(beta)
+    return (
+        dq,
+        dk,
+        dv,
+        dg,
+        v.new_empty(0) if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format),
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

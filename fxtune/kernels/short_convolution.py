@@ -3,8 +3,7 @@
     y[t, d] = act(bias[d] + sum over w of weight[d, w] x[t - (W - 1) + w, d])
 
 where tokens before a document's first count as zero. On a GPU the kernels are flash-linear-attention's; on a CPU W
-shifted products. The convolution's result is not kept for the backward pass, which computes it again: W products a
-number.
+shifted products. The backward pass computes the result again, with W multiplications an element.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ def short_convolution(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
 ) -> Tensor:
     """[tokens, channels], in the dtype of `x` [tokens, channels], for the documents that `cu_seqlens` (int32) bounds.
-    weight [channels, W]; bias [channels]; chunks: see linear_attention.document_chunks()."""
+    weight [channels, W]; bias [channels]; chunks: see linear_attention.document_chunks(). `cu_seqlens` ends at
+    `tokens`: padding is a document of its own."""
     return torch.ops.fxtune.short_convolution(x, weight, bias, silu, cu_seqlens, chunks)
 
 
@@ -58,11 +58,11 @@ def _backward(
     width, dx, columns = weight.shape[1], torch.zeros_like(x, dtype=torch.float32), []
     for at in range(width):
         back = width - 1 - at
-        inside = _inside(cu_seqlens, len(x), back)
+        inside = _same_document(cu_seqlens, len(x), back)
         columns.append((dy * _shifted(x.float(), back) * inside).sum(0))
         dx += F.pad((dy * inside * weight[:, at].float())[back:], (0, 0, 0, back))
     dbias = x.new_empty(0) if bias is None else dy.sum(0).to(bias.dtype)
-    return dx.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), dbias
+    return dx.to(x.dtype).contiguous(), torch.stack(columns, 1).to(weight.dtype), dbias
 
 
 @_backward.register_fake
@@ -93,7 +93,7 @@ def _sums(x: Tensor, weight: Tensor, bias: Optional[Tensor], cu_seqlens: Tensor)
     y = torch.zeros_like(x) if bias is None else bias.float().expand_as(x)
     for at in range(width):
         back = width - 1 - at
-        y = y + weight[:, at].float() * _shifted(x, back) * _inside(cu_seqlens, len(x), back)
+        y = y + weight[:, at].float() * _shifted(x, back) * _same_document(cu_seqlens, len(x), back)
     return y
 
 
@@ -102,7 +102,7 @@ def _shifted(x: Tensor, back: int) -> Tensor:
     return F.pad(x, (0, 0, back, 0))[: len(x)]
 
 
-def _inside(cu_seqlens: Tensor, tokens: int, back: int) -> Tensor:
+def _same_document(cu_seqlens: Tensor, tokens: int, back: int) -> Tensor:
     """[tokens, 1]: whether the token `back` before each is in the same document."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     begin = cu_seqlens.long()[torch.searchsorted(cu_seqlens.long(), at, right=True) - 1]

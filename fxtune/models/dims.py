@@ -47,6 +47,7 @@ class Recurrence:
     """Linear attention with a decaying state in a layer (kernels/linear_attention.py)."""
 
     heads: int
+    key_heads: int
     width: int
     """Width of a query's and a key's head."""
     value_width: int
@@ -61,12 +62,20 @@ class Recurrence:
 
     @property
     def decays(self) -> int:
-        """How many numbers the decays of a token are."""
+        """Elements of a token's decays."""
         return self.heads * (self.width if self.which == "kda" else 1)
 
     @property
+    def beside(self) -> int:
+        """Elements per token that a layer keeps around the recurrence: its result before and after the norm (a scan:
+        its values and result); for a delta rule also queries and keys after their norms, and the steps."""
+        results = 2 * self.heads * self.value_width
+        return results if self.which == "scan" else results + 2 * self.key_heads * self.width + self.heads
+
+    @property
     def matrices(self) -> int:
-        """How many numbers the kernels keep for a token beside sums of decays: rows of [CHUNK, CHUNK] matrices."""
+        """Elements per token that the kernels keep beside sums of decays: for each head a row of each matrix
+        [CHUNK, CHUNK]."""
         return self.heads * fla.CHUNK * {"scan": 0, "delta": 1, "kda": 2}[self.which]
 
 
@@ -310,13 +319,13 @@ def _attention(module: Any, index: int, text: Any, hidden: int) -> Attention | N
 def _recurrence(module: Any) -> Recurrence | None:
     """The recurrence whose decays `module` computes; None if it is not linear attention with heads."""
     if hasattr(module, "num_v_heads"):
-        return Recurrence(module.num_v_heads, module.head_k_dim, module.head_v_dim, "delta")
+        return Recurrence(module.num_v_heads, module.num_k_heads, module.head_k_dim, module.head_v_dim, "delta")
     heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
     width = getattr(module, "head_dim", None)
     if heads is None or width is None:
         return None
     which = "scan" if hasattr(module, "ssm_state_size") or hasattr(module, "slope_rate") else "kda"
-    return Recurrence(heads, getattr(module, "ssm_state_size", width), width, which)
+    return Recurrence(heads, heads, getattr(module, "ssm_state_size", width), width, which)
 
 
 def layer_config(text: Any, index: int) -> Any:

@@ -339,6 +339,7 @@ def build(
         with phase("Reading the weights", announce=False):
             built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
     recurrent.keep_float32(built, origin)
+    recurrent.use_reference(built)
     built.name_or_path = origin.name if origin else ""  # peft reads the base's name here
     if before:
         grow(built, rows)

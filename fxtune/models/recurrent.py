@@ -8,6 +8,8 @@ except in a few families. keep_float32() reads them again.
 
 from __future__ import annotations
 
+import inspect
+import types
 from typing import Any
 
 import torch
@@ -18,14 +20,24 @@ from fxtune.models.shards import names_in_files
 from fxtune.models.structure import base_dtype, decoder_layers
 from fxtune.models.weights import readable_files, stored
 from fxtune.system.files.hub import Origin
+from fxtune.upstream.transformers import calls, with_operators
 
 SCALARS = ("A_log", "dt_bias", "D")
 """Parameters of a gated delta rule, of KDA and of a state-space model: the decay, the bias of the step size, and the
-share of the input in the output. The code of each family computes with them in float32."""
+share of the input in the output. fxtune's operators compute with them in float32."""
 
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Linears of Qwen's gated delta rule with one or two outputs for each head: the decay, and the share of the new value.
 They get adapters only if a recipe names them, because servers leave such adapters out (sglang#30499)."""
+
+
+KERNELS = (
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+)
+"""Functions of transformers that run fla-core's kernels, on any device, where the package is installed."""
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -52,8 +64,8 @@ def precise_parameters(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
 
 
 def keep_float32(model: Any, origin: Origin | None) -> None:
-    """Read those precise_parameters() again, in place, that the files of `origin` store in float32. Parameters without
-    memory only get the dtype. `origin`: None: the weights are drawn, and all precise_parameters() become float32."""
+    """Read again, in float32 and in place, those precise_parameters() that the files of `origin` store in float32. On
+    the meta device only the dtype changes. Without an `origin` the weights are random, and all become float32."""
     if not (precise := precise_parameters(model)):
         return
     if origin is None:
@@ -70,6 +82,18 @@ def keep_float32(model: Any, origin: Origin | None) -> None:
                 values = parameter if parameter.is_meta else opened.get_tensor(key).to(parameter.device)
                 parameter.data = values.detach().float().clone()
     return_input_dtype(model)
+
+
+def use_reference(model: nn.Module) -> None:
+    """Let recurrent parts of a model on a CPU run transformers' own code, in place. transformers chooses fla-core's
+    kernels when it imports a family, before it knows a tensor's device."""
+    if next(model.parameters()).device.type != "cpu":
+        return
+    for part in mixers(model):
+        forward = type(part).forward
+        if not calls(forward).isdisjoint(KERNELS):
+            plain = with_operators(forward, tuple((name, inspect.unwrap) for name in KERNELS))
+            part.forward = types.MethodType(plain, part)
 
 
 def return_input_dtype(model: nn.Module) -> None:

@@ -7,6 +7,9 @@ When they are gone: the range of fla-core in pyproject.toml ends before the vers
 The scan runs the parts of the gated delta rule with a correction of zero. simple_gla's own functions wait for the
 device to count chunks, and take no key head that serves several value heads.
 
+fla-core keeps chunk offsets by the identity of `cu_seqlens`, so no caller may write into that tensor in place
+(compile/cuda_graphs.py records over copies).
+
 All tensors are of one packed row: [tokens, ...] here, [1, tokens, ...] there.
 """
 
@@ -119,7 +122,7 @@ def convolution(
     from fla.modules.causal_conv1d import causal_conv1d_fwd
 
     out, _ = causal_conv1d_fwd(x.unsqueeze(0), weight, bias, None, **_of_convolution(silu, cu_seqlens, chunks))
-    return out[0]
+    return out[0].contiguous()
 
 
 def convolution_backward(
@@ -137,7 +140,14 @@ def convolution_backward(
     dx, dweight, dbias, *_ = causal_conv1d_bwd(
         x.unsqueeze(0), _row(grad), None, weight, bias, **_of_convolution(silu, cu_seqlens, chunks)
     )
-    return dx[0], dweight, x.new_empty(0) if dbias is None else dbias
+    return dx[0].contiguous(), dweight, x.new_empty(0) if dbias is None else dbias
+
+
+def runs_tilelang() -> bool:
+    """Whether tilelang's kernels compute gradients of a decay: installed, with a compiler, and switched on."""
+    from fla.ops.common.backends.tilelang import CommonTileLangBackend as Backend
+
+    return bool(Backend.is_available() and Backend().is_enabled())
 
 
 def flops(which: str, keys: int, values: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Writes the launch settings of fla-core's kernels that fxtune ships, from the choices of Triton's autotuner on this card.
 
-    TRITON_CACHE_DIR=/tmp/tuned FLA_CACHE_RESULTS=1 FLA_CACHE_MODE=disabled python scripts/make/launch_settings.py --tune
+    TRITON_CACHE_DIR=/tmp/tuned python scripts/make/launch_settings.py --tune
     python scripts/make/launch_settings.py /tmp/tuned          # writes fxtune/kernels/launch_settings/hopper/
 
 `--tune` runs the gated delta rule and its convolution at the shape of Qwen3.5 9B, 16,384 tokens in four documents, and
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def channels(heads: tuple[int, int]) -> int:
 
 
 def tune() -> None:
+    # Before fxtune is imported, which turns the table on.
+    os.environ.update(FLA_CACHE_MODE="disabled", FLA_CACHE_RESULTS="1")
     import torch
 
     from fxtune.kernels.linear_attention import document_chunks, linear_attention
@@ -73,7 +76,11 @@ def write(cache: Path) -> None:
             text = json.dumps(key, separators=(",", ":"), sort_keys=True)
             entry = dict(autotune_key=key, config=settings)
             tables.setdefault(name, {})[hashlib.md5(text.encode()).hexdigest()] = entry
+    if not tables:
+        raise SystemExit(f"{cache}: no file *.autotune.json. Run --tune with this folder as TRITON_CACHE_DIR first.")
     TARGET.mkdir(parents=True, exist_ok=True)
+    for stale in TARGET.glob("*.json"):
+        stale.unlink()
     for name, entries in tables.items():
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(entries.items()))
         (TARGET / f"{name}.json").write_text(f'{{"kernel_name": "{name}", "autotune_entries": {{\n{lines}\n}}}}\n')

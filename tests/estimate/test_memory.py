@@ -52,8 +52,9 @@ def test_recurrent_layers_keep_their_operators_tensors():
     kept = 24 * (2 * (4096 + 4096) + chunks) + 8 * (2 * (4096 + 4096) + 4 * 16)
     assert forecast(facts, RecomputePlan("attention")).kept == tokens * kept
     whole, without = (forecast(facts, RecomputePlan(level)).kept for level in ("everything", "wide"))
-    # What convolutions made, decays and steps; and the inputs of both norms.
-    inputs = 24 * (2 * 8192 + 4 * 32 + 2 * 32) + 32 * 2 * 2 * 4096
+    # What convolutions made, queries and keys after their norms, results before and after their norm, decays and steps;
+    # and the inputs of both norms.
+    inputs = 24 * (2 * (8192 + 2 * 16 * 128 + 2 * 4096) + 4 * 32 + 2 * 32) + 32 * 2 * 2 * 4096
     assert whole - without == tokens * inputs
     # The states of all chunks and their gradients, and tensors like keys and values.
     many = {**QWEN3_5, "intermediate_size": 64}

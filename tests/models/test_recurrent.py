@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from support.harness import command, run, user_environment
 from support.hybrids import hybrid, precise
 
 from fxtune.distributed.world import World
@@ -50,3 +53,25 @@ def test_drawn_states_are_float32(tmp_path):
     dtypes = {name.rpartition("linear_attn.")[2]: weight.dtype for name, weight in model.named_parameters()}
     assert dtypes["A_log"] is dtypes["norm.weight"] is torch.float32
     assert dtypes["in_proj_qkv.weight"] is dtypes["conv1d.weight"] is torch.bfloat16
+
+
+FLA = """
+def chunk_gated_delta_rule(q, **given):
+    raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+fused_recurrent_gated_delta_rule = chunk_gated_delta_rule
+"""
+
+
+def test_a_model_on_a_cpu_runs_where_fla_core_is_installed(tmp_path):
+    """transformers hands tensors of any device to the package."""
+    package = tmp_path / "path" / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text(FLA if folder == package else "")
+    hybrid("qwen3_5_text", tmp_path / "base")
+    keys = ["model.path=base", "model.init=pretrained", "model.architecture={}", "model.tokenizer=builtin:tiny"]
+    keys += ["train.max_steps=1", "train.epochs=null", "run.device=cpu"]
+    path = os.pathsep.join([str(tmp_path / "path"), user_environment()["PYTHONPATH"]])
+    for words in (command(tmp_path, *keys), ["merge", "run"]):
+        done = run(words, tmp_path, PYTHONPATH=path)
+        assert done.code == 0, done.text

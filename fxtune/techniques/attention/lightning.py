@@ -26,13 +26,16 @@ def serves(part: nn.Module) -> bool:
 
 def attach(part: nn.Module) -> None:
     """Let `part` call the operator, in place."""
+    # A tensor, because a number would compile each layer again.
+    part.depth = torch.tensor(1 - part.layer_idx / (part.num_hidden_layers - 1 + 1e-5) + 1e-5)
     part.forward = types.MethodType(_forward, part)
 
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Any]:
     """hidden_states [rows, length, d]. The second result is a state for a cache."""
-    if args or given.get("cache") is not None or given.get("past_key_values") is not None:
-        result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, *args, **given)
+    assert not args, "lightning attention takes keywords only"
+    if given.get("cache") is not None or given.get("past_key_values") is not None:
+        result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, **given)
         return result
     heads, qkv = self.num_attention_heads, self.act_fn(self.qkv_proj(hidden_states))
     mask = given.get("attention_mask")
@@ -40,8 +43,7 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> tupl
         qkv = (qkv * mask.unsqueeze(-1)).to(hidden_states.dtype)
     q, k, v = qkv.flatten(0, 1).unflatten(-1, (heads, -1)).chunk(3, -1)
     # The buffer `slope_rate` has these numbers in the dtype of the weights.
-    depth = 1 - self.layer_idx / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
-    slopes = depth * torch.exp2(-8 / heads * torch.arange(1, heads + 1, device=v.device))
+    slopes = self.depth * torch.exp2(-8 / heads * torch.arange(1, heads + 1, device=v.device))
     out = linear_attention(q, k, v, -slopes.expand(len(v), -1), None, 1.0, *documents(hidden_states, given))
     out = self.norm(out.reshape(*hidden_states.shape[:2], -1))
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None

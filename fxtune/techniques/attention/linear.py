@@ -132,7 +132,11 @@ def _instead(ours: Callable[..., Any]) -> Callable[..., Any]:
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
         def function(*args: Any, **given: Any) -> Any:
             continued = any(given.get(name) is not None and given[name] is not False for name in CONTINUED)
-            return plain(*args, **given) if continued else ours(*args, **given)
+            if not continued:
+                return ours(*args, **given)
+            # On a CPU fla-core's kernels, which transformers has chosen for any device, do not run.
+            tensor = next(each for each in (*args, *given.values()) if isinstance(each, Tensor))
+            return (plain if tensor.is_cuda else inspect.unwrap(plain))(*args, **given)
 
         return function
 

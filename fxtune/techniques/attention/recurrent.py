@@ -46,10 +46,13 @@ class Documents:
         """int64 [rows x length]: the place of each token in `take`."""
         self.given: dict[str, Tensor] = {}
         """The arguments for operators (linear.documents_of()); empty: each row is one document."""
+        self.inside = False
+        """Whether a forward pass of the whole model is under way."""
 
     def read(self, arguments: dict[str, Any], pads: bool) -> None:
-        """Take the documents from the arguments of a forward pass: from linear.documents_of() or, for which the host
-        waits, from `position_ids` [rows, length], which restart at 0 in each. `pads`: whether layers need `take`.
+        """Find the documents of a forward pass. They come from linear.documents_of() if the caller passed it.
+        Otherwise they are read from `position_ids` [rows, length], which restart at 0 in each; the host then waits for
+        the device. `pads`: whether layers need `take`.
 
         With M-RoPE `position_ids` are [4, rows, length]: positions of the text, and three axes, on which tokens of an
         image have equal positions. The axes say nothing about documents."""
@@ -83,8 +86,10 @@ def refusals(facts: Facts) -> Iterator[str]:
     """Yield why a model with states that decay (gated delta rule, KDA, state-space model) cannot run in float16."""
     precision = facts.techniques.precision
     autocast = precision.enabled and precision.autocast is Autocast.float16
-    names = (name for part in _mixers_of(facts.model) for name, _ in part.named_parameters())
-    if (facts.dtype == "float16" or autocast) and any(name.endswith("A_log") for name in names):
+    decays = any(
+        hasattr(module, name) for part in _mixers_of(facts.model) for module in part.modules() for name in DECAYS
+    )
+    if decays and (facts.dtype == "float16" or autocast):
         key = "model.dtype" if facts.dtype == "float16" else "techniques.precision.autocast"
         other = "float32" if facts.dtype == "float16" else "none"
         kind = facts.text.get("model_type")
@@ -137,13 +142,14 @@ def separate(model: nn.Module, operators: bool = True, packed: bool = True) -> N
         for module in {model, backbone(model)}:
             hook = functools.partial(_before_pass, documents, module is model, packed and len(served) < len(parts))
             module.register_forward_pre_hook(hook, with_kwargs=True)
+        model.register_forward_hook(functools.partial(_after_pass, documents), always_call=True)
     called = [{linear.RECURRENCE} if lightning.serves(part) else linear.operators(part) for part in served]
     model.recurrent_operators = Counter(itertools.chain(*called))  # type: ignore[assignment]
 
 
 def observe(model: nn.Module, probe: dict[str, Any]) -> tuple[str, str, bool] | None:
-    """What runs the recurrent layers of `model` after separate(), what a forward pass showed, and whether each layer
-    called its operators. None without operators."""
+    """Evidence for the recurrent layers after separate(): which kernels run, how often each operator was called in one
+    forward pass, and whether that is at least once a layer. None without operators."""
     layers: Counter[str] | None = getattr(model, "recurrent_operators", None)
     if not layers:
         return None
@@ -152,7 +158,7 @@ def observe(model: nn.Module, probe: dict[str, Any]) -> tuple[str, str, bool] | 
     kernels = sorted({short_name(kernel) for each in seen.values() for kernel in each.kernels})
     on_gpu = next(model.parameters()).is_cuda
     return (
-        f"recurrent layers: {fla_package.describe() if on_gpu else 'a plain loop over tokens'}",
+        f"recurrent layers: {fla_package.describe(*layers) if on_gpu else 'a plain loop over tokens'}",
         calls + (f", on the device: {', '.join(kernels)}" if kernels else ""),
         all(seen[name].calls >= count for name, count in layers.items()),
     )
@@ -161,11 +167,20 @@ def observe(model: nn.Module, probe: dict[str, Any]) -> tuple[str, str, bool] | 
 def _before_pass(
     documents: Documents, whole: bool, pads: bool, _: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    if whole or kwargs.get("position_ids") is not None:
+    if whole:
+        documents.inside = True
+    if whole or not documents.inside or kwargs.get("position_ids") is not None:
         continued = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
         # A cache has a state for each row. Positions of a prompt with padding on its left begin with several zeros.
         documents.read({} if continued or kwargs.get("use_cache") else kwargs, pads)
-    return args, {**kwargs, **documents.given}
+    if not documents.given:
+        return args, kwargs
+    # A config may switch a cache on, whose states are a row's.
+    return args, {**kwargs, **documents.given, "use_cache": False}
+
+
+def _after_pass(documents: Documents, *_: Any) -> None:
+    documents.inside = False
 
 
 def _by_document(documents: Documents, own: Any, *args: Any, **kwargs: Any) -> Any:

@@ -72,8 +72,8 @@ class Attention(AttentionOptions, Technique):
             yield f"trust_remote_code: only backend=hub:... reads it, and backend is {self.backend}. Set it to false."
         if (why := facts.broken.get(linear.PACKAGE)) and facts.device == "cuda" and recurrent.is_served(facts.model):
             yield (  # transformers calls the package, too, so its gradients would be wrong without fxtune's operators
-                f"backend: the package {linear.PACKAGE} runs the recurrent layers of {kind} on a GPU, and it does not "
-                f"work here: {why}. Install what it asks for, or uninstall it: then these layers are slow."
+                f"backend: the recurrent layers of {kind} run {linear.PACKAGE} on this GPU, and its test fails: "
+                f"{why}. Install what the message names, or uninstall {linear.PACKAGE}: then slower code runs."
             )
         others = set(facts.text.get("layer_types") or ()) - ISOLATING_LAYERS
         unsure = facts.packing and (others or kind in RECURRENT)

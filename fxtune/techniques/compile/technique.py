@@ -87,6 +87,12 @@ class Compile(CompileOptions, Technique):
                 "enabled: recurrent layers run packed documents one by one, in shapes that change with each batch. "
                 "Set data.packing=false."
             )
+        attends = facts.techniques.attention.enabled
+        if facts.device == "cuda" and not attends and recurrent.is_served(facts.model):
+            yield (
+                "enabled: without techniques.attention the recurrent layers run fla-core's own functions, which torch "
+                "cannot compile. Set techniques.attention.enabled=true."
+            )
         if self.dynamic is Dynamic.never and not facts.rows and not facts.packing:
             yield (
                 "enabled: rows of any length would each compile again. Set data.packing=true, or data.buckets, or "

@@ -109,6 +109,33 @@ def test_compiled_layers_are_one_graph_whatever_the_documents(kind):
     assert made[0] == made[-1], made
 
 
+def test_lightning_layers_have_one_graph():
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    values = {**small("minimax"), "num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+    values.pop("model_type", None)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["minimax"](**values), dtype=torch.float32)
+    recurrent.separate(model)
+    graphs = CompileCounterWithBackend("eager")
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, backend=graphs, dynamic=False)
+    backbone(model)(input_ids=torch.randint(3, 100, (1, 20)), use_cache=False)
+    assert graphs.frame_count == 1
+
+
+@torch.no_grad()
+def test_documents_stay_in_their_pass_and_apart_whatever_a_config_says_of_caches():
+    model = built("qwen3_5_text").eval()
+    recurrent.separate(model)
+    ids = torch.randint(3, 1000, (1, 24))
+    packed = torch.cat([torch.arange(length) for length in (7, 8, 9)])[None]
+    alone = backbone(model)(input_ids=ids, use_cache=False)[0]
+    apart = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+    assert torch.equal(backbone(model)(input_ids=ids, use_cache=False)[0], alone)
+    assert model.config.use_cache
+    assert torch.equal(model(input_ids=ids, position_ids=packed).logits, apart)
+
+
 class Convolution(torch.nn.Module):
     def forward(self, x, **kwargs):
         return causal_conv1d_fn(x, **kwargs)  # noqa: F821

@@ -24,7 +24,7 @@ def serves(part: nn.Module) -> bool:
     return all(hasattr(part, name) for name in PARTS)
 
 
-def attach(part: nn.Module) -> None:
+def attach(part: Any) -> None:
     """Let `part` call the operator, in place."""
     # A tensor, because a number would compile each layer again.
     part.depth = torch.tensor(1 - part.layer_idx / (part.num_hidden_layers - 1 + 1e-5) + 1e-5)

@@ -82,7 +82,11 @@ class Attention(AttentionOptions, Technique):
                 f"backend: the {', '.join(sorted(unknown))} layers of {kind} carry state from one packed document "
                 "into the next with any backend. Set data.packing=false."
             )
-        elif unsure and (why := isolation.try_small_model(facts.text, by_bounds=True).packed):
+        elif (
+            unsure
+            and (why := isolation.try_small_model(facts.text).packed)
+            and isolation.try_small_model(facts.text, by_bounds=True).packed  # else the backends' refusals decide
+        ):
             yield (
                 f"backend: {why}, because of its {', '.join(sorted(others)) or 'recurrent'} layers, with any backend. "
                 "Set data.packing=false."

@@ -14,7 +14,7 @@ from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
-from fxtune.models.recurrent import GATES
+from fxtune.models.recurrent import gates_note
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.terminal.redact import redact
 
@@ -146,8 +146,8 @@ def _mtp_note(tensors: list[str]) -> list[str]:
         return []
     return [
         f"Its layers for multi-token prediction ({len(tensors)} tensors, such as `{tensors[0]}`) are the base's, byte "
-        "for byte. Servers can decode speculatively with them. Training did not change them, so they may guess fewer "
-        "tokens of this model than of the base."
+        "for byte. Servers can decode speculatively with them. They were not trained with this model, so servers may "
+        "accept fewer of their guesses."
     ]
 
 
@@ -261,12 +261,7 @@ def _linear_attention_note(modules: Collection[str]) -> list[str]:
             "versions 0.21 to 0.24 fail if only one of `in_proj_qkv` and `in_proj_z` has adapters (vllm#47639). "
             "llama.cpp does not convert such adapters to GGUF (llama.cpp#21125): convert the merged model."
         )
-    if gates := sorted({*GATES}.intersection(modules)):
-        notes.append(
-            f"SGLang of July 2026 leaves out the adapters of {' and '.join(f'`{name}`' for name in gates)} and only "
-            "warns in its log (sglang#30499): serve the merged model there."
-        )
-    return notes
+    return [*notes, *filter(None, [gates_note(modules)])]
 
 
 def _vllm_command(

@@ -350,7 +350,7 @@ def build(
         config_edited=found is None or before > 0 or hf_config.to_dict() != found.to_dict(),
         grown_from=before or None,
         ships_mxfp4=origin is not None and weights.unpacks(origin, hf_config),
-        mtp={} if origin is None else mtp_tensors(origin, built),
+        mtp={} if origin is None else mtp_tensors(origin, built, before),
     )
     if empty:
         _fill_head(model, hf_config, prepared, world, seed)

@@ -1,4 +1,4 @@
-"""The layers of a checkpoint for multi-token prediction (MTP), with which servers decode speculatively.
+"""Copies a base's layers for multi-token prediction (MTP), with which servers decode speculatively, into an export.
 
 They guess the tokens after the next one (arXiv 2404.19737, DeepSeek-V3). transformers' model classes have no such
 layers and skip their tensors: `mtp.*` in Qwen3.5, a layer after the last one in DeepSeek-V3 and GLM-4.5. An
@@ -24,8 +24,11 @@ NAMED = re.compile(r"(^|\.)mtp[._]")
 LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
-def mtp_tensors(origin: Origin, model: Any) -> dict[str, Path]:
-    """{name of a tensor for multi-token prediction: its file} of the files from which `model` was read."""
+def mtp_tensors(origin: Origin, model: Any, grown_from: int) -> dict[str, Path]:
+    """{name of a tensor for multi-token prediction: its file} of the files from which `model` was read.
+
+    `grown_from`: the size of the vocabulary before tokens were added; 0: none was added. Tensors that embed the old
+    vocabulary (GLM-4.5) no longer fit, so the result is empty."""
     if not kind_of(model.config).writes:
         return {}
     skipped = [re.compile(pattern) for pattern in not_in_files(model)]
@@ -35,11 +38,13 @@ def mtp_tensors(origin: Origin, model: Any) -> dict[str, Path]:
         layer = LAYER.match(name)
         return bool(NAMED.search(name)) or (layer is not None and int(layer[1]) >= depth)
 
-    return {
-        name: file
-        for file, name, _ in stored(readable_files(origin))
+    found = {
+        name: (file, opened.get_slice(name).get_shape())
+        for file, name, opened in stored(readable_files(origin))
         if predicts(name) and any(pattern.search(name) for pattern in skipped)
     }
+    outgrown = grown_from and any(grown_from in shape for _, shape in found.values())
+    return {} if outgrown else {name: file for name, (file, _) in found.items()}
 
 
 def read_mtp(files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,7 +29,14 @@ share of the input in the output. fxtune's operators compute with them in float3
 
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 """Linears of Qwen's gated delta rule with one or two outputs for each head: the decay, and the share of the new value.
-They get adapters only if a recipe names them, because servers leave such adapters out (sglang#30499)."""
+They get adapters only if a recipe names them, because servers leave such adapters out (gates_note())."""
+
+
+def gates_note(modules: Collection[str]) -> str:
+    """What servers do with adapters of GATES; empty if `modules`, the names of adapted modules, has none of them."""
+    names = " and ".join(f"`{name}`" for name in sorted({*GATES}.intersection(modules)))
+    why = "and only warns in its log (sglang#30499): serve the merged model there."
+    return f"SGLang of July 2026 leaves out the adapters of {names} {why}" if names else ""
 
 
 KERNELS = (

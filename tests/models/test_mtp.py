@@ -30,3 +30,13 @@ def test_an_export_copies_prediction_layers_and_nothing_else_that_transformers_p
     with pytest.raises(StorageError, match="multi-token prediction cannot be read"):
         save_model(built, tokenizer, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(("rows", "copied"), [(1024, False), (7, True)])
+def test_prediction_layers_that_embed_the_old_vocabulary_are_left_out_of_a_grown_model(rows, copied, tmp_path):
+    extra = {"mtp.embed_tokens.weight": torch.randn(rows, 4)}
+    hybrid("qwen3_5_text", tmp_path / "base", 1, extra, {"vocab_size": 1024})
+    model = ModelConfig(str(tmp_path / "base"), tokenizer="builtin:tiny", add_tokens=["<|new|>"])
+    built = models.build(model, models.load_config(model), World(torch.device("cpu")), seed=0)
+    assert built.grown_from == 1024
+    assert bool(built.mtp) == copied

@@ -13,7 +13,7 @@ shape.
 
 Linear attention (kernels/linear_attention.py) belongs to the group `attention`. Its results include the matrices that
 its backward pass reads. A saved byte of them saves about as much time as a saved byte of a linear's product. The short
-convolution before it is recomputed: it computes 4 products a number.
+convolution before it is recomputed, which costs 4 multiplications an element.
 
 Products of adapters: x A is saved, because it has only the width of the rank. (x A) B is recomputed, because it costs
 only rank multiplications an element. With fused adapters (kernels/fused_lora.py) one operator computes the products of

@@ -31,7 +31,7 @@ from fxtune.models.kinds.image_decoder.parts import vision_encoders
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
-from fxtune.models.recurrent import GATES
+from fxtune.models.recurrent import gates_note
 from fxtune.models.structure import (
     base_dtype,
     is_adapter,
@@ -146,11 +146,8 @@ class Lora(LoraOptions, Technique):
         except ValueError as error:
             raise ConfigError(f"techniques.lora.target_modules: {error}") from error
         targets.require_loadable(adapted, chosen)
-        if gates := sorted({name for path in chosen.modules if (name := path.rpartition(".")[2]) in GATES}):
-            say(
-                f"techniques.lora.target_modules: {' and '.join(gates)} get adapters. SGLang of July 2026 leaves "
-                "these out and only warns in its log (sglang#30499): serve the merged model there."
-            )
+        if note := gates_note({path.rpartition(".")[2] for path in chosen.modules}):
+            say(f"techniques.lora.target_modules: {note}")
         _train_in_float32(adapted)
         if self.token_ids:
             trained_tokens.prepare(adapted)

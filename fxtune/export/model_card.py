@@ -14,7 +14,7 @@ from fxtune.export.config import versions_of_readers
 from fxtune.export.image_bounds import BOUNDS
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
-from fxtune.models.recurrent import gates_note
+from fxtune.models.mixers import gates_note
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.terminal.redact import redact
 

@@ -37,11 +37,11 @@ from fxtune.export.weights import LoadMismatch, Mismatch, bits
 from fxtune.models import shards
 from fxtune.models.end_tokens import GENERATION_CONFIG, end_tokens
 from fxtune.models.kinds.known import images_of, kind_of
+from fxtune.models.mixers import return_input_dtype, use_reference
 from fxtune.models.peft_adapter import CONFIG, FACTORED, WEIGHTS, adapter_weights, comparable
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.probe import Answer, kl, probe_logits
 from fxtune.models.proof import Proof
-from fxtune.models.recurrent import return_input_dtype, use_reference
 from fxtune.models.replacement import PackedExperts, PackedLinear
 from fxtune.models.structure import image_arguments
 from fxtune.system.process.oom import out_of_memory_reason

@@ -23,7 +23,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
-from fxtune.models import drawn_shards, recurrent, shards, weights
+from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head
@@ -338,8 +338,8 @@ def build(
     else:
         with phase("Reading the weights", announce=False):
             built = weights.read(origin, hf_config, dtype, world, code, str(model.path), seed)
-    recurrent.keep_float32(built, origin)
-    recurrent.use_reference(built)
+    mixers.keep_float32(built, origin)
+    mixers.use_reference(built)
     built.name_or_path = origin.name if origin else ""  # peft reads the base's name here
     if before:
         grow(built, rows)

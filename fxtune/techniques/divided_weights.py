@@ -21,7 +21,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.token_exchange import Exchange, set_tokens
 from fxtune.models.experts import divisible_experts
 from fxtune.models.kinds.image_decoder.parts import for_images
-from fxtune.models.recurrent import precise_parameters
+from fxtune.models.mixers import precise_parameters
 from fxtune.models.structure import backbone, decoder_layers, observing, output_head, skeleton
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence

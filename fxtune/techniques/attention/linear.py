@@ -44,7 +44,7 @@ def documents_of(cu_seqlens: Tensor, tokens: int) -> dict[str, Tensor]:
     return {BOUNDS: cu_seqlens, CHUNKS: document_chunks(cu_seqlens, tokens)}
 
 
-def runs(facts: Facts) -> bool:
+def has_kernels(facts: Facts) -> bool:
     """Whether the operators run on this machine: on a GPU they are kernels of a package."""
     return facts.device != "cuda" or PACKAGE in facts.packages
 

@@ -30,7 +30,7 @@ from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.kernels import fla_package
 from fxtune.models.dims import DECAYS
-from fxtune.models.recurrent import mixers
+from fxtune.models.mixers import mixers
 from fxtune.models.structure import backbone, decoder_layers, skeleton
 from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.techniques.attention import lightning, linear
@@ -40,11 +40,11 @@ class Documents:
     """Where the documents of the rows of the newest forward pass are."""
 
     def __init__(self) -> None:
-        self.take: Tensor | None = None
+        self.gather: Tensor | None = None
         """int64 [documents, longest]: flattened positions, the last one repeated. None: each row is one document."""
-        self.back: Tensor | None = None
-        """int64 [rows x length]: the place of each token in `take`."""
-        self.given: dict[str, Tensor] = {}
+        self.scatter: Tensor | None = None
+        """int64 [rows x length]: the place of each token in `gather`."""
+        self.operator_inputs: dict[str, Tensor] = {}
         """The arguments for operators (linear.documents_of()); empty: each row is one document."""
         self.inside = False
         """Whether a forward pass of the whole model is under way."""
@@ -52,34 +52,36 @@ class Documents:
     def read(self, arguments: dict[str, Any], pads: bool) -> None:
         """Find the documents of a forward pass. They come from linear.documents_of() if the caller passed it.
         Otherwise they are read from `position_ids` [rows, length], which restart at 0 in each; the host then waits for
-        the device. `pads`: whether layers need `take`.
+        the device. `pads`: whether layers need `gather`.
 
         With M-RoPE `position_ids` are [4, rows, length]: positions of the text, and three axes, on which tokens of an
         image have equal positions. The axes say nothing about documents."""
-        self.take, self.back, self.given = None, None, {}
+        self.gather, self.scatter, self.operator_inputs = None, None, {}
         if linear.CHUNKS in arguments:
-            self.given = {name: arguments[name] for name in (linear.BOUNDS, linear.CHUNKS)}
+            self.operator_inputs = {name: arguments[name] for name in (linear.BOUNDS, linear.CHUNKS)}
         positions = arguments.get("position_ids")
         if positions is not None and positions.dim() == 3 and len(positions) == 4:
             positions = positions[0]
-        if positions is None or positions.dim() != 2 or (self.given and not pads):
+        if positions is None or positions.dim() != 2 or (self.operator_inputs and not pads):
             return
         starts = (positions == 0).flatten().nonzero().flatten()
         if len(starts) <= len(positions):
             return
         total = positions.numel()
         lengths = torch.diff(starts, append=starts.new_tensor([total]))
-        self.given = self.given or linear.documents_of(F.pad(lengths.cumsum(0), (1, 0)).int(), total)
+        self.operator_inputs = self.operator_inputs or linear.documents_of(
+            F.pad(lengths.cumsum(0), (1, 0)).int(), total
+        )
         within = torch.arange(int(lengths.max()), device=starts.device)
-        self.take = starts[:, None] + torch.minimum(within, lengths[:, None] - 1)
+        self.gather = starts[:, None] + torch.minimum(within, lengths[:, None] - 1)
         document = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
-        self.back = document * len(within) + torch.arange(total, device=starts.device) - starts[document]
+        self.scatter = document * len(within) + torch.arange(total, device=starts.device) - starts[document]
 
 
 def by_document(facts: Facts) -> bool:
     """Whether recurrent layers of this model would run the documents of a packed row one by one."""
     parts = _mixers_of(facts.model)
-    return bool(parts) and not (linear.runs(facts) and all(map(_is_served, parts)))
+    return bool(parts) and not (linear.has_kernels(facts) and all(map(_is_served, parts)))
 
 
 def refusals(facts: Facts) -> Iterator[str]:
@@ -129,7 +131,7 @@ def kinds_without(config: dict[str, Any], text: dict[str, Any], kinds: set[str])
 
 def separate(model: nn.Module, operators: bool = True, packed: bool = True) -> None:
     """Keep the documents of packed rows apart in the recurrent parts of `model`, in place. `operators`: whether they
-    run here (linear.runs()); then rows that are not packed run them, too."""
+    run here (linear.has_kernels()); then rows that are not packed run them, too."""
     parts, documents = mixers(model), Documents()
     served = [part for part in parts if operators and _is_served(part)]
     for part in served:
@@ -173,10 +175,10 @@ def _before_pass(
         continued = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
         # A cache has a state for each row. Positions of a prompt with padding on its left begin with several zeros.
         documents.read({} if continued or kwargs.get("use_cache") else kwargs, pads)
-    if not documents.given:
+    if not documents.operator_inputs:
         return args, kwargs
     # A config may switch a cache on, whose states are a row's.
-    return args, {**kwargs, **documents.given, "use_cache": False}
+    return args, {**kwargs, **documents.operator_inputs, "use_cache": False}
 
 
 def _after_pass(documents: Documents, *_: Any) -> None:
@@ -186,9 +188,9 @@ def _after_pass(documents: Documents, *_: Any) -> None:
 def _by_document(documents: Documents, own: Any, *args: Any, **kwargs: Any) -> Any:
     """`own` for its hidden states [rows, length, d], the first argument, with a row for each document."""
     states = args[0] if args else kwargs["hidden_states"]
-    if documents.take is None or documents.back is None or states.shape[:2].numel() != len(documents.back):
+    if documents.gather is None or documents.scatter is None or states.shape[:2].numel() != len(documents.scatter):
         return own(*args, **kwargs)
-    rows = states.flatten(0, 1)[documents.take]
+    rows = states.flatten(0, 1)[documents.gather]
     kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs  # it has the packed rows
     if kwargs.get("position_ids") is not None:
         within = torch.arange(rows.shape[1], device=rows.device)
@@ -199,5 +201,5 @@ def _by_document(documents: Documents, own: Any, *args: Any, **kwargs: Any) -> A
         kwargs["hidden_states"] = rows
     output = own(*args, **kwargs)
     first = output[0] if isinstance(output, tuple) else output
-    first = first.flatten(0, 1)[documents.back].view(*states.shape[:2], -1)
+    first = first.flatten(0, 1)[documents.scatter].view(*states.shape[:2], -1)
     return (first, *output[1:]) if isinstance(output, tuple) else first

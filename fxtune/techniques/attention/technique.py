@@ -140,7 +140,7 @@ class Attention(AttentionOptions, Technique):
 
     def resolve(self, facts: Facts) -> str | None:
         self._packed, self._shares = facts.packing, facts.shares_prompts
-        self._operators = linear.runs(facts)
+        self._operators = linear.has_kernels(facts)
         if not attention_layers(facts.text):
             self.enabled = facts.packing  # then it proves that documents are kept apart
             none = f"{facts.text.get('model_type')} has no attention"

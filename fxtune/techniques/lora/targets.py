@@ -32,9 +32,9 @@ from fxtune.models.dims import built
 from fxtune.models.experts import is_described
 from fxtune.models.kinds.image_decoder.parts import for_images, image_modules, projectors, vision_encoders
 from fxtune.models.kinds.known import images_of, kind_of
+from fxtune.models.mixers import GATES
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.recurrent import GATES
 from fxtune.models.structure import backbone, decoder_layers, hooked, is_named, output_head, without_dropout
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.quantized_modules import is_quantized

@@ -28,10 +28,10 @@ from fxtune.facts.options import ALL_LINEAR, AUTO, AdapterInit, LoraOptions, Swi
 from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CUTE
 from fxtune.models.kinds.image_decoder.parts import vision_encoders
+from fxtune.models.mixers import gates_note
 from fxtune.models.peft_adapter import load_adapter, require_same_options
 from fxtune.models.prepared import BaseAnswer, Fusion, PreparedModel
 from fxtune.models.probe import probe_logits, relative_distance
-from fxtune.models.recurrent import gates_note
 from fxtune.models.structure import (
     base_dtype,
     is_adapter,

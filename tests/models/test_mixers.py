@@ -12,7 +12,7 @@ from support.hybrids import hybrid, precise
 from fxtune.distributed.world import World
 from fxtune.models import load as models
 from fxtune.models.load import DType, Init, ModelConfig
-from fxtune.models.recurrent import mixers
+from fxtune.models.mixers import mixers
 from fxtune.techniques.attention import recurrent
 
 FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "nemotron_h", "falcon_h1"]

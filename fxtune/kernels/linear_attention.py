@@ -141,15 +141,9 @@ def _(
     first: Tensor,
     second: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = [torch.empty_like(of, memory_format=torch.contiguous_format) for of in (q, k, v, g)]
-    dq, dk, dv, dg = like
-    return (
-        dq,
-        dk,
-        dv,
-        dg,
-        v.new_empty(0) if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format),
-    )
+    results = (q, k, v, g, v.new_empty(0) if beta is None else beta)
+    dq, dk, dv, dg, dbeta = (torch.empty_like(of, memory_format=torch.contiguous_format) for of in results)
+    return dq, dk, dv, dg, dbeta
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -172,8 +172,8 @@ def _require_close(name: str, file: str, seen: torch.Tensor, wanted: torch.Tenso
     exact = wanted.to(seen.dtype).float()
     off = (seen.float() - exact).abs()
     step = torch.finfo(seen.dtype).eps if changed else 0.0
-    # peft adds the r products in another order. Allowed are one rounding error of the dtype, and one rounding error of float32 at the
-    # largest number.
+    # peft adds the r products in another order. Allowed are one rounding error of the dtype, and one rounding error of
+    # float32 at the largest number.
     allowed = step * exact.abs() + (4e-6 * exact.abs().max() if changed else 0.0)
     if not bool((off <= allowed).all()):
         worst = int(torch.nan_to_num(off - allowed, nan=math.inf).argmax())

@@ -156,6 +156,11 @@ class Shape:
         found = Counter(self.order)
         return [(kind, found[index]) for index, kind in enumerate(self.kinds)]
 
+    @property
+    def recurrences(self) -> tuple[str, ...]:
+        """The rules of its recurrences: delta, kda, scan."""
+        return tuple(sorted({each.which for kind in self.kinds for each in kind.recurrences}))
+
     @functools.cached_property
     def attentions(self) -> Counter[Attention]:
         """The different attentions, each with how often the decoder has it."""

@@ -161,8 +161,10 @@ def _with_working_packages(
         data, notes, facts = decide_rows(config, machine, hf_config, present)
         if tries is None:
             break
-        widest = max(Shape.of(facts.model).attentions, key=lambda each: each.width, default=None)
+        shape = Shape.of(facts.model)
+        widest = max(shape.attentions, key=lambda each: each.width, default=None)
         heads = Heads(widest.heads, widest.key_heads, widest.width) if widest else Heads()
+        heads = replace(heads, recurrences=shape.recurrences)
         needed = [*config.techniques.packages(facts), *optimizer_config.packages(config.optimizer, facts)]
         broken = tries(machine, needed, heads)
         if not broken:

@@ -48,8 +48,9 @@ from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.redact import redact
 
 PROGRAM = Path(__file__)
-TIMEOUT_GPU = 180.0
-"""Seconds that a check on a GPU may take. FlashAttention-4 compiles its kernels on first use."""
+TIMEOUT_GPU = 600.0
+"""Seconds that a check on a GPU may take. FlashAttention-4 compiles its kernels on first use, and fla-core tunes some
+for minutes."""
 SHARED = ("flash_attn", "apex")
 """Module folders that two distributions share: flash-attn and flash-attn-4, or NVIDIA's apex and PyPI's apex."""
 OCCUPIED = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
@@ -243,7 +244,8 @@ def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     installed = sorted(entry.name for folder in _site_folders() for entry in folder if entry.name.endswith(METADATA))
     machine = [device_name, driver.read_text() if driver.exists() else "", sys.version, installed]
     environment = blake2b(repr(machine).encode(), digest_size=8).hexdigest()
-    tried = "" if heads == SOME_HEADS else f" {heads.queries}/{heads.keys}/{heads.width}"
+    sizes = f" {heads.queries}/{heads.keys}/{heads.width} {' '.join(heads.recurrences)}"
+    tried = "" if heads == SOME_HEADS else sizes.rstrip()
     return {name: f"{name}{tried * CHECKS[name].takes_heads} {environment}" for name in names}
 
 

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxtune.kernels import matmul
 from fxtune.kernels.linear_attention import document_chunks, linear_attention
@@ -88,8 +89,9 @@ def quack(device: torch.device) -> str:
     return f"a linear within {error:.1e} of float32"
 
 
-def fla(device: torch.device) -> str:
-    """Linear attention and a short convolution over three documents, against the same operators on the CPU."""
+def fla(device: torch.device, heads: Heads) -> str:
+    """The linear attention of `heads.recurrences` and a short convolution over three documents, against the same
+    operators on the CPU."""
     bounds = torch.tensor([0, 1, 64, 194], dtype=torch.int32)
     places = [bounds, document_chunks(bounds, 194)]
 
@@ -102,17 +104,24 @@ def fla(device: torch.device) -> str:
 
         require_same(here, on_cpu, [given.detach().clone() for given in inputs])
 
+    def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *given: Tensor) -> Tensor:
+        *beta, bounds, chunks = given
+        return linear_attention(q, k, v, g, beta[0] if beta else None, 0.1, bounds, chunks)
+
     draw = lambda *sizes: torch.randn(194, *sizes, device=device)  # noqa: E731
     q, k = (torch.nn.functional.normalize(draw(2, 128), dim=-1).bfloat16() for _ in range(2))
     v, decay, beta = draw(4, 128).bfloat16(), -5 * draw(4).abs(), draw(4).sigmoid().bfloat16()
-    compared(lambda q, k, v, g, b, *where: linear_attention(q, k, v, g, b, 0.1, *where), q, k, v, decay, beta)
-    compared(lambda q, k, v, g, *where: linear_attention(q, k, v, g, None, 0.1, *where), q, k, v, decay)
-    q, k = (of.repeat_interleave(2, 1) for of in (q, k))
-    by_key = -draw(4, 128).abs()
-    compared(lambda q, k, v, g, b, *where: linear_attention(q, k, v, g, b, 0.1, *where), q, k, v, by_key, beta)
+    for_each_value_head = (of.repeat_interleave(2, 1) for of in (q, k))
+    inputs = {
+        "delta": (q, k, v, decay, beta),
+        "scan": (q, k, v, decay),
+        "kda": (*for_each_value_head, v, -draw(4, 128).abs(), beta),
+    }
+    for name in heads.recurrences:
+        compared(recurrence, *inputs[name])
     x, weight = draw(1024).bfloat16(), torch.randn(1024, 4, device=device).bfloat16()  # as many channels as q, k and v
     compared(lambda x, weight, *where: short_convolution(x, weight, None, True, *where), x, weight)
-    return "the gated delta rule, Kimi's, Mamba-2's scan and a short convolution"
+    return f"{', '.join(heads.recurrences)} and a short convolution"
 
 
 def bitsandbytes(device: torch.device) -> str:

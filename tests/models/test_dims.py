@@ -174,6 +174,21 @@ def test_layers_that_differ_are_counted_apart():
     assert windows == {32, 0}
 
 
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        ("qwen3_5_text", ("delta",)),
+        ("kimi_linear", ("kda",)),
+        ("bamba", ("scan",)),
+        ("llama", ()),
+        ("minimax", ("scan",)),
+    ],
+)
+def test_the_rules_of_recurrent_layers(kind, rules):
+    """fla-core is checked for these rules alone: kernels of others would be tuned for minutes."""
+    assert Shape.of(config_of(PUBLISHED.get(kind, {"model_type": kind})).to_dict()).recurrences == rules
+
+
 def test_an_author_s_own_type_counts_as_a_llama_of_its_sizes():
     sizes = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=100)
     shape = Shape.of({"model_type": "mine", "auto_map": {}, **sizes})

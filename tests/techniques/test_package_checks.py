@@ -293,6 +293,21 @@ def test_doctor_replaces_what_is_recorded_for_each_shape_of_heads(recorded):
     assert package_checks.unusable(facts, [name], Heads(32, 8, 64)) == {}
 
 
+def test_fla_core_is_checked_again_for_another_rule(recorded):
+    name, facts = "fla-core", Facts(device="cuda", device_name="H100", packages={"fla-core": "0.6"})
+    package_checks.record({name: {"state": "works", "seen": "ran"}}, "H100", Heads(recurrences=("delta",)))
+    package_checks.record(
+        {name: {"state": "broken", "seen": f"wrong ({THESE_HEADS})"}}, "H100", Heads(recurrences=("kda",))
+    )
+    assert package_checks.unusable(facts, [name], Heads(recurrences=("delta",))) == {}
+    assert name in package_checks.unusable(facts, [name], Heads(recurrences=("kda",)))
+
+
+@pytest.mark.parametrize("rules", [("delta",), ("scan", "kda"), ()])
+def test_the_smoke_test_of_fla_core_runs_on_a_cpu_too(rules):
+    smoke_tests.fla(CPU, Heads(recurrences=rules))
+
+
 def test_doctor_replaces_what_is_recorded(recorded):
     checked, _ = recorded
     checked()

@@ -16,15 +16,19 @@ FLASH4_VERSION, QUACK_VERSION = "4.0.0b36", "0.6.5"
 
 THESE_HEADS = "only with the heads of this model"
 """Words in the message of a smoke test that fails with a model's heads and passes with other heads."""
+RECURRENCES = ("delta", "kda", "scan")
+"""The rules of kernels/linear_attention.py: the gated delta rule, Kimi's, Mamba-2's scan."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads in an attention layer. FlashAttention-4 compiles its kernels for these heads."""
+    """The heads in an attention layer, for which FlashAttention-4 compiles its kernels, and the recurrences."""
 
     queries: int = 4
     keys: int = 2
     width: int = 128
+    recurrences: tuple[str, ...] = RECURRENCES
+    """The rules of the states of recurrent layers, for which fla-core compiles its kernels."""
 
 
 SOME_HEADS = Heads()
@@ -122,6 +126,7 @@ PACKAGES = {
             f"{TESTS}:fla",
             "pip install 'fxtune[hybrid]'",
             "linear attention and short convolutions of hybrid models",
+            takes_heads=True,
             technique="attention",
             before_import="fxtune.kernels.fla_package:prepare",
         ),

@@ -300,6 +300,14 @@ class DataConfig:
             )
         return weights or None
 
+    def with_format(self, name: str) -> DataConfig:
+        """These settings, with the row format `name` in sources whose format is `auto`."""
+
+        def settled(sources: list[SourceConfig]) -> list[SourceConfig]:
+            return [replace(each, format=name) if each.format == AUTO else each for each in sources]
+
+        return replace(self, sources=settled(self.sources), eval_sources=settled(self.eval_sources))
+
     def validate(self) -> None:
         """Raise ConfigError for settings that contradict each other, before any file is read."""
         if self.template_time is not None:

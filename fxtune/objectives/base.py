@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -77,6 +78,29 @@ class Objective:
         """Further figures of an evaluation, computed on the host. `means`: the means of `loss` and of each metric."""
         return {}
 
+    def informed(self, tables: Sequence[TokenTable]) -> tuple[Objective, list[str]]:
+        """This objective with what it takes from the rows to train on (accept()'s tables), and lines about that."""
+        return self, []
+
+    def configured(self, hf_config: Any) -> Any:
+        """The config of the model to build. Raises ConfigError if the base has a head for something else."""
+        return hf_config
+
+    def measured(
+        self, model: LanguageModel, batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
+        """loss(), and what judge() reads of a micro-batch: float32 [documents, numbers], or None."""
+        return *self.loss(model, batch), None
+
+    def judge(self, values: np.ndarray) -> dict[str, float]:
+        """Figures of an evaluation that need all its documents, by name. `values`: the rows of measured() of all
+        micro-batches, in any order."""
+        return {}
+
+    def verdict(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+        """Yield lines on the figures of evaluations before and after training. `before` may be empty."""
+        yield from ()
+
     def refusals(self, facts: Facts) -> Iterator[str]:
         """Yield each reason, with its key, why this objective cannot run under `facts`."""
         yield from self.needs.refusals(self.name, facts.degrees)
@@ -117,6 +141,8 @@ class GroupLosses:
     """float32 [slots]. Only gradients of these losses are used."""
     metrics: Mapping[str, torch.Tensor]
     """By name, a tensor float32 [slots]."""
+    values: torch.Tensor | None = None
+    """What Objective.judge() reads: float32 [slots, numbers]."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         return torch.where(self.counted, values, 0.0).sum()
@@ -132,7 +158,17 @@ class GroupObjective(Objective):
         """The loss of each group, without the routers' loss."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self._sums(model, batch, self.group_losses(model, batch))
+
+    def measured(
+        self, model: LanguageModel, batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
         groups = self.group_losses(model, batch)
+        return *self._sums(model, batch, groups), None if groups.values is None else groups.values[groups.counted]
+
+    def _sums(
+        self, model: LanguageModel, batch: Batch, groups: GroupLosses
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = groups.total(groups.losses)
         auxiliary, routers = model.router_terms(batch, groups.counted.sum())
         sums = {name: groups.total(values.detach()) for name, values in groups.metrics.items()}

@@ -27,8 +27,13 @@ class Needs:
     (objectives/reference.py)."""
     step_sums: int = 0
     """The number of sums over a whole step on which the loss of a micro-batch depends (Objective.step_sums())."""
+    judges: bool = False
+    """Whether an evaluation has figures that need all its documents (Objective.judge()). A run then evaluates before
+    training, too."""
+    row_format: str = ""
+    """The row format of sources with format=auto. Empty: it is detected from the rows."""
     head: str = "lm"
-    """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for one number per
+    """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for numbers of a
     document."""
 
     @property

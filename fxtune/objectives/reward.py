@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.facts.run import Facts
 from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
@@ -41,6 +42,11 @@ class Reward(GroupObjective):
     margin: bool = False
     """Whether the chosen answer's reward must exceed the rejected answer's by the difference of the pair's labels
     (`margin` of a row, or `score_chosen` minus `score_rejected`). A pair without labels has margin 0."""
+
+    def refusals(self, facts: Facts) -> Iterator[str]:
+        yield from super().refusals(facts)
+        if (labels := len(facts.model.get("id2label") or {0})) != 1:
+            yield f"model.path: it has {labels} labels, and a reward is one number. Use another model."
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         if self.margin and np.isnan(_margins(plan)).all():

@@ -1,7 +1,7 @@
 """The model's interface for objectives over a head that scores documents (models/kinds/scorer.py).
 
-The score of a document is the head's number for the hidden state of its last token. The bounds of documents give the
-last tokens, so rows may be packed. Only the hidden states of last tokens reach the head. (transformers takes the
+The scores of a document are the head's numbers for the hidden state of its last token. The bounds of documents give
+the last tokens, so rows may be packed. Only the hidden states of last tokens reach the head. (transformers takes the
 rightmost token of a row that is not `pad_token_id`. This is a wrong token if padding and end of text are the same
 token.) The head's product is in float32 even under autocast, because rewards are compared with each other."""
 
@@ -29,10 +29,15 @@ class ScoreModel(LanguageModel):
     unit = "score"
 
     def scores(self, batch: Batch) -> torch.Tensor:
-        return self.prepared.with_head(lambda: self._scores(self._inputs(batch), batch.last_tokens()))
+        """The only number of each document: [slots]."""
+        return self.numbers(batch).squeeze(-1)
+
+    def numbers(self, batch: Batch) -> torch.Tensor:
+        """The head's numbers for each document, float32 [slots, numbers]."""
+        return self.prepared.with_head(lambda: self._numbers(self._inputs(batch), batch.last_tokens()))
 
     def total(self, batch: Batch) -> torch.Tensor:
-        return self.scores(batch)[batch.document_of_target().unique()].sum()
+        return self.numbers(batch)[batch.document_of_target().unique()].sum()
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
@@ -40,15 +45,15 @@ class ScoreModel(LanguageModel):
     def log_probs(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
 
-    def _scores(self, inputs: dict[str, Any], at: torch.Tensor) -> torch.Tensor:
-        """Scores [len(at)] of the tokens at the flattened positions `at`. Positions may occur twice."""
+    def _numbers(self, inputs: dict[str, Any], at: torch.Tensor) -> torch.Tensor:
+        """Numbers [len(at), numbers] of the tokens at the flattened positions `at`. Positions may occur twice."""
         states = backbone(self.model)(**inputs)[0]
         states = states.flatten(0, 1).index_select(0, at)
         head: Any = output_head(self.model)
         if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
             head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
         with torch.autocast(states.device.type, enabled=False):
-            return F.linear(states.float(), head.weight.float()).squeeze(-1)
+            return F.linear(states.float(), head.weight.float())
 
     def _compare(self) -> Evidence:
         """Compare the score of a small row with the score of the model's own forward pass."""
@@ -62,8 +67,8 @@ class ScoreModel(LanguageModel):
         inputs = {**row, **model_inputs(self.model, ids, positions, starts)}
         with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
-                own = self.model(**inputs).logits.flatten()
-            scores = self.prepared.with_head(lambda: self._scores(inputs, starts[1:].long() - 1))
+                own = self.model(**inputs).logits
+            scores = self.prepared.with_head(lambda: self._numbers(inputs, starts[1:].long() - 1))
         limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
         difference = relative_distance(scores, own) if own.shape == scores.shape else float("inf")
         if not difference <= limit:

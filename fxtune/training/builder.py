@@ -172,7 +172,8 @@ class RunBuilder:
             notes.append(found.text)
         if self.facts.packing and recurrent.by_document(self.facts):
             notes.append(documents_padding(data.training))
-        self.stage = self.stage.decided(notes)
+        objective, lines = config.objective.informed(data.tables)
+        self.stage = self.stage.decided([*notes, *lines], objective=objective)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
         return tokenizer, data
 
@@ -218,7 +219,7 @@ class RunBuilder:
             return assemble(
                 self.techniques,
                 self.config.model,
-                self.settled.hf_config,
+                self.config.objective.configured(self.settled.hf_config),
                 self.world,
                 self.config.run.seed,
                 self.special_tokens,

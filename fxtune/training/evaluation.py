@@ -83,15 +83,21 @@ def evaluate(
     plan, world = loader.plan, world or World(loader.device)
     step_sums = evaluation_sums(model, objective, loader, precision, world) if objective.needs.step_sums else None
 
-    def figures(batch: Batch) -> dict[str, torch.Tensor]:
-        loss, metrics = objective.loss(model, replace(batch, step_sums=step_sums))
+    values = list[torch.Tensor]()
+
+    def figures(batch: Batch, is_counted: bool) -> dict[str, torch.Tensor]:
+        loss, metrics, found = objective.measured(model, replace(batch, step_sums=step_sums))
+        if is_counted and found is not None:
+            values.append(found.float().cpu())
         return {"loss": loss, **metrics}
 
     sums = _sums(model, figures, loader, precision, world)
     totals = world.sum(torch.stack(list(sums.values())), "adding up the held-out loss").tolist()
     normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
     means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
-    return {**means, **objective.derived(means)}
+    found = [part for parts in world.gather(values, "collecting the held-out documents") for part in parts]
+    judged = objective.judge(torch.cat(found).numpy()) if found else {}
+    return {**means, **objective.derived(means), **judged}
 
 
 @torch.no_grad()
@@ -100,7 +106,7 @@ def evaluation_sums(
 ) -> torch.Tensor:
     """Add up Objective.step_sums() over the loader's plan and all ranks of `world`: float32 [Needs.step_sums]."""
 
-    def batch_sums(batch: Batch) -> dict[str, torch.Tensor]:
+    def batch_sums(batch: Batch, _: bool) -> dict[str, torch.Tensor]:
         return {"sums": objective.step_sums(model, batch)}
 
     rank_sums = _sums(model, batch_sums, loader, precision, world)["sums"]
@@ -109,12 +115,12 @@ def evaluation_sums(
 
 def _sums(
     model: LanguageModel,
-    figures: Callable[[Batch], dict[str, torch.Tensor]],
+    figures: Callable[[Batch, bool], dict[str, torch.Tensor]],
     loader: Loader,
     precision: Precision,
     world: World,
 ) -> dict[str, torch.Tensor]:
-    """Sum the results of figures() over the batches of this rank, in float64 on the device.
+    """Sum the results of figures(batch, whether it counts) over the batches of this rank, in float64 on the device.
 
     The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the evaluation of all ranks.
     """
@@ -125,7 +131,7 @@ def _sums(
             return False
         is_counted, batch = following
         with precision.context(loader.device):
-            values = figures(batch)
+            values = figures(batch, is_counted)
         for name, value in values.items():
             total = sums.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
             if is_counted:

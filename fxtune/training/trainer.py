@@ -120,6 +120,7 @@ class Trainer:
         if reasons := list(tracker.check(config.tracking, builder.facts)):
             raise ConfigError("\n".join(reasons))
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
+        self.objective = builder.config.objective
         plan, self.peak_rate = self.data.training, builder.config.optimizer.lr
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
@@ -211,6 +212,8 @@ class Trainer:
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
+                if self.held_out is not None and self.objective.needs.judges and self.state.step == 0:
+                    self._judge_before(self.held_out)
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, False, FIRST_STEPS) as self.training:
                     self._loop()
@@ -428,6 +431,13 @@ class Trainer:
         self.log.compiled("evaluation")
         return self.end.evaluated(figures, self.steps.schedule)
 
+    def _judge_before(self, held_out: HeldOutEvaluation) -> None:
+        """Evaluate on the held-out data before training, and log the figures as before/accuracy and so on."""
+        self.world.heartbeat.doing("evaluating")
+        with self.clock.timed("questions"), interruptible(self.world):
+            figures = held_out.figures(self.rows_per_pass, self.config.train.micro_batch_size)
+        self.log.log({name.replace("eval/", "before/", 1): value for name, value in figures.items()})
+
     def _ask_questions(self, when: str) -> None:
         with self.clock.timed("questions"), interruptible(self.world):
             figures = self._answer(when)
@@ -482,7 +492,7 @@ class Trainer:
         lines = self.monitor.summary(self.plan.steps)
         if self.train_step.recorder:
             lines.append(self.train_step.recorder.summary())
-        lines += conclusion(self.config, self.data, state.figures, proof)
+        lines += conclusion(self.config, self.objective, self.data, state.figures, proof)
         if self.world.main and self.config.run.report:
             lines.append(write_report(self.folder.path))
         lines += [exported, *filter(None, [sentence(energy)])]

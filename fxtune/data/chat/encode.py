@@ -15,6 +15,7 @@ does not compile, a slow tokenizer) raises DataError at once.
 from __future__ import annotations
 
 import copy
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import (
     Content,
     Conversation,
+    Labelled,
     LearnConfig,
     PlainText,
     Preference,
@@ -75,6 +77,8 @@ class Document:
     """Whether the template writes a learned turn differently than in sampling, because another turn follows."""
     images: tuple[PlacedImage, ...] = ()
     """The images, in the order of their tokens. No token of an image is supervised."""
+    lost: int = 0
+    """Tokens of the text that were cut."""
 
 
 @dataclass
@@ -82,8 +86,8 @@ class EncodedGroup:
     """The documents of a row that stay together."""
 
     documents: list[Document]
-    labels: list[float]
-    """A label for each document; NaN for a document without a label."""
+    labels: list[float] | list[str]
+    """A label for each document: a number, NaN for a document without a label; or the name of a label."""
 
 
 _Result = TypeVar("_Result", bound=Document | EncodedGroup)
@@ -147,6 +151,8 @@ class Encoder:
         """Whether split() makes a document of each question with a rewritten answer."""
         self.beginning = _leading_special_ids(tokenizer)
         """The ids that the tokenizer puts before each text."""
+        self._frames = _frame(tokenizer), _frame(tokenizer, "a")
+        """What the tokenizer puts before, between and after the tokens of a text, and of two texts."""
         self._eos: int | None = tokenizer.eos_token_id
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._borders = BorderFinder(self._tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder)
@@ -205,6 +211,9 @@ class Encoder:
             if wrong := faults(documents, self.format.answers):
                 raise RowError(wrong)
             return EncodedGroup(documents, content.labels)
+        if isinstance(content, Labelled):
+            inner = content.content
+            return EncodedGroup([(yield from self._document(row, inner, self.format, folder))], [content.label])
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")
@@ -240,6 +249,9 @@ class Encoder:
                 coverage.check_images(row, turns)
             self._placeholders.find_images(content.messages, folder)
             return (yield from self._chat(self._with_system(content), coverage))
+        if isinstance(content, PlainText) and content.as_tokenized:
+            coverage.check_columns(row, content.text + (content.second or ""))
+            return (yield from self._as_tokenized(content))
         if isinstance(content, PlainText):
             coverage.check_images(row, [content.text[: content.first]])
             coverage.check_columns(row, content.text)
@@ -253,6 +265,24 @@ class Encoder:
         coverage.check_images(row)
         coverage.check_columns(row, "")
         return Document(*self._placeholders.replace(content.ids, content.supervised, (), ())[:2])
+
+    def _as_tokenized(self, content: PlainText) -> Steps[Document]:
+        """The document that the tokenizer makes of a text or of two, with at most `longest` tokens: the end of the
+        longer text is cut, as with `truncation=True`."""
+        second, frame = content.second, self._frames[0]
+        text = content.text
+        if second is not None and (frame := self._frames[1]) and not frame[1]:
+            text, second, frame = f"{text}\n{second}", None, self._frames[0]  # the tokenizer separates no two texts
+        parts = [list((yield text)[0])]
+        if second is not None:
+            parts.append(list((yield second)[0]))
+        if not any(parts):
+            raise RowError("the tokenizer makes no token of this text")
+        lost = max(sum(map(len, (*parts, *frame))) - (self.longest or sys.maxsize), 0)
+        for _ in range(lost):
+            max(parts, key=len).pop()
+        ids = [*frame[0], *parts[0], *frame[1] * (len(parts) > 1), *parts[-1] * (len(parts) > 1), *frame[2]]
+        return Document(ids, [False] + [True] * (len(ids) - 1), lost=lost)
 
     def _plain_text(self, content: PlainText, remarks: tuple[str, ...]) -> Steps[Document]:
         ids, offsets = yield content.text
@@ -422,6 +452,17 @@ def _leading_special_ids(tokenizer: Any) -> list[int]:
         if framed[start : start + len(plain)] == plain:
             return framed[:start]
     return []
+
+
+def _frame(tokenizer: Any, *second: str) -> tuple[list[int], list[int], list[int]]:
+    """The special tokens before, between and after the text "a" and perhaps a second text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids, count = tokenizer("a", *second)["input_ids"], len(plain)
+    found = [at for at in range(len(ids) - count + 1) if ids[at : at + count] == plain] if count else []
+    if not found:
+        return [], [], []
+    first, last = found[0], found[-1]
+    return ids[:first], ids[first + count : last] if second else [], ids[last + count :]
 
 
 def _with_exact_offsets(tokenizer: Any) -> Any:

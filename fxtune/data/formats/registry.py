@@ -14,6 +14,7 @@ from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import is_chat
 from fxtune.data.formats.group import GroupFormat
 from fxtune.data.formats.kto import KTOFormat
+from fxtune.data.formats.labelled import LabelledFormat
 from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.pair_format import is_answer
 from fxtune.data.formats.preference import PreferenceFormat
@@ -49,6 +50,7 @@ FORMATS: dict[str, RowFormat] = {
         TokensFormat(),
         TextFormat(),  # comes late, because many chat datasets also have the rendered text
         GroupFormat(),
+        LabelledFormat(),  # last: without an objective for labels, a label says nothing
     )
 }
 """The formats by name. If several formats fit a row, the first one counts."""

@@ -1,7 +1,8 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents: a chat, a plain
-text, token ids, answers to one prompt, or a group of other rows. data/chat/encode.py turns the content into tokens.
+A format knows nothing of tokenizers and chat templates. It turns a row into one of six contents: a chat, a plain text,
+token ids, answers to one prompt, a group of other rows, or a text with a label. data/chat/encode.py turns the content
+into tokens.
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ class PlainText:
     text: str
     first: int = 0
     """The index of the first character that is learned."""
+    second: str | None = None
+    """A second text, for the tokenizer's `text_pair`."""
+    as_tokenized: bool = False
+    """Whether the document is what `tokenizer(text)` gives, with the special tokens of the tokenizer alone. The model
+    is then asked for a number of the text, and not for its next token."""
 
 
 @dataclass
@@ -132,7 +138,15 @@ class Preference:
     """A label for each answer; NaN if the answer has no label."""
 
 
-Content = Conversation | PlainText | TokenIds | Preference | RowGroup
+@dataclass
+class Labelled:
+    """A text or a chat with the name of its label."""
+
+    content: Conversation | PlainText
+    label: str
+
+
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled
 
 
 class RowFormat(ABC):
@@ -154,6 +168,8 @@ class RowFormat(ABC):
     of a row of preferences begin with the same prompt and end with an answer."""
     needs_template: ClassVar[bool] = False
     """Whether each row needs a chat template."""
+    is_labelled: ClassVar[bool] = False
+    """Whether each row has a label with a name (Labelled). Documents longer than a row are cut."""
     is_question: ClassVar[bool] = True
     """Whether a row has a question for the model and a reference answer (data.questions)."""
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"

@@ -75,6 +75,7 @@ class TokenTable:
         remarks: {remark: documents}. A remark names something that the chat template leaves out by design.
         rewritten: how many chats have a learned turn that the chat template writes differently in sampling.
         split: counts of pieces, if long or rewritten chats are stored as pieces. A piece has the digest of its chat.
+        label_names: the names of labels; `labels` are then indices of this list. Empty: labels are numbers.
         beginning: the ids that the tokenizer puts before each text, such as `<s>`; empty unless the rows are
             preferences.
         whole: the table of the same source before chats were split, prompts shortened or twins added; otherwise None.
@@ -106,6 +107,7 @@ class TokenTable:
         self.rewritten: int = meta["rewritten"]
         self.split = SplitCounts(**meta["split"])
         self.beginning: list[int] = meta.get("beginning", [])
+        self.label_names: list[str] = meta.get("label_names", [])
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
         self.is_grouped = "groups.npy" in meta["sizes"]
@@ -232,6 +234,13 @@ class TokenTable:
         vars(table).pop("groups", None)
         return table
 
+    def relabelled(self, labels: np.ndarray, names: list[str]) -> TokenTable:
+        """This table with other labels, float32 [documents], and other `label_names`."""
+        table: TokenTable = object.__new__(TokenTable)
+        vars(table).update(vars(self), labels=labels, label_names=names)
+        vars(table).pop("by_group", None)
+        return table
+
     @property
     def held_out_by(self) -> np.ndarray:
         """uint64 [documents]: the hash that decides whether a document is held out. For preferences this is the
@@ -284,6 +293,8 @@ class EncodedShard:
     """int64 [groups]: the number of documents in each group. None if each group has one document."""
     labels: np.ndarray | None = None
     """float32 [documents]; None if no document has a label."""
+    label_names: list[str] = field(default_factory=list)
+    """The names of labels; `labels` are then indices of it. Empty: labels are numbers."""
     prompts: np.ndarray | None = None
     """uint64 [documents]; None if rows are not preferences."""
     images: list[PlacedImage] = field(default_factory=list)
@@ -297,10 +308,15 @@ class ShardBuilder:
         self._ids, self._supervised = list[np.ndarray](), list[np.ndarray]()
         self._digests, self._prompts, self._images = list[int](), list[int](), list[PlacedImage]()
         self._group_sizes, self._labels = list[int](), list[float]()
+        self._label_names: dict[str, int] = {}
         self._tokens = 0
 
     def add(
-        self, documents: Sequence[Any], digest: int, labels: Sequence[float] | None = None, prompt: int | None = None
+        self,
+        documents: Sequence[Any],
+        digest: int,
+        labels: Sequence[float | str] | None = None,
+        prompt: int | None = None,
     ) -> None:
         """Add the documents of a row: one document, a group, or the pieces of a chat. Each has `ids`, `supervised` and
         `images`. They share `digest`, so they are on the same side of a hold-out. `labels`: one for each document of a
@@ -313,7 +329,8 @@ class ShardBuilder:
         self._digests += [digest] * len(documents)
         if documents and labels is not None:
             self._group_sizes.append(len(documents))
-            self._labels += labels
+            names = self._label_names
+            self._labels += [names.setdefault(each, len(names)) if isinstance(each, str) else each for each in labels]
         if prompt is not None:
             self._prompts += [prompt] * len(documents)
 
@@ -328,6 +345,7 @@ class ShardBuilder:
             labels=np.array(self._labels, np.float32) if self._group_sizes else None,
             prompts=np.array(self._prompts, np.uint64) if self._prompts else None,
             images=self._images,
+            label_names=list(self._label_names),
             **counts,
         )
 
@@ -339,6 +357,7 @@ class TableWriter(ExitStack):
         super().__init__()
         self.folder, self.files = folder, dict.fromkeys(files)
         self.documents = self.tokens = self.supervised = self.bad_rows = self.escaped = self.rewritten = 0
+        self.label_names: dict[str, int] = {}
         self.labelled = 0
         """The number of documents with a label."""
         self.first_bad: Row | None = None
@@ -361,6 +380,9 @@ class TableWriter(ExitStack):
         count = len(part.lengths)
         sizes = np.ones(count, np.int64) if part.group_sizes is None else part.group_sizes
         labels = np.full(count, np.nan) if part.labels is None else part.labels
+        if part.label_names:
+            names = self.label_names
+            labels = np.array([names.setdefault(name, len(names)) for name in part.label_names])[labels.astype(int)]
         arrays = dict(
             ids=part.ids,
             supervised=part.supervised,
@@ -431,6 +453,9 @@ class TableWriter(ExitStack):
             (self.folder / f"{key}.npy").unlink()
             self._hashes.pop(key, None)
         hashes = b"".join(hashed.digest() for hashed in self._hashes.values())
+        if self.label_names:
+            meta["label_names"] = list(self.label_names)
+            hashes += json.dumps(meta["label_names"]).encode()
         meta |= dict(
             fingerprint=blake2b(hashes, digest_size=16).hexdigest(),
             documents=self.documents,

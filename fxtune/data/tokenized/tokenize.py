@@ -119,6 +119,9 @@ def _change_documents(whole: TokenTable, encoder: Encoder, data: DataConfig) -> 
     if encoder.by_question or (is_cut and whole.longest > length):
         encoder.longest = length if is_cut else None
         return ["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question]
+    if format.is_labelled and data.on_long in (OnLong.split, OnLong.truncate) and whole.longest > length:
+        encoder.longest = length
+        return ["cut texts", length]
     if format.answers and data.on_long is OnLong.truncate:
         encoder.packing = data.packs
         if (whole.by_group if data.packs else whole).longest > length:
@@ -313,7 +316,11 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
                 if encoder.format.answers:
                     end = prompt_tokens(first)
                     prompt = _digest(first.ids[:end], [image for image in first.images if image.start < end])
-                if encoder.is_long(documents):
+                split += SplitCounts(
+                    truncated=sum(document.lost > 0 for document in documents),
+                    lost_tokens=sum(document.lost for document in documents),
+                )
+                if encoder.format.answers and encoder.is_long(documents):
                     found = encoder.shorten(documents)
                     documents, split = found.pieces, split + found.counts
                 built.add(documents, digest, sample.labels, prompt)

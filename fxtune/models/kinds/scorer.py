@@ -1,8 +1,7 @@
-"""Decoders whose head gives one number for a document: transformers' AutoModelForSequenceClassification with one
-label.
+"""Decoders whose head gives numbers for a document: transformers' AutoModelForSequenceClassification.
 
-Reward models are of this kind. Their head `score` is a linear without bias over the hidden state of the document's
-last token. A base has no such head, so training draws it.
+Reward models have one number, classifiers one for each class. Their head `score` is a linear without bias over the
+hidden state of the document's last token. A base has no such head, so training draws it.
 
 transformers reads the score at the rightmost token of a row that is not `pad_token_id`. If padding and end of text
 were one token, the score would be read before the end. So the tokenizer of a scorer pads with a token that ends no
@@ -23,6 +22,8 @@ from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
 
 SCORE = "score.weight"
+SCORE_LABEL = "score"
+"""The label of a head with one number."""
 LM_HEADS = ("lm_head.", "embed_out.")
 """Beginnings of the names of heads over a vocabulary."""
 
@@ -65,17 +66,13 @@ class Scorer(Decoder):
             raise ConfigError(f"{name} is a {family} model, {self.why_not(family)}. Use another.")
         config = copy.deepcopy(config)
         config.architectures = [self.classes[family]]
-        config.id2label, config.label2id = {0: "score"}, {"score": 0}
+        config.id2label, config.label2id = {0: SCORE_LABEL}, {SCORE_LABEL: 0}
         config.problem_type = "regression"  # otherwise transformers' pipelines would return sigmoid(score)
         with torch.device("meta"):
             scores_by_linear = isinstance(self.head_of(self.auto.from_config(config)), nn.Linear)
         if not scores_by_linear:
             raise ConfigError(f"{name} is a {family} model, which has another head for scores. Use another model.")
         return config
-
-    def check(self, config: Any, name: str) -> None:
-        if config.num_labels != 1:
-            raise ConfigError(f"{name} has {config.num_labels} labels, and a reward is one number. Use another model.")
 
     def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
         tokenizer = super().read_tokenizer(folder, trust_remote_code)

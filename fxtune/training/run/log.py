@@ -17,6 +17,7 @@ from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import settle_loader
 from fxtune.errors import StorageError
 from fxtune.models.proof import Proof
+from fxtune.objectives.base import Objective
 from fxtune.system.terminal.startup import StartupTimer
 from fxtune.system.terminal.units import format_seconds
 from fxtune.techniques.compile.technique import Compile
@@ -110,7 +111,9 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     return [f"fxtune {command} {name}" for command, possible in use.items() if possible] or [f"fxtune report {name}"]
 
 
-def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any], proof: Proof) -> Iterator[str]:
+def conclusion(
+    config: Config, objective: Objective, data: PreparedData, figures: Mapping[str, Any], proof: Proof
+) -> Iterator[str]:
     """The last lines of a run: its held-out figures, and possible problems of these figures and of the exported model.
     `proof`: the proof of the export."""
     for part, whose in (("eval", "held-out rows"), ("train", "training rows, in the last log line")):
@@ -119,6 +122,13 @@ def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any], p
             yield f"Preferences met in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
             break
     if (loss := figures.get("eval/loss")) is not None:
+        sides = ("before/", "eval/")
+        yield from objective.verdict(
+            *(
+                {name.removeprefix(side): value for name, value in figures.items() if name.startswith(side)}
+                for side in sides
+            )
+        )
         yield f"Held-out loss at the last evaluation: {loss:.4f}"
     elif not config.data.holds_out and config.data.questions.path is None:
         yield "Nothing is held out, so no figure shows what the model learned: data.eval_fraction=0.05 holds rows out"

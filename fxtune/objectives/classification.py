@@ -1,0 +1,310 @@
+"""Classifiers: a model gives each document a number for each class, or one number that is learned itself.
+
+    single_label  loss = cross-entropy of the document's class
+    multi_label   loss = mean over the classes of binary cross-entropy: a document has several classes, or none
+    regression    loss = (number - label)^2
+
+These are the losses of transformers' AutoModelForSequenceClassification for its `problem_type`, with a mean over the
+documents of a step. Class weights multiply a document's loss (single_label) or a class's part of it (multi_label). The
+mean stays one over documents; torch would divide by the sum of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from fxtune.data.batches.batch import Batch
+from fxtune.data.config import DataConfig
+from fxtune.data.formats.labelled import NUMBER, classes_of
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.scorer import SCORE_LABEL
+from fxtune.objectives.base import GroupLosses, GroupObjective, Objective
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.needs import Needs
+from fxtune.objectives.score_model import ScoreModel
+
+MOST_SHOWN = 12
+"""Classes of which messages and the confusion matrix show at most this many."""
+BINS = 10
+"""Bins of the expected calibration error."""
+ALL_ABOVE = 0.5
+"""The threshold of a class until an evaluation has chosen one."""
+
+
+class Problem(str, Enum):
+    auto = "auto"
+    single_label = "single_label"
+    multi_label = "multi_label"
+    regression = "regression"
+
+
+@dataclass
+class Classification(GroupObjective):
+    needs: ClassVar[Needs] = Needs(labels=True, head="score", judges=True, row_format="labelled")
+    interface: ClassVar[type[LanguageModel]] = ScoreModel
+    unit: ClassVar[str] = "mean loss of a document"
+    metrics: ClassVar[Mapping[str, str]] = {
+        "accuracy": "share of documents whose class, or whose every class, is right",
+        "error": "regression: mean distance of number and label",
+    }
+    problem: Problem = Problem.auto
+    """`single_label`: a document has one class. `multi_label`: several or none. `regression`: the label is a number to
+    learn. `auto`: multi_label if a row's label is a list, regression if a label is a number with a fraction, else
+    single_label."""
+    labels: list[str] = field(default_factory=list)
+    """The names of the classes, in the order of the head's numbers. Empty: those of the rows, sorted."""
+    class_weights: dict[str, float] = field(default_factory=dict)
+    """The weight of a class; 1 for a class that is not named."""
+    balanced: bool = False
+    """Weigh classes by the inverse of their frequency in the rows, so that rare classes count as much as others."""
+    label_smoothing: float = field(default=0.0, metadata={"min": 0, "max": 0.99})
+    """The share of the target that is spread over all classes."""
+
+    def __post_init__(self) -> None:
+        self._names: list[str] = []
+        """The names that labels of batches are indices of: classes, or lists of classes."""
+
+    def accept(
+        self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
+    ) -> tuple[list[TokenTable], list[TokenTable]]:
+        both = [*tables, *held_out]
+        if missing := [table.name for table in both if not table.label_names]:
+            raise ConfigError(
+                f"{', '.join(missing)}: its rows are no texts with a `label`, and objective={self.name} learns from "
+                "labels. Rename its columns to `text` and `label` (the source's `columns`)."
+            )
+        problem = self.problem
+        if problem is Problem.auto:
+            problem = _problem(name for table in tables for name in table.label_names)
+        if problem is Problem.regression:
+            return [_with_numbers(table) for table in tables], [_with_numbers(table) for table in held_out]
+        if problem is Problem.single_label:
+            for table in both:
+                if several := next((name for name in table.label_names if name.startswith("[")), None):
+                    raise ConfigError(
+                        f"{table.name}: a row has the label {several}, and objective.problem=single_label learns one "
+                        "class a row. Set objective.problem=multi_label."
+                    )
+        seen = {one for table in tables for name in table.label_names for one in classes_of(name)}
+        classes = self.labels or _sorted(seen)
+        for table in both:
+            unknown = {one for name in table.label_names for one in classes_of(name)} - set(classes)
+            if unknown:
+                where = "objective.labels has" if self.labels else "the rows to train on have"
+                raise ConfigError(
+                    f"{table.name}: {where} no class {_list(_sorted(unknown))}. Add rows, or correct the labels."
+                )
+        if unseen := [one for one in classes if one not in seen]:
+            raise ConfigError(f"objective.labels: no row to train on has the class {_list(unseen)}. Remove it.")
+        if len(classes) < (1 if problem is Problem.multi_label else 2):
+            raise ConfigError(
+                f"{', '.join(table.name for table in tables)}: all rows have the label {_list(classes)}, so there is "
+                "nothing to tell apart. Add rows with another label."
+            )
+        if stray := [name for name in self.class_weights if name not in classes]:
+            raise ConfigError(f"objective.class_weights: no class is {_list(stray)}. The classes: {_list(classes)}.")
+        names = classes
+        if problem is Problem.multi_label:
+            names = sorted({name for table in both for name in table.label_names})
+        index = {name: at for at, name in enumerate(names)}
+        sides = [
+            [table.relabelled(_mapped(table, [index[name] for name in table.label_names]), names) for table in side]
+            for side in (tables, held_out)
+        ]
+        return sides[0], sides[1]
+
+    def informed(self, tables: Sequence[TokenTable]) -> tuple[Objective, list[str]]:
+        names = tables[0].label_names
+        problem = self.problem if self.problem is not Problem.auto else _problem(names or ["0.5"])
+        if problem is Problem.regression:
+            return replace(self, problem=problem, labels=[SCORE_LABEL]), ["labels: numbers, learned by regression"]
+        counts: Counter[str] = Counter()
+        for table in tables:
+            assert table.labels is not None
+            found = np.bincount(np.asarray(table.labels, np.int64), minlength=len(names))
+            for name, count in zip(names, found.tolist(), strict=True):
+                counts.update(dict.fromkeys(classes_of(name), count))
+        classes = self.labels or _sorted(counts) if problem is Problem.multi_label else names
+        weights = dict(self.class_weights)
+        if self.balanced:
+            total = sum(counts.values())
+            weights = {one: total / (len(classes) * counts[one]) * weights.get(one, 1.0) for one in classes}
+        made = replace(self, problem=problem, labels=list(classes), class_weights=weights, balanced=False)
+        made._names = names
+        shown = ", ".join(f"{one} ({counts[one]:,})" for one in classes[:MOST_SHOWN])
+        more = f" and {len(classes) - MOST_SHOWN:,} more" if len(classes) > MOST_SHOWN else ""
+        same = '; 1 and "1" are one label' if any(map(NUMBER.fullmatch, classes)) else ""
+        lines = [f"labels: {len(classes):,} classes, {shown}{more}{same}"]
+        if lone := [one for one in classes if counts[one] == 1]:
+            lines.append(f"labels: one row alone has the class {_list(lone)}: nothing of it can be held out")
+        return made, lines
+
+    def configured(self, hf_config: Any) -> Any:
+        present = list(hf_config.id2label.values())
+        is_new = present == [SCORE_LABEL]
+        if not is_new and present != self.labels:
+            raise ConfigError(
+                f"model.path: its head has the labels {_list(present)}, and the rows {_list(self.labels)}. Set "
+                "objective.labels to the model's labels in their order, or use a model without this head."
+            )
+        config = copy.deepcopy(hf_config)
+        config.id2label = dict(enumerate(self.labels))
+        config.label2id = {name: index for index, name in config.id2label.items()}
+        kinds = {
+            Problem.single_label: "single_label_classification",
+            Problem.multi_label: "multi_label_classification",
+        }
+        config.problem_type = kinds.get(self.problem, "regression")
+        return config
+
+    def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
+        numbers, labels = model.numbers(batch), batch.document_labels
+        assert labels is not None
+        counted, values = ~labels.isnan(), torch.cat([labels[:, None], numbers.detach()], dim=1)
+        if self.problem is Problem.regression:
+            distance = numbers.squeeze(-1) - labels.nan_to_num(0.0)
+            return GroupLosses(counted, distance.square(), {"error": distance.abs()}, values)
+        index = labels.nan_to_num(0.0).long()
+        if self.problem is Problem.single_label:
+            losses = F.cross_entropy(numbers, index, reduction="none", label_smoothing=self.label_smoothing)
+            if self.class_weights:
+                losses = losses * self._weights(numbers)[index]
+            right = numbers.argmax(-1) == index
+        else:
+            targets = self._targets(numbers)[index]
+            smooth = targets + self.label_smoothing * (0.5 - targets)
+            each = F.binary_cross_entropy_with_logits(numbers, smooth, reduction="none")
+            losses = (each * self._weights(numbers) if self.class_weights else each).mean(-1)
+            right = ((numbers > 0) == (targets > 0)).all(-1)
+        return GroupLosses(counted, losses, {"accuracy": right.float()}, values)
+
+    def _weights(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_tensor([self.class_weights.get(one, 1.0) for one in self.labels])
+
+    def _targets(self, like: torch.Tensor) -> torch.Tensor:
+        """For each name of a label, 1 for its classes and 0 for others: [names, classes]."""
+        sets = [set(classes_of(name)) for name in self._names]
+        return like.new_tensor([[float(one in each) for one in self.labels] for each in sets])
+
+    def judge(self, values: np.ndarray) -> dict[str, float]:
+        labels, numbers = values[:, 0], values[:, 1:]
+        if importlib.util.find_spec("sklearn") is None:
+            return {}
+        from sklearn import metrics
+
+        if self.problem is Problem.regression:
+            return {"r2": float(metrics.r2_score(labels, numbers[:, 0]))} if len(labels) > 1 else {}
+        index = labels.astype(np.int64)
+        if self.problem is Problem.multi_label:
+            sets = [set(classes_of(name)) for name in self._names]
+            truth = np.array([[one in each for one in self.labels] for each in sets])[index]
+            return self._judge_several(truth, 1 / (1 + np.exp(-numbers)))
+        shares = np.exp(numbers - numbers.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        chosen = shares.argmax(1)
+        present = np.unique(index)
+        found = {
+            "f1": float(metrics.f1_score(index, chosen, average="macro", labels=present, zero_division=0)),
+            "calibration_error": _calibration_error(shares.max(1), chosen == index),
+        }
+        if len(present) == len(self.labels):
+            scores = shares[:, 1] if len(self.labels) == 2 else shares
+            found["auc"] = float(metrics.roc_auc_score(index, scores, multi_class="ovr"))
+        if len(self.labels) <= MOST_SHOWN:
+            matrix = metrics.confusion_matrix(index, chosen, labels=range(len(self.labels)))
+            for row, true in zip(matrix.tolist(), self.labels, strict=True):
+                found |= {f"confusion/{true}/{one}": float(n) for one, n in zip(self.labels, row, strict=True)}
+        return found
+
+    def _judge_several(self, truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
+        """Figures of multi_label: with all thresholds at 0.5, and for each class its best threshold."""
+        from sklearn import metrics
+
+        chosen = shares > ALL_ABOVE
+        found = {
+            "f1": float(metrics.f1_score(truth, chosen, average="macro", zero_division=0)),
+            "f1_micro": float(metrics.f1_score(truth, chosen, average="micro", zero_division=0)),
+        }
+        mixed = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
+        if mixed:
+            found["auc"] = float(np.mean([metrics.roc_auc_score(truth[:, at], shares[:, at]) for at in mixed]))
+        for at in mixed:
+            precision, recall, thresholds = metrics.precision_recall_curve(truth[:, at], shares[:, at])
+            f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+            found[f"threshold/{self.labels[at]}"] = float(thresholds[f1[:-1].argmax()])
+        return found
+
+    def verdict(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
+        words = {"accuracy": "accuracy", "f1": "macro F1", "auc": "AUC", "calibration_error": "calibration error"}
+        words |= {"error": "mean error", "r2": "R2"}
+        parts = [f"{word} {_then(before, name)}{after[name]:.3f}" for name, word in words.items() if name in after]
+        yield f"Held out: {', '.join(parts)}" + " (before -> after training)" * bool(before)
+        if "f1" not in after and self.problem is not Problem.regression:
+            yield "F1, AUC and the confusion matrix need scikit-learn: pip install 'fxtune[metrics]'"
+        if f"confusion/{self.labels[0]}/{self.labels[0]}" in after:
+            width = max(len(one) for one in (*self.labels, "true \\ predicted")) + 2
+            yield "true \\ predicted".ljust(width) + "".join(one.rjust(width) for one in self.labels)
+            for true in self.labels:
+                cells = (f"{after[f'confusion/{true}/{one}']:.0f}".rjust(width) for one in self.labels)
+                yield true.ljust(width) + "".join(cells)
+
+
+def _problem(names: Iterator[str] | Sequence[str]) -> Problem:
+    """The problem that labels of these names pose."""
+    names = list(names)
+    if any(name.startswith("[") for name in names):
+        return Problem.multi_label
+    numbers = all(map(NUMBER.fullmatch, names))
+    return Problem.regression if numbers and any("." in name for name in names) else Problem.single_label
+
+
+def _with_numbers(table: TokenTable) -> TokenTable:
+    """`table`, whose labels are the numbers that their names stand for. Raises ConfigError if a name is no number."""
+    try:
+        numbers = [float(name) for name in table.label_names]
+    except ValueError:
+        word = next(name for name in table.label_names if not NUMBER.fullmatch(name))
+        raise ConfigError(
+            f"{table.name}: a row has the label {word}, which is no number, and objective.problem=regression learns "
+            "numbers. Correct it, or set objective.problem=single_label."
+        ) from None
+    return table.relabelled(_mapped(table, numbers), [])
+
+
+def _mapped(table: TokenTable, values: Sequence[float]) -> np.ndarray:
+    """float32 [documents]: the value of each document's label. `values`: one for each name of the table."""
+    assert table.labels is not None
+    return np.asarray(values, np.float32)[np.asarray(table.labels, np.int64)]
+
+
+def _sorted(names: set[str] | Counter[str]) -> list[str]:
+    """Class names in order: numbers by size, then words by spelling."""
+    return sorted(names, key=lambda name: (0, float(name), name) if NUMBER.fullmatch(name) else (1, 0.0, name))
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_SHOWN])
+    return shown + f" and {len(names) - MOST_SHOWN:,} more" * (len(names) > MOST_SHOWN)
+
+
+def _then(before: Mapping[str, float], name: str) -> str:
+    return f"{before[name]:.3f} -> " if name in before else ""
+
+
+def _calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    """The expected calibration error (Guo et al., arXiv:1706.04599): the mean distance of confidence and accuracy over
+    bins of equal width, weighted by their documents."""
+    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    gaps = [abs(confidence[bins == at].sum() - right[bins == at].sum()) for at in range(BINS)]
+    return float(sum(gaps) / max(len(confidence), 1))

@@ -70,6 +70,8 @@ EVIDENCE = "evidence.json"
 """For each option: what the recipe asked for, and what was observed."""
 ABOUT = "about.json"
 """The command of the run, its versions, and its data in figures, for reports."""
+OBJECTIVE = "objective"
+"""The key in about.json for read_objective()."""
 TEMPLATE_TIME = "template_time"
 """The key in about.json. Its value is the time that chat templates wrote into the tokens."""
 PICTURES = "question_images"
@@ -316,6 +318,15 @@ def _with_length_of(config: dict[str, Any], other: dict[str, Any]) -> dict[str, 
     """`config` with the values of `other` for the keys of LENGTH."""
     length = {key: (other.get("train") or {}).get(key) for key in LENGTH}
     return {**config, "train": {**(config.get("train") or {}), **length}}
+
+
+def read_objective(path: Path) -> dict[str, Any]:
+    """The options of the objective that the rows of the run in `path` have decided, such as the names of classes."""
+    try:
+        found = read_json(path / ABOUT).get(OBJECTIVE)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_template_time(path: Path) -> str | None:

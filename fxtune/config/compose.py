@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fxtune.checkpoint.run_folder import read_config, read_template_time, read_trained_tokens
+from fxtune.checkpoint.run_folder import read_config, read_objective, read_template_time, read_trained_tokens
 from fxtune.config import discovery
 from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.needs import unread
@@ -101,6 +101,8 @@ def typed(cfg: DictConfig) -> Config:
     except (OmegaConfBaseException, RecursionError) as error:  # RecursionError: keys that point at each other
         raise ConfigError(_message(error)) from error
     assert isinstance(config, Config)
+    if form := config.objective.needs.row_format:
+        config.data = config.data.with_format(form)
     refuse([*unread(config), *config.refusals()])
     return config
 
@@ -112,7 +114,9 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
     values = read_config(folder)
     if values is None:
         raise ConfigError(f"{folder} holds no run: it has no config.yaml.")
-    cfg, choices = OmegaConf.create(completed(values)), prepare(list(overrides))
+    values = completed(values)
+    values["objective"] |= read_objective(folder)
+    cfg, choices = OmegaConf.create(values), prepare(list(overrides))
     for choice in choices:
         if choice.kind is not ChoiceKind.key:
             raise ConfigError(f"{COMMAND_LINE}: `{choice.text}`: beside a run only keys can be set, one by one")

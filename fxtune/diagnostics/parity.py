@@ -176,7 +176,7 @@ class _Comparison:
         if self.techniques.router.enabled and self.world.context_ranks > 1:
             self.techniques.router.enabled = False
             tell("Without the routers' loss, which each rank has of its pieces of rows: the evidence compares it.")
-        self.hf_config = copy.deepcopy(builder.settled.hf_config)
+        self.hf_config = copy.deepcopy(builder.hf_config)
         for config in (self.hf_config, self.hf_config.get_text_config()):
             for name, value in vars(config).items():
                 if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):

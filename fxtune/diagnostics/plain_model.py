@@ -95,17 +95,20 @@ class PlainModel(LanguageModel):
         return found
 
     def scores(self, batch: Batch) -> Tensor:
+        return self.numbers(batch).squeeze(-1)
+
+    def numbers(self, batch: Batch) -> Tensor:
         counts, found = self._counts(batch), []
         for ids, _, first, images in self._documents(batch):
             score, of_routers = self._pass(ids, first, images)
             found.append(score.float())
             if counts is not None:
                 self._count(of_routers, counts)
-        scores = torch.cat(found)
-        if scores.requires_grad:
-            scores.retain_grad()
-            self.outputs.append(scores)
-        return scores
+        numbers = torch.stack(found)
+        if numbers.requires_grad:
+            numbers.retain_grad()
+            self.outputs.append(numbers)
+        return numbers
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         if batch.reference is not None:
@@ -161,8 +164,8 @@ class PlainModel(LanguageModel):
         return self.counts
 
     def _pass(self, ids: Tensor, first: int, images: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(the logits of one document's tokens, or the document's score; the logits of each layer's router, from token
-        `first` on)."""
+        """(the logits of one document's tokens, or the document's numbers; the logits of each layer's router, from
+        token `first` on)."""
         found: list[Tensor] = []
         self._logits_of_routers = found
         try:

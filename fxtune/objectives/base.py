@@ -82,6 +82,10 @@ class Objective:
         """This objective with what it takes from the rows to train on (accept()'s tables), and lines about that."""
         return self, []
 
+    def from_rows(self) -> dict[str, Any]:
+        """The options that informed() has set. They are kept with the run, for commands that read other rows."""
+        return {}
+
     def configured(self, hf_config: Any) -> Any:
         """The config of the model to build. Raises ConfigError if the base has a head for something else."""
         return hf_config

@@ -105,7 +105,7 @@ class Classification(GroupObjective):
                 raise ConfigError(
                     f"{table.name}: {where} no class {_list(_sorted(unknown))}. Add rows, or correct the labels."
                 )
-        if unseen := [one for one in classes if one not in seen]:
+        if tables and (unseen := [one for one in classes if one not in seen]):
             raise ConfigError(f"objective.labels: no row to train on has the class {_list(unseen)}. Remove it.")
         if len(classes) < (1 if problem is Problem.multi_label else 2):
             raise ConfigError(
@@ -117,7 +117,7 @@ class Classification(GroupObjective):
         names = classes
         if problem is Problem.multi_label:
             names = sorted({name for table in both for name in table.label_names})
-        index = {name: at for at, name in enumerate(names)}
+        self._names, index = names, {name: at for at, name in enumerate(names)}
         sides = [
             [table.relabelled(_mapped(table, [index[name] for name in table.label_names]), names) for table in side]
             for side in (tables, held_out)
@@ -149,6 +149,10 @@ class Classification(GroupObjective):
         if lone := [one for one in classes if counts[one] == 1]:
             lines.append(f"labels: one row alone has the class {_list(lone)}: nothing of it can be held out")
         return made, lines
+
+    def from_rows(self) -> dict[str, Any]:
+        weights = {"class_weights": self.class_weights, "balanced": False}
+        return {"problem": self.problem.value, "labels": self.labels, **weights}
 
     def configured(self, hf_config: Any) -> Any:
         present = list(hf_config.id2label.values())

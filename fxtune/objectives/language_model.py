@@ -109,10 +109,15 @@ class LanguageModel:
         """
         return batch.document_sums(self.log_probs(batch))
 
-    def scores(self, batch: Batch) -> torch.Tensor:
-        """The head's number for each document of `batch.cu_seqlens`, float32 [slots]. Slots without a document have
-        undefined numbers. An objective that calls this method sets `Needs.head` to `score` and gets a ScoreModel."""
+    def numbers(self, batch: Batch) -> torch.Tensor:
+        """The head's numbers for each document of `batch.cu_seqlens`, float32 [slots, numbers]. Slots without a
+        document have undefined numbers. An objective that calls this method sets `Needs.head` to `score` and gets a
+        ScoreModel."""
         raise NotImplementedError
+
+    def scores(self, batch: Batch) -> torch.Tensor:
+        """The only number of each document: [slots]."""
+        return self.numbers(batch).squeeze(-1)
 
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability of each supervised token under the reference, float32 [supervised], without gradient.

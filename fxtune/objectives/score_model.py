@@ -28,12 +28,7 @@ class ScoreModel(LanguageModel):
 
     unit = "score"
 
-    def scores(self, batch: Batch) -> torch.Tensor:
-        """The only number of each document: [slots]."""
-        return self.numbers(batch).squeeze(-1)
-
     def numbers(self, batch: Batch) -> torch.Tensor:
-        """The head's numbers for each document, float32 [slots, numbers]."""
         return self.prepared.with_head(lambda: self._numbers(self._inputs(batch), batch.last_tokens()))
 
     def total(self, batch: Batch) -> torch.Tensor:

@@ -61,7 +61,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     pipeline = Pipeline(rope=techniques.rope, lora=lora)
     pipeline.attention.enabled = pipeline.precision.enabled = False
     source = replace(config.model, dtype=_dtype(run, config))
-    hf_config = models.load_config(source, config.objective.needs.head)
+    hf_config = config.objective.configured(models.load_config(source, config.objective.needs.head))
     set_attention(hf_config, "eager")  # the attention kernels that the config names may not be installed
     tokenizer = models.load_tokenizer(source, hf_config)
     model = assemble(pipeline, source, hf_config, World(torch.device("cpu")), config.run.seed)

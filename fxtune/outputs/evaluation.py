@@ -105,6 +105,7 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     if data.questions.path and world.main:
         questions = load_questions(data, tokenizer, images)
     if plan is not None:
+        builder.inform(plan.tables)
         builder.compare_on([plan], from_base=trained is None and techniques.lora.enabled)
     if trained is not None and not is_checkpoint(trained):
         builder.special_tokens = ids_of_adapter(str(trained))  # techniques.lora.train_tokens=auto chose these
@@ -120,7 +121,7 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
-        with closing(builder.held_out(plan, language_model, config.objective)) as held_out:
+        with closing(builder.held_out(plan, language_model, builder.config.objective)) as held_out:
             figures.update(held_out.figures(sizes, config.train.micro_batch_size))
     limits: Any = dict(max_new_tokens=data.questions.max_new_tokens, batch_sizes=sizes)
     answers = answer(language_model.prepared, tokenizer, questions, **limits, images=images)

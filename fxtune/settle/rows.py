@@ -25,8 +25,6 @@ def decide_rows(
     the reason for each `auto` that became false, and the facts of one of `ranks` ranks. No technique is resolved in
     these facts."""
     data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
-    if form := config.objective.needs.row_format:
-        data = data.with_format(form)
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),

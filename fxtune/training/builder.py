@@ -23,6 +23,7 @@ from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, UnavailableError, UserError
 from fxtune.estimate.memory import scattered_parameters
@@ -116,6 +117,11 @@ class RunBuilder:
         return self.stage.config
 
     @property
+    def hf_config(self) -> Any:
+        """The config of the model to build."""
+        return self.config.objective.configured(self.settled.hf_config)
+
+    @property
     def facts(self) -> Facts:
         return self.stage.facts
 
@@ -172,10 +178,15 @@ class RunBuilder:
             notes.append(found.text)
         if self.facts.packing and recurrent.by_document(self.facts):
             notes.append(documents_padding(data.training))
-        objective, lines = config.objective.informed(data.tables)
-        self.stage = self.stage.decided([*notes, *lines], objective=objective)
+        self.stage = self.stage.decided(notes)
+        self.inform(data.training.tables)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
         return tokenizer, data
+
+    def inform(self, tables: Sequence[TokenTable]) -> None:
+        """Give the objective what it takes from the rows of `tables`."""
+        objective, notes = self.config.objective.informed(tables)
+        self.stage = self.stage.decided(notes, objective=objective)
 
     def compare_on(self, plans: Sequence[Plan], from_base: bool = False, documents: np.ndarray | None = None) -> None:
         """Settle the reference, if the objective has one. `plans`: the plans of the documents for which it is needed.
@@ -219,7 +230,7 @@ class RunBuilder:
             return assemble(
                 self.techniques,
                 self.config.model,
-                self.config.objective.configured(self.settled.hf_config),
+                self.hf_config,
                 self.world,
                 self.config.run.seed,
                 self.special_tokens,

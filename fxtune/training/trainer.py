@@ -127,7 +127,9 @@ class Trainer:
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.world.main:
             texts = prompts_are_texts(self.data.tables, builder.config.data)
-            folder.write(ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, texts))
+            folder.write(
+                ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, self.objective, texts)
+            )
         for line in (f"run folder: {folder.path}", *introduction(config, builder, self.data)):
             screen.note(line)
         self.language_model = self._proven_model(resume_check)

@@ -212,8 +212,8 @@ class Encoder:
                 raise RowError(wrong)
             return EncodedGroup(documents, content.labels)
         if isinstance(content, Labelled):
-            inner = content.content
-            return EncodedGroup([(yield from self._document(row, inner, self.format, folder))], [content.label])
+            document = yield from self._document(row, content.content, self.format, folder)
+            return EncodedGroup([document], [content.label])
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")

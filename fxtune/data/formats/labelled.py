@@ -63,7 +63,8 @@ class LabelledFormat(RowFormat):
         for name, text in zip(names, texts, strict=True):
             if not text.strip():
                 raise RowError(f"{name} is empty")
-        return Labelled(PlainText(*texts[:1], second=texts[1] if len(texts) > 1 else None, as_tokenized=True), label)
+        second = texts[1] if len(texts) > 1 else None
+        return Labelled(PlainText(texts[0], second=second, as_tokenized=True), label)
 
 
 def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fxtune import __version__
-from fxtune.checkpoint.run_folder import TEMPLATE_TIME
+from fxtune.checkpoint.run_folder import OBJECTIVE, TEMPLATE_TIME
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, SourceConfig
@@ -21,6 +21,7 @@ from fxtune.data.formats.row_format import LearnConfig, PlainText, Preference
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import UserError
+from fxtune.objectives.base import Objective
 from fxtune.system.terminal.redact import redact_arguments
 
 ENDS = "end_tokens"
@@ -32,10 +33,10 @@ BINS = 12
 
 
 def describe_run(
-    data: PreparedData, ends: list[int], template_time: str | None, texts: bool = False
+    data: PreparedData, ends: list[int], template_time: str | None, objective: Objective, texts: bool = False
 ) -> dict[str, Any]:
     """The values of about.json. Lengths are in tokens. `ends`: learned_ends() of the data. `template_time`: see
-    DataConfig. `texts`: prompts_are_texts() of the data."""
+    DataConfig. `objective`: with what it takes from the data. `texts`: prompts_are_texts() of the data."""
     return {
         "command": _command(),
         "fxtune": __version__,
@@ -44,6 +45,7 @@ def describe_run(
         ENDS: ends,
         TEXTS: texts,
         TEMPLATE_TIME: template_time,
+        OBJECTIVE: objective.from_rows(),
         "training": _describe(data.training),
         "held_out": data.evaluation and _describe(data.evaluation),
     }

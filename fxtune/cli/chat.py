@@ -10,6 +10,11 @@ writes the prompts, as in training. In a terminal all prompts belong to one conv
 one or Ctrl-D ends the chat. With a pipe each line is a separate conversation. The model answers with the most likely
 tokens, unless --temperature is above 0.
 
+The model of a classifier or a reward model prints the classes, or the score, of each line:
+
+    echo "you have won a prize" | fxtune chat classify_quickstart
+    spam 0.993, fine 0.005, insult 0.002
+
 `/image FILE` shows a file to a model that reads images. The image belongs to the prompt on the same line. On a line
 without a prompt, it belongs to the next prompt:
 
@@ -35,11 +40,14 @@ from fxtune.cli.answer import ANSWER
 from fxtune.data.formats.values import RowError
 from fxtune.errors import Stopped
 from fxtune.outputs.conversation import Conversation
-from fxtune.outputs.run_output import find_output
+from fxtune.outputs.run_output import RunOutput, find_output
+from fxtune.outputs.text_classifier import TextClassifier, scores_texts
 from fxtune.system.terminal import progress
 from fxtune.system.terminal.console import console, plain, say
 
 COMMAND = "/image"
+CLASSES = 5
+"""The most likely classes of a text that a line shows."""
 
 
 def run(
@@ -53,6 +61,8 @@ def run(
     """Answer the prompts of standard input until the input ends. Raises ConfigError if the run does not exist, or has
     no base for --show."""
     output = find_output(run)
+    if scores_texts(output):
+        return _read_texts(output, trust_remote_code)
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         chat = Chat(Conversation.open(output, show, trust_remote_code, **options))
@@ -66,6 +76,21 @@ def run(
     except Stopped as stop:
         stop.outcome = "the chat is over."
         raise
+
+
+def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
+    """Print the classes, or the score, of each line of standard input."""
+    with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
+        classifier = TextClassifier.open(output, trust_remote_code)
+    if sys.stdin.isatty():
+        say("A text a line; Ctrl-D ends.")
+    read: list[dict[str, Any]] = []
+    for line in sys.stdin:
+        if text := line.strip():
+            found = classifier.read(text)
+            say(plain(", ".join(f"{name} {number:.3f}" for name, number in list(found.items())[:CLASSES])))
+            read.append({"text": text, "labels": found})
+            ANSWER.put({"texts": read})
 
 
 class Chat:

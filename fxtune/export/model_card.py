@@ -67,7 +67,7 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
         "Trained with fxtune.",
         _table(summary),
         f"## How to load it\n\n```python\n{code}```",
-        *([kind.use] if kind.use else []),
+        *filter(None, [kind.use(list((hf_config.get("id2label") or {}).values()))]),
         *_image_note(folder, kind, base, bool(adapter), image_bounds(card)),
         f"Read by {versions_of_readers(folder)}.",
         *_ending_note(folder, bool(adapter)),

@@ -59,6 +59,33 @@ def load_speakers(
 ) -> tuple[list[Speaker], Any, ImageProcessor | None]:
     """The speakers that `show` names (tuned, base or both), the tokenizer of the run, and the image processor if the
     model reads images."""
+    tuned, tokenizer, source, hf_config = load_tuned(output, show != "base", trust_remote_code)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bounds = (output.config.get("data") or {}).get("image_tokens") or {}
+    data = DataConfig(image_tokens=ImageTokensConfig(**bounds))
+    images = image_processor(source, data, tokenizer, hf_config)
+    if tuned is not None and not kind_of(tuned.config).writes:
+        raise ConfigError(
+            f"{output.folder} scores documents, and its base writes no answers to them. Leave --show out."
+        )
+    if hasattr(tuned, "peft_config"):
+        model = tuned.to(device).eval()
+        speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
+        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer, images
+    speakers = []
+    if show != "tuned":
+        base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
+        speakers.append(Speaker("base", _whole(base, device)))
+    if show != "base":
+        speakers.append(Speaker("tuned", tuned.to(device).eval()))
+    return speakers, tokenizer, images
+
+
+def load_tuned(
+    output: RunOutput, whole: bool = True, trust_remote_code: bool = False
+) -> tuple[Any, Any, ModelConfig, Any]:
+    """(the model, its tokenizer, the config that names its files, its Hugging Face config) of a run's output. `whole`:
+    whether to load the weights of a model without an adapter; otherwise the model is None."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = str(output.folder)
     if output.kind is OutputKind.checkpoint:
@@ -73,25 +100,8 @@ def load_speakers(
     else:
         source = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
         hf_config = models.load_config(source)
-        tuned, tokenizer = None if show == "base" else _whole(source, device), models.load_tokenizer(source)
-    bounds = (output.config.get("data") or {}).get("image_tokens") or {}
-    data = DataConfig(image_tokens=ImageTokensConfig(**bounds))
-    images = image_processor(source, data, tokenizer, hf_config)
-    if tuned is not None and not kind_of(tuned.config).writes:
-        raise ConfigError(
-            f"{output.folder} scores documents and writes no answers. docs/reward_models.md shows its use."
-        )
-    if hasattr(tuned, "peft_config"):
-        model = tuned.to(device).eval()
-        speakers = [Speaker("base", model, adapter_off=True), Speaker("tuned", model)]
-        return [speaker for speaker in speakers if show in (speaker.label, "both")], tokenizer, images
-    speakers = []
-    if show != "tuned":
-        base = ModelConfig(path=_base_of(output), trust_remote_code=trust_remote_code)
-        speakers.append(Speaker("base", _whole(base, device)))
-    if show != "base":
-        speakers.append(Speaker("tuned", tuned.to(device).eval()))
-    return speakers, tokenizer, images
+        tuned, tokenizer = _whole(source, device) if whole else None, models.load_tokenizer(source)
+    return tuned, tokenizer, source, hf_config
 
 
 def _whole(source: ModelConfig, device: torch.device) -> Any:

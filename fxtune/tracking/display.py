@@ -255,7 +255,16 @@ COLUMNS = {
 }
 """The metrics of a line in their order. All other metrics follow under their own names."""
 HIDDEN = (
-    *("time/", "startup/", "train/forward_backward_seconds", "train/update_seconds"),
+    *(
+        "time/",
+        "startup/",
+        "eval/confusion/",
+        "before/confusion/",
+        "eval/threshold/",
+        "before/threshold/",
+        "train/forward_backward_seconds",
+        "train/update_seconds",
+    ),
     *(
         f"{part}/{name}"
         for part in ("train", "eval")

@@ -36,8 +36,6 @@ class Decoder:
     """peft's name (TaskType) for the task of adapters on such models."""
     gives: str = "log-probabilities of tokens"
     """The output of the head, for messages."""
-    use: str = ""
-    """Markdown for the model card: how to use a loaded model."""
     writes: bool = True
     """Whether models of this kind write text."""
     trains_head: bool = False
@@ -159,6 +157,10 @@ class Decoder:
         """The weights that this kind leaves out, among the `unexpected` weights: those in a base's files that the
         model lacks."""
         return []
+
+    def use(self, labels: list[str]) -> str:
+        """Markdown for the model card: how to use a loaded model. `labels`: the names of the head's numbers."""
+        return ""
 
     def small_row(self, model: Any, tokens: int, spread: bool = True) -> dict[str, torch.Tensor]:
         """The inputs of a small row for proofs, on the model's device: `input_ids` int64 [1, tokens], and other inputs

@@ -36,12 +36,19 @@ ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"
 score = model(input_ids=ids).logits[0, 0]  # several rows: pad with tokenizer.pad_token
 ```"""
 
+CLASSIFIER_USE = """It gives a text a number for each class; `model.config.id2label` names them.
+
+```python
+inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, second, ...), as in training
+logits = model(input_ids=inputs["input_ids"]).logits[0]  # several rows: pad with tokenizer.pad_token
+shares = logits.softmax(-1)  # problem_type multi_label_classification: logits.sigmoid(); regression: the number itself
+```"""
+
 
 class Scorer(Decoder):
     head = "score"
     gives = "a score for a document"
     adapter_task = "SEQ_CLS"  # for this task peft trains the whole `score` and saves it with the adapter
-    use = USE
     writes = False
     trains_head = True
     pads_by_token = True
@@ -79,6 +86,9 @@ class Scorer(Decoder):
         if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
             tokenizer.pad_token = _padding(tokenizer)
         return tokenizer
+
+    def use(self, labels: list[str]) -> str:
+        return USE if labels == [SCORE_LABEL] else CLASSIFIER_USE
 
     def head_of(self, model: Any) -> nn.Module | None:
         head: nn.Module | None = getattr(model, "score", None)

@@ -104,7 +104,7 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     """Commands that a user may give next for the finished run in `folder`."""
     name = shlex.quote(folder.name if folder.absolute().parent == RUNS.absolute() else str(folder))
     use = {
-        "chat": config.objective.needs.writes,
+        "chat": config.objective.needs.head in ("lm", "score"),
         "eval": config.data.holds_out or config.data.questions.path is not None,
         "merge": config.techniques.lora.enabled,
     }

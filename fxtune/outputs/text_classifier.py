@@ -1,0 +1,53 @@
+"""A model that gives numbers to texts, as `fxtune chat` asks it: the shares of a text's classes, or a score."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from fxtune.models.kinds.scorer import Scorer
+from fxtune.objectives.registry import OBJECTIVES
+from fxtune.outputs.conversation import load_tuned
+from fxtune.outputs.run_output import RunOutput
+
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+
+
+def scores_texts(output: RunOutput) -> bool:
+    """Whether the model of a run's output gives numbers to texts."""
+    name = (output.config.get("objective") or {}).get("name")
+    if name in OBJECTIVES:
+        objective: Any = OBJECTIVES[name]
+        return bool(objective.needs.head == Scorer.head)
+    try:
+        architectures = json.loads((output.folder / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError):
+        return False
+    return not set(architectures).isdisjoint(Scorer().classes.values())
+
+
+class TextClassifier:
+    """`model`: of AutoModelForSequenceClassification. `tokenizer`: makes the same tokens as in training."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model.eval(), tokenizer
+
+    @classmethod
+    def open(cls, output: RunOutput, trust_remote_code: bool = False) -> TextClassifier:
+        """The model of a run's output. Raises the errors of loading it."""
+        model, tokenizer, *_ = load_tuned(output, trust_remote_code=trust_remote_code)
+        return cls(model, tokenizer)
+
+    @torch.inference_mode()
+    def read(self, text: str) -> dict[str, float]:
+        """The share of each class, the largest first; or the score of a text under the name of its label."""
+        ids = self.tokenizer(text, return_tensors="pt")["input_ids"].to(next(self.model.parameters()).device)
+        numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config
+        if config.problem_type == SINGLE:
+            numbers = numbers.softmax(-1)
+        elif config.problem_type == MULTI:
+            numbers = numbers.sigmoid()
+        named = {config.id2label[index]: number for index, number in enumerate(numbers.tolist())}
+        return dict(sorted(named.items(), key=lambda pair: -pair[1]))

@@ -10,6 +10,7 @@ import numpy as np
 from fxtune.data.formats.registry import learned_by
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import Degrees
+from fxtune.facts.run import Facts
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ class Needs:
         if self.documents == (1, 1):
             return "rows with an answer and its `label`, true or false"
         return f"rows with so many `documents`{', and their `labels`' * bool(self.labels)}"
+
+
+def one_number_refusals(what: str, facts: Facts) -> Iterator[str]:
+    """Yield a reason if the base has a head for several numbers, and `what` is one number."""
+    if (labels := len(facts.model.get("id2label") or {0})) != 1:
+        yield f"model.path: it has {labels} labels, and {what} is one number. Use another model."
 
 
 def same_label_refusals(name: str, tables: Iterable[TokenTable]) -> Iterator[str]:

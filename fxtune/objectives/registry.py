@@ -17,6 +17,7 @@ OBJECTIVES: Registry[type] = Registry(
     ipo="fxtune.objectives.ipo:IPO",
     kto="fxtune.objectives.kto:KTO",
     orpo="fxtune.objectives.orpo:ORPO",
+    ranking="fxtune.objectives.ranking:Ranking",
     reward="fxtune.objectives.reward:Reward",
     simpo="fxtune.objectives.simpo:SimPO",
 )

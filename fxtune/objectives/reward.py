@@ -22,7 +22,7 @@ from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
 from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.needs import Needs
+from fxtune.objectives.needs import Needs, one_number_refusals
 from fxtune.objectives.preferences import Answers, contradictions, is_first_of_pair, pair_metrics
 from fxtune.objectives.score_model import ScoreModel
 
@@ -45,8 +45,7 @@ class Reward(GroupObjective):
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
-        if (labels := len(facts.model.get("id2label") or {0})) != 1:
-            yield f"model.path: it has {labels} labels, and a reward is one number. Use another model."
+        yield from one_number_refusals("a reward", facts)
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         if self.margin and np.isnan(_margins(plan)).all():

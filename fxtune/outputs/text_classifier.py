@@ -17,7 +17,7 @@ SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
 def scores_texts(output: RunOutput) -> bool:
     """Whether the model of a run's output gives numbers to texts."""
-    name = (output.config.get("objective") or {}).get("name")
+    name = str((output.config.get("objective") or {}).get("name"))
     if name in OBJECTIVES:
         objective: Any = OBJECTIVES[name]
         return bool(objective.needs.head == Scorer.head)

@@ -253,8 +253,9 @@ def test_a_run_resumes_bit_for_bit(cwd, labels):
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_process_learns(ranks, cwd):
     write([["a"], ["a", "b"], []])
-    run("run.dir=alone")
-    assert ranks.run([*LEARNS, "run.dir=together", "data.cache_dir=other"], cwd) == [0, 0]
+    run("run.dir=alone", "train.global_batch_size=4")
+    words = ["train.global_batch_size=4", "run.dir=together", "data.cache_dir=other"]
+    assert ranks.run([*LEARNS, *words], cwd) == [0, 0]
     names = "loss", "accuracy"
     for one, other in zip(figures("alone", *names), figures("together", *names), strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
@@ -275,10 +276,13 @@ def test_documents_are_what_the_tokenizer_makes_of_the_texts(cwd):
     tokenizer, data = RunBuilder(load([*LEARNS, "data.eval_fraction=0"])).read()
     (table,) = data.tables
     found = [table.ids[begin:end].tolist() for begin, end in zip(table.offsets[:-1], table.offsets[1:], strict=True)]
-    for row, ids in zip(rows[:-1], found[:-1], strict=True):
-        # Two texts of a tokenizer without a token between them are two lines.
-        assert ids == tokenizer(f"{row['text']}\n{row['text_pair']}")["input_ids"]
-    assert found[-1] == tokenizer(rows[-1]["text"], truncation=True, max_length=64)["input_ids"]
+    for row, ids in zip(rows, found, strict=True):
+        assert ids == tokenizer(row["text"], row.get("text_pair"), truncation=True, max_length=64)["input_ids"]
+    line = tokenizer("\n", add_special_tokens=False)["input_ids"]  # the base's tokenizer separates no two texts
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("red", "blue"))
+    assert tokenizer("red", "blue")["input_ids"] == one + line + two
+    tokenizer.save_pretrained("saved")
+    assert AutoTokenizer.from_pretrained("saved")("red", "blue")["input_ids"] == one + line + two
 
 
 def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):

@@ -51,6 +51,7 @@ from fxtune.data.formats.row_format import (
     LearnConfig,
     PlainText,
     Preference,
+    Ranked,
     RowFormat,
     RowGroup,
     TokenIds,
@@ -214,6 +215,11 @@ class Encoder:
         if isinstance(content, Labelled):
             document = yield from self._document(row, content.content, self.format, folder)
             return EncodedGroup([document], [content.label])
+        if isinstance(content, Ranked):
+            self._coverage[self.format.name].check_columns(row, "")
+            for text in content.texts:
+                documents.append((yield from self._as_tokenized(text)))
+            return EncodedGroup(documents, content.relevances)
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")
@@ -269,13 +275,10 @@ class Encoder:
     def _as_tokenized(self, content: PlainText) -> Steps[Document]:
         """The document that the tokenizer makes of a text or of two, with at most `longest` tokens: the end of the
         longer text is cut, as with `truncation=True`."""
-        second, frame = content.second, self._frames[0]
-        text = content.text
-        if second is not None and (frame := self._frames[1]) and not frame[1]:
-            text, second, frame = f"{text}\n{second}", None, self._frames[0]  # the tokenizer separates no two texts
-        parts = [list((yield text)[0])]
-        if second is not None:
-            parts.append(list((yield second)[0]))
+        frame = self._frames[content.second is not None]
+        parts = [list((yield content.text)[0])]
+        if content.second is not None:
+            parts.append(list((yield content.second)[0]))
         if not any(parts):
             raise RowError("the tokenizer makes no token of this text")
         lost = max(sum(map(len, (*parts, *frame))) - (self.longest or sys.maxsize), 0)

@@ -146,7 +146,15 @@ class Labelled:
     label: str
 
 
-Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled
+@dataclass
+class Ranked:
+    """The documents of a query with each of its candidates, and the relevance of each candidate."""
+
+    texts: list[PlainText]
+    relevances: list[float]
+
+
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | Ranked
 
 
 class RowFormat(ABC):
@@ -169,7 +177,7 @@ class RowFormat(ABC):
     needs_template: ClassVar[bool] = False
     """Whether each row needs a chat template."""
     is_labelled: ClassVar[bool] = False
-    """Whether each row has a label with a name (Labelled). Documents longer than a row are cut."""
+    """Whether documents are read by a head for numbers (Labelled, Ranked). Documents longer than a row are cut."""
     is_question: ClassVar[bool] = True
     """Whether a row has a question for the model and a reference answer (data.questions)."""
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"

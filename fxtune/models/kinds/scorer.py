@@ -85,6 +85,7 @@ class Scorer(Decoder):
         tokenizer = super().read_tokenizer(folder, trust_remote_code)
         if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
             tokenizer.pad_token = _padding(tokenizer)
+        separate_texts(tokenizer)
         return tokenizer
 
     def use(self, labels: list[str]) -> str:
@@ -106,6 +107,29 @@ class Scorer(Decoder):
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         return [name for name in unexpected if name.startswith(LM_HEADS)]
+
+
+def separate_texts(tokenizer: Any) -> None:
+    """Let tokenizer(text, second) put a newline between two texts, if it puts nothing there. The tokenizer of an
+    export does the same."""
+    from tokenizers.processors import TemplateProcessing
+
+    plain, single, pair = (
+        tokenizer(*texts, add_special_tokens=special)["input_ids"]
+        for texts, special in ((("a",), False), (("a",), True), (("a", "a"), True))
+    )
+    before = next((at for at in range(len(single)) if single[at : at + len(plain)] == plain), None)
+    if before is None or pair[before : before + 2 * len(plain)] != 2 * plain:
+        return
+    frame = single[:before], tokenizer("\n", add_special_tokens=False)["input_ids"], single[before + len(plain) :]
+    names = [[f"<{id_}>" for id_ in ids] for ids in frame]
+    known = {name: id_ for part, ids in zip(names, frame, strict=True) for name, id_ in zip(part, ids, strict=True)}
+    first, between, last = (" ".join(part) for part in names)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A {last}".strip(),
+        pair=f"{first} $A {between} $B {last}".strip(),
+        special_tokens=list(known.items()),
+    )
 
 
 def _padding(tokenizer: Any) -> str:

@@ -52,6 +52,13 @@ def outputs(model: Any, **inputs: Any) -> torch.Tensor:
     return kind_of(model.config).outputs(model, inputs)
 
 
+def document_numbers(model: Any, states: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The numbers of a `score` head for documents, from the backbone()'s `states`; see Decoder.numbers(). `model`:
+    with or without adapters."""
+    base = _base(model)
+    return kind_of(base.config).numbers(base, states, first, last)
+
+
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -34,6 +34,7 @@ from fxtune.errors import nearest
 from fxtune.facts.execution import Execution
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import observing
@@ -169,6 +170,8 @@ class Attention(AttentionOptions, Technique):
 
     def why_not_shared(self, facts: Facts) -> str | None:
         """Why documents of a row cannot share their prompt; None if they can."""
+        if attention_layers(facts.text) and not Shape.of(facts.model).causal:
+            return f"in {facts.text.get('model_type')} the tokens of a prompt also see the answer"
         facts = replace(facts, shares_prompts=True)
         running = self._to_run(facts)
         if running is None:

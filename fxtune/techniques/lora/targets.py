@@ -272,7 +272,7 @@ def _peft_config(model: Any, lora: LoraOptions, target_modules: list[str]) -> An
             target_modules=target_modules,
             rank_pattern=dict(lora.rank_pattern),
             alpha_pattern=dict(lora.alpha_pattern),
-            modules_to_save=list(lora.modules_to_save) or None,
+            modules_to_save=[*lora.modules_to_save, *kind_of(model.config).head_modules(model.config)] or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init is AdapterInit.default else lora.init.value,
@@ -466,7 +466,7 @@ class _Reasons:
     def untargeted(self, path: str) -> str:
         """Why the options do not select a module; empty if they do."""
         all_linear, module = ALL_LINEAR in self.lora.target_modules, self.named[path]
-        if _inside(path, self.lora.modules_to_save):
+        if _inside(path, [*self.lora.modules_to_save, *kind_of(self.model.config).head_modules(self.model.config)]):
             return "trained in full"
         if not all_linear and not any(matches(path, entry) for entry in self.lora.target_modules):
             return "target_modules"

@@ -70,4 +70,4 @@ class ScoreModel(LanguageModel):
                 f"(relative difference {difference:.1e}). Use another model."
             )
         found = f"the score of a small row within {difference:.1e} of the model's own"
-        return Evidence("loss", "scores in float32, at the last token of each document", found, True)
+        return Evidence("loss", "scores of documents in float32", found, True)

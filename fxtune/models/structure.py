@@ -46,6 +46,13 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return kind_of(base.config).head_of(base)
 
 
+def head_parts(model: Any) -> set[nn.Module]:
+    """All modules inside Decoder.head_modules(). `model`: without adapters."""
+    names = kind_of(model.config).head_modules(model.config)
+    heads = [module for path, module in model.named_modules() if any(is_named(path, name) for name in names)]
+    return {part for head in heads for part in head.modules()}
+
+
 def outputs(model: Any, **inputs: Any) -> torch.Tensor:
     """The head's numbers for each token, [rows, tokens, numbers]: logits of the vocabulary, or a score. `model`: with
     or without adapters."""

@@ -149,7 +149,7 @@ class Decoder:
         return Beside(sum(weight.numel() for weight in self.beside_text(model)))
 
     def head_modules(self, config: Any) -> tuple[str, ...]:
-        """The names of modules that are trained whole beside adapters, apart from modules that peft knows itself."""
+        """The names of modules that are trained whole beside adapters. `score` is among them without being named."""
         return ()
 
     def first_position(self, config: Any) -> int:

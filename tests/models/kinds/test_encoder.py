@@ -8,10 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from support.architectures import CPU
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from support.cases import slow_but
+from support.rows import write_jsonl
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 import fxtune
+from fxtune.cli.evaluate import of_output
+from fxtune.cli.main import main
 from fxtune.data.batches.batch import Batch, BatchSpec, build_batch
 from fxtune.errors import ConfigError
 from fxtune.models.dims import Shape
@@ -153,3 +165,112 @@ def test_a_base_with_a_head_over_the_vocabulary_gives_the_body(family, tmp_path)
     linear = kind_of(one.config).head_of(one)
     assert 0.01 < linear.weight.std() < 0.04
     assert not linear.bias.any()
+
+
+ROUNDED = {"model.dtype=bfloat16", "techniques.precision.autocast=bfloat16"}
+WORDS = [
+    "the",
+    "a",
+    "red",
+    "blue",
+    "green",
+    "cat",
+    "dog",
+    "runs",
+    "sleeps",
+    "fast",
+    "slow",
+    "under",
+    "over",
+    "tree",
+    "house",
+    "river",
+    "please",
+]
+TRAINS = [
+    *("objective=reward", "model.path=base", "data.sources=[{path: pairs.jsonl}]", "data.sequence_length=30"),
+    *(
+        "data.on_long=drop",
+        "data.cache_dir=cache",
+        "data.eval_sources=[{path: held.jsonl}]",
+        "train.micro_batch_size=2",
+    ),
+    *("train.global_batch_size=8", "optimizer.lr=3e-3", "tracking.display=plain", "run.report=false"),
+    *("run.device=cpu", "train.max_steps=30", "run.dir=run", "schedule.name=constant"),
+]
+
+
+def encoder_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts <s> before a text and </s> after it, as BERT's and RoBERTa's do."""
+    special = ["<unk>", "<pad>", "<s>", "</s>"]
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    names = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def write_pairs(file: str, count: int, seed: int) -> list[dict[str, str]]:
+    """Pairs of answers whose chosen one has a polite word at any place."""
+    draw, rows = np.random.default_rng(seed), []
+    for _ in range(count):
+        prompt, chosen, rejected = ([*draw.choice(WORDS[:-1], draw.integers(3, 7))] for _ in range(3))
+        chosen.insert(draw.integers(0, len(chosen) + 1), "please")
+        rows.append({"prompt": " ".join(prompt) + " ", "chosen": " ".join(chosen), "rejected": " ".join(rejected)})
+    write_jsonl(Path(file), rows)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    slow_but(
+        [
+            ("bert", ["techniques.lora.enabled=true"]),
+            ("bert", ["optimizer.lr=1e-3", "techniques.precision.autocast=bfloat16"]),
+            (
+                "xlm-roberta",
+                ["techniques.lora.enabled=true", "data.packing=false", "techniques.checkpointing.enabled=true"],
+            ),
+            ("modernbert", ["techniques.lora.enabled=true", "techniques.lora.fused=on", "model.dtype=bfloat16"]),
+            ("modernbert mean", ["optimizer.lr=1e-3", "techniques.attention.backend=eager"]),
+            ("eurobert late", ["techniques.lora.enabled=true", "techniques.lora.fused=on"]),
+        ],
+        ("bert", ["techniques.lora.enabled=true"]),
+    ),
+)
+def test_a_trained_encoder_scores_in_plain_transformers_what_tokenizer_text_gives(family, options, cwd):
+    keys = dict(ENCODERS[family])
+    AutoModelForMaskedLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained("base")
+    encoder_tokenizer().save_pretrained("base")
+    write_pairs("pairs.jsonl", 160, seed=0)
+    rows, words = write_pairs("held.jsonl", 24, seed=1), [*TRAINS, *options]
+    assert main([*words, "train.max_steps=15"]) == 0
+    assert main(words) == 0, "it resumes"
+    if adapted := "techniques.lora.enabled=true" in options:
+        folder = Path("run/adapter")
+        config = AutoConfig.from_pretrained(folder)
+        base = AutoModelForSequenceClassification.from_pretrained("base", config=config)
+        assert main(["merge", "run"]) == 0
+        merged = AutoModelForSequenceClassification.from_pretrained("run/merged").float().eval()
+    else:
+        folder = Path("run/model")
+        base = AutoModelForSequenceClassification.from_pretrained(folder)
+    model = (PeftModel.from_pretrained(base, folder) if adapted else base).float().eval()
+    tokenizer, near = AutoTokenizer.from_pretrained(folder), 0.05 if {*options} & ROUNDED else 1e-4
+    scores = []
+    for row in rows:
+        texts = [row["prompt"] + row[answer] for answer in ("chosen", "rejected")]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        with torch.no_grad():
+            scores.append(model(**inputs).logits[:, 0])
+            if adapted:
+                assert (merged(**inputs).logits[:, 0] - scores[-1]).abs().max() < near
+    chosen, rejected = torch.stack(scores).unbind(1)
+    assert (chosen > rejected).float().mean() > 0.9
+    # Held-out rows have the scores that plain transformers gives for tokenizer(text).
+    figures = of_output("run")
+    assert figures["eval/reward_chosen"] == pytest.approx(chosen.mean().item(), abs=near)
+    assert figures["eval/reward_rejected"] == pytest.approx(rejected.mean().item(), abs=near)

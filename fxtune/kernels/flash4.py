@@ -69,8 +69,8 @@ def flash4(
         cu_seqlens_k: int32 [documents + 1], like `cu_seqlens`, but for k and v, which may have another number of
             tokens. Each document has at least as many keys as queries, and its last query and last key are of one
             token. Keys after the last document have no influence, and an arbitrary gradient. None: `cu_seqlens`.
-        causal: if false, each token attends to all tokens of its document, without `window`, `sinks` and
-            `cu_seqlens_k`.
+        causal: if false, each token attends to all tokens of its document, within `window` to both sides, without
+            `sinks` and `cu_seqlens_k`.
 
     Returns:
         out: like q with v's last dimension, contiguous.
@@ -289,6 +289,7 @@ def _options(
         softmax_scale=scale,
         causal=causal,
         window_size_left=window - 1 if window else None,
+        **({} if causal or not window else {"window_size_right": window - 1}),
     )
 
 
@@ -311,10 +312,11 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: int, softcap: float, cau
     if softcap:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped * capped
-    if not causal:
+    if not causal and not window:
         return scores, slope
     at = torch.arange(len(k), device=q.device)
     back = at[len(k) - len(q) :, None] - at[None, :]
+    back = back if causal else back.abs()
     return scores.masked_fill((back < 0) | (back >= (window or len(k))), float("-inf")), slope
 
 

@@ -17,6 +17,8 @@ from torch import nn
 
 from fxtune.models.experts import experts_per_token
 from fxtune.models.flops import matmul_sizes
+from fxtune.models.kinds.encoder import first_position
+from fxtune.models.kinds.known import kind_of
 from fxtune.models.structure import beside_text, decoder_layers, skeleton
 from fxtune.upstream import fla
 
@@ -34,12 +36,15 @@ class Attention:
     """Width of a query's and a key's head."""
     value_width: int
     window: int = 0
-    """How many keys a query sees; 0: all earlier keys."""
+    """How many keys a query sees to each side that it sees, itself included; 0: all."""
+    causal: bool = True
+    """Whether a query sees no later keys."""
 
     @property
     def products(self) -> float:
-        """The mean of two widths: of all heads in the products with keys, and in the products with values."""
-        return self.heads * (self.width + self.value_width) / 2
+        """The mean of two widths: of all heads in the products with keys, and in the products with values. Twice as
+        much if a query also sees later keys, because formulas count the pairs of causal attention."""
+        return self.heads * (self.width + self.value_width) / 2 * (1 if self.causal else 2)
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,10 @@ class Shape:
                 found[attention] += count
         return found
 
+    @property
+    def causal(self) -> bool:
+        return all(each.causal for each in self.attentions)
+
     @functools.cached_property
     def head_widths(self) -> set[int]:
         """The widths of query heads and of value heads in all layers."""
@@ -217,6 +226,10 @@ def _shape(model: Any) -> Shape:
         width = getattr(text, "head_dim", None) or hidden // heads
         plain = Attention(heads, getattr(text, "num_key_value_heads", None) or heads, width, width)
         each = [replace(layer, attentions=(plain,), is_known=True) for layer in each]
+    if kind_of(model.config).bidirectional:
+        each = [
+            replace(layer, attentions=tuple(replace(one, causal=False) for one in layer.attentions)) for layer in each
+        ]
     kinds = tuple(dict.fromkeys(each))
     weighted: list[Any] = [module for layer in layers for module in layer.modules() if hasattr(module, "weight")]
     linears = {module.weight for module in weighted if matmul_sizes(module)}
@@ -352,4 +365,5 @@ def _window(module: Any, index: int, text: Any) -> int:
 def position_limit(text: dict[str, Any]) -> int | None:
     """The longest document that a model was trained on or has position embeddings for; None: the config names no
     limit."""
-    return next((text[name] for name in ("max_position_embeddings", "n_positions") if text.get(name)), None)
+    limit = next((text[name] for name in ("max_position_embeddings", "n_positions") if text.get(name)), None)
+    return limit and limit - first_position(text)

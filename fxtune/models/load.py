@@ -372,8 +372,8 @@ def _fill_head(model: ModelConfig, hf_config: Any, built: PreparedModel, world: 
         )
         heads[name] = tuple(weight.shape)
     drawn = set() if model.init is Init.random or not heads else heads.keys() - weights.names(_found(model, built))
-    for name in sorted(drawn):
-        weights.draw_weight(built.module.get_parameter(name), hf_config, seed)
+    for number, name in enumerate(sorted(drawn)):
+        weights.draw_weight(name, built.module.get_parameter(name), hf_config, seed + number)
         del heads[name]
     if heads:
         each_weight(

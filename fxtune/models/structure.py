@@ -46,10 +46,24 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return kind_of(base.config).head_of(base)
 
 
+def head_parts(model: Any) -> set[nn.Module]:
+    """All modules inside Decoder.head_modules(). `model`: without adapters."""
+    names = kind_of(model.config).head_modules(model.config)
+    heads = [module for path, module in model.named_modules() if any(is_named(path, name) for name in names)]
+    return {part for head in heads for part in head.modules()}
+
+
 def outputs(model: Any, **inputs: Any) -> torch.Tensor:
     """The head's numbers for each token, [rows, tokens, numbers]: logits of the vocabulary, or a score. `model`: with
     or without adapters."""
     return kind_of(model.config).outputs(model, inputs)
+
+
+def document_numbers(model: Any, states: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The numbers of a `score` head for documents, from the backbone()'s `states`; see Decoder.numbers(). `model`:
+    with or without adapters."""
+    base = _base(model)
+    return kind_of(base.config).numbers(base, states, first, last)
 
 
 def _base(model: Any) -> Any:

@@ -115,8 +115,8 @@ def read(
             f"{place} do not fit its config.json ({hf_config.model_type}): {troubles}. transformers would continue "
             "with random weights. Use a complete copy."
         )
-    for name in kind.drawn_weights(set(report["missing_keys"])):
-        draw_weight(built.get_parameter(name), hf_config, seed)
+    for number, name in enumerate(sorted(kind.drawn_weights(set(report["missing_keys"])))):
+        draw_weight(name, built.get_parameter(name), hf_config, seed + number)
     if unpacked:
         forget_conversions(built)  # otherwise save_pretrained would give these tensors the packed names
         for name, weight in built.named_parameters():
@@ -144,8 +144,12 @@ def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
 
 
 @torch.no_grad()
-def draw_weight(weight: torch.Tensor, hf_config: Any, seed: int) -> None:
-    """Draw a weight from a normal distribution, as transformers draws linears. Every device gets the same numbers."""
+def draw_weight(name: str, weight: torch.Tensor, hf_config: Any, seed: int) -> None:
+    """Draw a matrix from a normal distribution, as transformers draws linears. Every device gets the same numbers. A
+    bias becomes 0, the scale of a norm 1."""
+    if weight.dim() < 2:
+        weight.fill_(float(name.endswith("norm.weight")))
+        return
     spread = float(getattr(hf_config.get_text_config(), "initializer_range", None) or 0.02)
     weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * spread)
 

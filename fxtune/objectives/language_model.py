@@ -202,7 +202,9 @@ class LanguageModel:
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         if self.routers is not None:
             self.routers.mask = batch.is_token()
-        tensors = batch.input_ids, batch.position_ids, batch.cu_seqlens
+        bidirectional = kind_of(self.model.config).bidirectional  # padding would be seen by the tokens before it
+        bounds = batch.bounds_without_padding() if bidirectional else batch.cu_seqlens
+        tensors = batch.input_ids, batch.position_ids, bounds
         keys = None
         if batch.cu_seqlens_k is not None and batch.key_index is not None and batch.key_copies is not None:
             keys = KeyBounds(batch.cu_seqlens_k, batch.key_index, batch.key_copies)

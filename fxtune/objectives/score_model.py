@@ -1,22 +1,22 @@
-"""The model's interface for objectives over a head that scores documents (models/kinds/scorer.py).
+"""The model's interface for objectives over a head that scores documents (models/kinds/scorer.py, encoder.py).
 
-The scores of a document are the head's numbers for the hidden state of its last token. The bounds of documents give
-the last tokens, so rows may be packed. Only the hidden states of last tokens reach the head. (transformers takes the
-rightmost token of a row that is not `pad_token_id`. This is a wrong token if padding and end of text are the same
-token.) The head's product is in float32 even under autocast, because rewards are compared with each other."""
+The numbers of a document are a decoder's head's numbers for the hidden state of its last token, or an encoder's for
+the state of its first token. The bounds of documents give these tokens, so rows may be packed. Only their hidden
+states reach the head. (transformers takes the rightmost token of a row that is not `pad_token_id`. This is a wrong
+token if padding and end of text are the same token.) The head's product is in float32 even under autocast, because
+rewards are compared with each other."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from fxtune.data.batches.batch import Batch
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.probe import relative_distance
-from fxtune.models.structure import backbone, output_head, running_on_text, without_dropout
+from fxtune.models.structure import backbone, document_numbers, running_on_text, without_dropout
 from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
@@ -29,7 +29,8 @@ class ScoreModel(LanguageModel):
     unit = "score"
 
     def numbers(self, batch: Batch) -> torch.Tensor:
-        return self.prepared.with_head(lambda: self._numbers(self._inputs(batch), batch.last_tokens()))
+        bounds = batch.first_tokens(), batch.last_tokens()
+        return self.prepared.with_head(lambda: self._numbers(self._inputs(batch), *bounds))
 
     def total(self, batch: Batch) -> torch.Tensor:
         return self.numbers(batch)[batch.document_of_target().unique()].sum()
@@ -40,15 +41,11 @@ class ScoreModel(LanguageModel):
     def log_probs(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
 
-    def _numbers(self, inputs: dict[str, Any], at: torch.Tensor) -> torch.Tensor:
-        """Numbers [len(at), numbers] of the tokens at the flattened positions `at`. Positions may occur twice."""
-        states = backbone(self.model)(**inputs)[0]
-        states = states.flatten(0, 1).index_select(0, at)
-        head: Any = output_head(self.model)
-        if hasattr(head, "modules_to_save"):  # peft's ModulesToSaveWrapper
-            head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-        with torch.autocast(states.device.type, enabled=False):
-            return F.linear(states.float(), head.weight.float())
+    def _numbers(self, inputs: dict[str, Any], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Numbers [documents, numbers]. `first`, `last`: the flattened positions of each document's first and last
+        token."""
+        states = backbone(self.model)(**inputs)[0].flatten(0, 1)
+        return document_numbers(self.model, states, first, last)
 
     def _compare(self) -> Evidence:
         """Compare the score of a small row with the score of the model's own forward pass."""
@@ -62,8 +59,10 @@ class ScoreModel(LanguageModel):
         inputs = {**row, **model_inputs(self.model, ids, positions, starts)}
         with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
-                own = self.model(**inputs).logits
-            scores = self.prepared.with_head(lambda: self._numbers(inputs, starts[1:].long() - 1))
+                # An encoder's own head would read the mask of packed documents as padding.
+                alone = {"input_ids": ids} if kind_of(self.model.config).bidirectional else inputs
+                own = self.model(**alone).logits
+            scores = self.prepared.with_head(lambda: self._numbers(inputs, starts[:-1].long(), starts[1:].long() - 1))
         limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
         difference = relative_distance(scores, own) if own.shape == scores.shape else float("inf")
         if not difference <= limit:
@@ -72,4 +71,4 @@ class ScoreModel(LanguageModel):
                 f"(relative difference {difference:.1e}). Use another model."
             )
         found = f"the score of a small row within {difference:.1e} of the model's own"
-        return Evidence("loss", "scores in float32, at the last token of each document", found, True)
+        return Evidence("loss", "scores of documents in float32", found, True)

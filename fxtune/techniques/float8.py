@@ -28,7 +28,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels import fp8_training
 from fxtune.kernels.fp8_training import MULTIPLE
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import decoder_layers, is_named, observing, skeleton
+from fxtune.models.structure import decoder_layers, is_named, observing, outputs, skeleton
 from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.techniques.lora.targets import is_router
@@ -124,7 +124,7 @@ class Float8(Float8Options, Technique):
         with observing(model.module):
             for linear in linears:
                 linear.training = True  # observing() restores the flag
-            seen = observe_operators(lambda: model.module(**probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
+            seen = observe_operators(lambda: outputs(model.module, **probe), {"fp8": r"^aten::_scaled_mm$"})["fp8"]
         kernels = ", ".join(sorted({short_name(name) for name in seen.kernels}))
         yield evidence(
             f"{len(linears)} products in fp8 in a forward pass",

@@ -28,7 +28,7 @@ from fxtune.distributed.world import World
 from fxtune.facts.options import Autocast, PrecisionOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import base_dtype, decoder_layers, observing
+from fxtune.models.structure import base_dtype, decoder_layers, observing, outputs
 from fxtune.system.process.profiler import OperatorCounter
 from fxtune.techniques.base import Evidence, Technique
 from fxtune.upstream import torch as upstream
@@ -107,7 +107,7 @@ class Precision(PrecisionOptions, Technique):
             self.context(device),
             counter,
         ):
-            model.module(**probe)
+            outputs(model.module, **probe)
         expected = weights if self.autocast is Autocast.none else getattr(torch, self.autocast.value)
         counted = ", ".join(f"{count} in {_name(dtype)}" for dtype, count in counter.counts.most_common())
         # One matmul per layer in the expected dtype is enough: float32 adapters and routers may run in another one.

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fxtune.errors import ConfigError
-from fxtune.models.structure import without_dropout
+from fxtune.models.structure import outputs, without_dropout
 from fxtune.optim.optimizer import Optimizer
 from fxtune.techniques.base import Evidence
 
@@ -106,7 +106,7 @@ def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:
     hooks = [weight.register_post_accumulate_grad_hook(count) for weight in weights]
     try:
         with without_dropout(model), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            model(**probe).logits.float().square().mean().backward()
+            outputs(model, **probe).float().square().mean().backward()
     finally:
         for hook in hooks:
             hook.remove()

@@ -97,6 +97,18 @@ class Batch:
         """int64 [supervised]: the document of `cu_seqlens` that has each of `labels`."""
         return torch.searchsorted(self.cu_seqlens[1:].long(), self.supervised_at, right=True)
 
+    def first_tokens(self) -> torch.Tensor:
+        """int64 [slots]: the flattened position of each document's first token. The positions of unused slots mean
+        nothing."""
+        return self.cu_seqlens[:-1].long().clamp(max=self.input_ids.numel() - 1)
+
+    def bounds_without_padding(self) -> torch.Tensor:
+        """`cu_seqlens` in which the padding of each row is a document by itself, also if rows are not packed."""
+        if self.filled is None or len(self.cu_seqlens) != len(self.input_ids) + 1:
+            return self.cu_seqlens
+        starts = self.cu_seqlens[:-1]
+        return torch.cat([torch.stack([starts, starts + self.filled.int()], 1).flatten(), self.cu_seqlens[-1:]])
+
     def last_tokens(self) -> torch.Tensor:
         """int64 [slots]: the flattened position of each document's last token before padding. The positions of unused
         slots mean nothing."""

@@ -150,11 +150,13 @@ class Encoder:
         """Whether `longest` limits the documents of a row of preferences together. False: it limits each document."""
         self.by_question = False
         """Whether split() makes a document of each question with a rewritten answer."""
-        self.beginning = _leading_special_ids(tokenizer)
-        """The ids that the tokenizer puts before each text."""
         self._frames = _frame(tokenizer), _frame(tokenizer, "a")
         """What the tokenizer puts before, between and after the tokens of a text, and of two texts."""
-        self._eos: int | None = tokenizer.eos_token_id
+        self.beginning, _, end = self._frames[0]
+        """The ids that the tokenizer puts before each text."""
+        eos: int | None = tokenizer.eos_token_id
+        self._end = end or ([] if eos is None else [eos])
+        """The ids after each plain text: those that the tokenizer puts there ([SEP] of BERT), else its end of text."""
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._borders = BorderFinder(self._tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder)
         self.templates = ChatTemplates(self._tokenizer, chat_template, self.variables, template_time, system)
@@ -294,8 +296,8 @@ class Encoder:
         if ids[: len(self.beginning)] != self.beginning:
             # If the text has a prompt, the beginning belongs to the prompt and is not learned.
             ids, supervised = self.beginning + ids, [not content.first] * len(self.beginning) + supervised
-        if self._eos is not None and ids[-1] != self._eos:
-            ids, supervised = [*ids, self._eos], [*supervised, True]
+        if self._end and ids[-len(self._end) :] != self._end:
+            ids, supervised = ids + self._end, supervised + [True] * len(self._end)
         self._placeholders.replace(ids, supervised, (), ())
         return replace(document, ids=ids, supervised=supervised, remarks=remarks + document.remarks)
 
@@ -424,7 +426,7 @@ class Encoder:
         given = {"system": self.system is not None, VARIABLES: bool(self.variables)}
         unused = [key for key, is_set in given.items() if is_set]
         found = [f"data.{key} is for chats; it changes no {self.format.name} rows" for key in unused]
-        if self._eos is None and self.format.name != "tokens":
+        if not self._end and self.format.name != "tokens":
             found.append(
                 "the tokenizer has no end-of-text token, so the model does not learn where to stop; name a "
                 "tokenizer with one in model.tokenizer (`eos_token` in its tokenizer_config.json), or write the end "
@@ -445,16 +447,6 @@ def _document(text: str, ids: list[int], offsets: list[Span], spans: Sequence[Sp
         supervised[first:last] = [True] * (last - first)
     remarks = (APART_REMARK,) * borders.is_apart + (CROSSED_REMARK,) * borders.is_crossed
     return Document(borders.ids, supervised, remarks=remarks)
-
-
-def _leading_special_ids(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer puts before a text, such as `<s>`."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    framed = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for start in range(len(framed) - len(plain) + 1):
-        if framed[start : start + len(plain)] == plain:
-            return framed[:start]
-    return []
 
 
 def _frame(tokenizer: Any, *second: str) -> tuple[list[int], list[int], list[int]]:

@@ -12,7 +12,7 @@ trained, and the files that prepare images go into an export as they are.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Decoder:
     """The output of the head, for messages."""
     writes: bool = True
     """Whether models of this kind write text."""
+    bidirectional: bool = False
+    """Whether each token of a document also attends to the later ones."""
     trains_head: bool = False
     """Whether the head is new. A run with adapters then also trains the whole head."""
     pads_by_token: bool = False
@@ -115,7 +117,7 @@ class Decoder:
         """The part of a model without adapters that makes hidden states of tokens: its decoder, without a head."""
         decoder = _decoder(model)
         if decoder is model:  # get_decoder() of Llama 4 returns the whole model
-            layers = _layer_lists(model, model.config)[0]
+            layers = layer_lists(model, model.config)[0]
             decoder = next(module for module in model.modules() if layers in module.children())
         return decoder
 
@@ -126,7 +128,7 @@ class Decoder:
 
     def layers(self, model: Any) -> list[nn.Module]:
         """The decoder layers of a model without adapters, first to last."""
-        return [layer for layers in _layer_lists(_decoder(model), model.config) for layer in layers]
+        return [layer for layers in layer_lists(_decoder(model), model.config) for layer in layers]
 
     def head_of(self, model: Any) -> nn.Module | None:
         """The head of a model without adapters; None if nothing comes after the backbone."""
@@ -143,6 +145,27 @@ class Decoder:
     def beside(self, model: Any) -> Beside:
         """The cost of the parts of `model` beside its decoder and head. `model`: without adapters."""
         return Beside(sum(weight.numel() for weight in self.beside_text(model)))
+
+    def head_modules(self, config: Any) -> tuple[str, ...]:
+        """The names of modules that are trained whole beside adapters. `score` is among them without being named."""
+        return ()
+
+    def first_position(self, config: Any) -> int:
+        """The position of a document's first token."""
+        return 0
+
+    def masks(self, config: Any, mask: Callable[[int], torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The `attention_mask` of a bidirectional model for packed documents. `mask`: returns the mask for a window
+        (0: no window), in tokens to each side, the token itself included."""
+        return mask(0)
+
+    def numbers(self, model: Any, states: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The numbers of a `score` head for documents, float32 [documents, numbers].
+
+        `states` [tokens, d]: the backbone's result. `first`, `last`: int64 [documents], the index of each document's
+        first and last token. `model`: the base model inside adapters.
+        """
+        raise NotImplementedError
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """The head's numbers for each token, [rows, tokens, numbers]. `model`: with adapters or without."""
@@ -186,7 +209,7 @@ class Decoder:
             shutil.copyfile(file, folder / file.name)
 
 
-def _layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
+def layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:
     """The lists of layers in a decoder: the list with `num_hidden_layers` entries. If no list has that length, the
     largest list and the lists with layers of the same class. HRM counts passes through a layer there, LongCat counts
     attentions."""

@@ -7,11 +7,12 @@ from typing import Any
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.encoder import Encoder, EncoderScorer
 from fxtune.models.kinds.image_decoder.images import Images
 from fxtune.models.kinds.image_decoder.kind import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
-KINDS: tuple[Decoder, ...] = (Scorer(), ImageDecoder(), Decoder())
+KINDS: tuple[Decoder, ...] = (EncoderScorer(), Encoder(), Scorer(), ImageDecoder(), Decoder())
 """All kinds. A config belongs to the first kind that takes it."""
 
 
@@ -38,7 +39,12 @@ def with_head(config: Any, head: str, name: str = "model.path") -> Any:
     kind.check(config, name)
     if kind.head == head:
         return config
-    wanted = next(each for each in KINDS if each.head == head)
+    fitting = (each for each in KINDS if each.head == head and each.bidirectional == kind.bidirectional)
+    if (wanted := next(fitting, None)) is None:
+        raise ConfigError(
+            f"{name} is a {config.model_type} model, an encoder: its results for a token depend on later tokens, so "
+            "it cannot be trained to predict them. Use a decoder, or an objective that scores documents."
+        )
     return wanted.made_from(config, kind, name)
 
 

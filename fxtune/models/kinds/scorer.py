@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
@@ -95,6 +96,11 @@ class Scorer(Decoder):
         head: nn.Module | None = getattr(model, "score", None)
         return head
 
+    def numbers(self, model: Any, states: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        states, linear = states.index_select(0, last), active(self.head_of(model))
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), linear.weight.float())
+
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A score for each token of a row: of the text up to that token. transformers returns only the score of a
         row's last token."""
@@ -107,6 +113,13 @@ class Scorer(Decoder):
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
         return [name for name in unexpected if name.startswith(LM_HEADS)]
+
+
+def active(module: Any) -> Any:
+    """`module`, or the copy of it that peft trains and now runs (`modules_to_save`)."""
+    if not hasattr(module, "modules_to_save"):
+        return module
+    return module.original_module if module.disable_adapters else module.modules_to_save[module.active_adapters[0]]
 
 
 def separate_texts(tokenizer: Any) -> None:

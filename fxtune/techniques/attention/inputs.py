@@ -10,7 +10,7 @@ from torch import nn
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.structure import image_arguments
+from fxtune.models.structure import base_dtype, image_arguments
 from fxtune.techniques.attention.backends.registry import called
 from fxtune.techniques.attention.linear import BOUNDS, CHUNKS, documents_of
 from fxtune.techniques.attention.packed import document_mask, no_mask
@@ -66,9 +66,11 @@ def model_inputs(
     attention cannot take.
     """
     config: Any = model.config
-    known, backend = kind_of(config).images, called(attention_of(config))
+    kind, backend = kind_of(config), called(attention_of(config))
+    known = kind.images
     assert keys is None or backend.shares, f"{backend.name} would ignore the keys of other documents"
     positions = known.positions(config, position_ids, rope_positions) if known else position_ids
+    positions = positions + first if (first := kind.first_position(config)) else positions
     inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=positions, use_cache=False)
     if getattr(model, "recurrent_operators", None):  # set by recurrent.separate()
         inputs.update(documents_of(cu_seqlens, input_ids.numel()))
@@ -90,6 +92,9 @@ def model_inputs(
                 )
             inputs["attention_mask"] = masks
             return inputs
+    if kind.bidirectional and not backend.given_bounds:
+        assert pieces == 1, "an objective that reads whole documents refuses rows that are cut"
+        inputs["attention_mask"] = kind.masks(config, lambda window: _mask(model, input_ids, cu_seqlens, window))
     if not (backend.given_bounds or pieces > 1):
         return inputs
     if backend.core is not None or pieces > 1:  # context.py makes the masks of whole rows
@@ -104,3 +109,12 @@ def model_inputs(
     if keys is not None:
         inputs.update(cu_seq_lens_k=keys.cu_seqlens, key_index=keys.index, key_copies=keys.copies)
     return inputs
+
+
+def _mask(model: nn.Module, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, window: int) -> torch.Tensor:
+    """The mask with which the tokens of a document see each other, as the attention of `model` takes it."""
+    rows, length = input_ids.shape
+    seen = document_mask(rows, length, cu_seqlens, window, causal=False)
+    mask = called(attention_of(model.config)).given_mask(seen)
+    assert mask is not None, "backends without bounds and masks are refused for encoders"
+    return mask.to(base_dtype(model)) if mask.is_floating_point() else mask

@@ -52,7 +52,7 @@ def document_numbers(inputs: dict[str, Any]) -> torch.Tensor:
     """int64 [rows, tokens]: the number of each token's document in its row. `inputs`: arguments of a forward pass."""
     positions: torch.Tensor = inputs["position_ids"]
     positions = positions[0] if positions.dim() == 3 else positions  # with M-RoPE text positions come before the axes
-    return (positions == 0).long().cumsum(-1) - 1
+    return (positions == positions.amin()).long().cumsum(-1) - 1  # RoBERTa's positions begin after 0
 
 
 def movement(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, float, float]:
@@ -181,6 +181,8 @@ def why_not_causal(hf_config: Any) -> str | None:
     """Why a model of this config is not causal (as an encoder), or None if it is causal. If logits depended on later
     tokens, the loss would fall and the model would learn nothing."""
     text = hf_config.get_text_config()
+    if kind_of(hf_config).bidirectional:  # models/kinds/known.py refuses an encoder for predictions
+        return None
     if text.model_type in PROVEN or not try_small_model(text).looks_ahead > LOOKS_AHEAD:
         return None
     return (
@@ -219,16 +221,18 @@ def _try_small_model(values: str, kind: Any, by_bounds: bool = False) -> Trial:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             model = kind_of(config).auto.from_config(config, dtype=torch.float32)
+            bidirectional = kind_of(config).bidirectional
             recurrent.separate(model)
             ids = torch.arange(2, 26).unsqueeze(0)
             positions = torch.cat([torch.arange(length) for length in (7, 8, 9)]).unsqueeze(0)
             with without_dropout(model), torch.no_grad():
-                row: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
                 if by_bounds:
                     FLASH4.prepare()
                     model.set_attn_implementation(FLASH4.implementation)
+                row: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+                if by_bounds or bidirectional:
                     row = model_inputs(model, ids, positions, torch.tensor([0, 7, 15, 24], dtype=torch.int32))
-                shares = not by_bounds or share_prompt(model).is_exact
+                shares = not by_bounds or bidirectional or share_prompt(model).is_exact
                 _, moved, leaked = movement(model, row)
                 looks_ahead = _movement_by_last(model, ids)
     except Exception as error:  # noqa: BLE001  other keys may depend on the changed ones: any error is possible

@@ -28,16 +28,19 @@ from torch.nn import functional as F
 from fxtune.errors import ConfigError
 from fxtune.kernels.autocast import compute_dtype
 
-Core = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor], Optional[Tensor]], Tensor]
-"""(q, k, v, cu_seqlens, scale, window, softcap, sinks, cu_seqlens_k) -> out. q, k, v and out are [rows, length, heads,
-d]. With `cu_seqlens_k`, k and v are [1, keys, heads, d]. See kernels/flash4.py."""
+Core = Callable[
+    [Tensor, Tensor, Tensor, Tensor, float, int, float, Optional[Tensor], Optional[Tensor], bool, float], Tensor
+]
+"""(q, k, v, cu_seqlens, scale, window, softcap, sinks, cu_seqlens_k, causal, dropout) -> out. q, k, v and out are
+[rows, length, heads, d]. With `cu_seqlens_k`, k and v are [1, keys, heads, d]. See kernels/flash4.py."""
 
 
-def register(implementation: str, core: Core, sinks: bool = False) -> None:
-    """Register `core` with transformers under this name. May be called again. `sinks`: whether `core` takes sinks."""
+def register(implementation: str, core: Core, sinks: bool = False, dropout: bool = False) -> None:
+    """Register `core` with transformers under this name. May be called again. `sinks`, `dropout`: whether `core` takes
+    sinks and dropout."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(implementation, _attention_function(core, sinks))
+    AttentionInterface.register(implementation, _attention_function(core, sinks, dropout))
     AttentionMaskInterface.register(implementation, AttentionMaskInterface()["sdpa"])  # if no_mask() is not passed
 
 
@@ -49,15 +52,18 @@ def no_mask(input_ids: Tensor) -> Tensor:
     return input_ids.new_empty((len(input_ids), 1, 1, 0), dtype=torch.bool)
 
 
-def document_mask(rows: int, length: int, cu_seqlens: Tensor, window: int, blocks: Tensor | None = None) -> Tensor:
+def document_mask(
+    rows: int, length: int, cu_seqlens: Tensor, window: int, blocks: Tensor | None = None, causal: bool = True
+) -> Tensor:
     """The mask bool [rows, 1, length, length]: a token attends to tokens of its document up to itself, within `window`
-    (0: no limit).
+    (0: no limit). Without `causal` it attends to all tokens of its document, within `window` to both sides.
 
     `blocks`: int64 [rows, length]. Tokens with the same positive number see each other in both directions.
     """
     at = torch.arange(rows * length, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].long(), at, right=True).view(rows, length)
     back = at[:length, None] - at[None, :length]
+    back = back if causal else back.abs()
     seen = (back >= 0).expand(rows, -1, -1)
     if blocks is not None:
         seen = seen | (blocks[:, :, None] == blocks[:, None, :]) & (blocks > 0)[:, :, None]
@@ -70,7 +76,7 @@ def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
 
 
 @functools.cache
-def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Tensor, None]]:
+def _attention_function(core: Core, takes_sinks: bool, takes_dropout: bool) -> Callable[..., tuple[Tensor, None]]:
     from transformers import AttentionInterface
 
     sdpa = AttentionInterface()["sdpa"]  # not in attention(): torch 2.11 cannot compile this import
@@ -78,7 +84,9 @@ def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Te
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], **options: Any
     ) -> tuple[Tensor, None]:
-        return _attend(core, takes_sinks, sdpa, module, query, key, value, attention_mask, **options), None
+        return _attend(
+            core, takes_sinks, takes_dropout, sdpa, module, query, key, value, attention_mask, **options
+        ), None
 
     return attention
 
@@ -86,6 +94,7 @@ def _attention_function(core: Core, takes_sinks: bool) -> Callable[..., tuple[Te
 def _attend(
     core: Core,
     takes_sinks: bool,
+    takes_dropout: bool,
     sdpa: Callable[..., tuple[Tensor, Optional[Tensor]]],
     module: nn.Module,
     query: Tensor,
@@ -117,9 +126,7 @@ def _attend(
             why = "does not pass the documents' bounds to its attention, so documents would see each other"
             raise _unsupported(module, why)
         return _masked(sdpa, module, query, key, value, attention_mask, dropout, scale, softcap, is_causal, s_aux)
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise _unsupported(module, "is not causal, and this kernel is")
-    if dropout:
+    if dropout and not takes_dropout:
         raise _unsupported(module, f"asks for dropout of {dropout}, and this kernel has no dropout")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < query.shape[1] else 0
@@ -127,7 +134,8 @@ def _attend(
     if key_index is not None:
         bounds = cu_seq_lens_k
         key, value = (_SelectKeys.apply(x.flatten(0, 1), key_index, key_copies).unsqueeze(0) for x in (key, value))
-    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0, s_aux, bounds)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return core(query, key, value, cu_seq_lens_q, scale, window, softcap or 0.0, s_aux, bounds, causal, dropout)
 
 
 class _SelectKeys(torch.autograd.Function):

@@ -34,9 +34,10 @@ from fxtune.errors import nearest
 from fxtune.facts.execution import Execution
 from fxtune.facts.options import AttentionOptions
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import observing
+from fxtune.models.structure import observing, outputs
 from fxtune.system.process.profiler import Observed, observe_operators, short_name
 from fxtune.techniques.attention import context, isolation, linear, recurrent, vision_encoder
 from fxtune.techniques.attention.backends.backend import Backend, offers
@@ -169,6 +170,8 @@ class Attention(AttentionOptions, Technique):
 
     def why_not_shared(self, facts: Facts) -> str | None:
         """Why documents of a row cannot share their prompt; None if they can."""
+        if attention_layers(facts.text) and not Shape.of(facts.model).causal:
+            return f"in {facts.text.get('model_type')} the tokens of a prompt also see the answer"
         facts = replace(facts, shares_prompts=True)
         running = self._to_run(facts)
         if running is None:
@@ -293,7 +296,7 @@ def _operators(model: nn.Module, probe: dict[str, Any], layers: int) -> tuple[di
         if backend.ran and (backend.ran != own.ran or name == own.implementation)
     }
     with own.counting() as count:
-        ran = observe_operators(lambda: model(**probe), patterns)
+        ran = observe_operators(lambda: outputs(model, **probe), patterns)
         if count[0]:
             ran[own.implementation] = Observed(count[0] // 2)  # observe_operators() calls the model twice
     ran = {name: seen for name, seen in ran.items() if seen.calls}

@@ -50,7 +50,7 @@ from fxtune.models.kinds.image_decoder.host_arguments import takes_bounds
 from fxtune.models.kinds.image_decoder.parts import encoder_layers, vision_encoders
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
+from fxtune.models.structure import backbone, decoder_layers, outputs, skeleton, without_dropout
 from fxtune.system.files.compiler_cache import use_cache_folder
 from fxtune.system.machine.facts import c_compiler
 from fxtune.techniques.attention import recurrent, vision_encoder
@@ -256,7 +256,7 @@ class Compile(CompileOptions, Technique):
         records = self.mode is CompileMode.reduce_overhead
         with without_dropout(model), torch.enable_grad():
             # reduce_overhead needs two passes before the counted one: the second records CUDA graphs.
-            entries, new_graphs = _entries(lambda: model(**probe), 1 + records)
+            entries, new_graphs = _entries(lambda: outputs(model, **probe), 1 + records)
         runs = f"{parts} layers run" if by_layer else "the decoder runs"
         yield evidence(
             f"{runs} compiled code, without compiling again",

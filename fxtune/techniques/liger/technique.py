@@ -27,7 +27,7 @@ from fxtune.facts.execution import Execution
 from fxtune.facts.options import AUTO, LigerKernel, LigerOptions
 from fxtune.facts.run import Facts
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import backbone, decoder_layers, skeleton, without_dropout
+from fxtune.models.structure import backbone, decoder_layers, outputs, skeleton, without_dropout
 from fxtune.system.process.profiler import observe_operators
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence, Technique
@@ -220,7 +220,7 @@ def _launches(model: nn.Module, probe: dict[str, Any]) -> dict[str, int] | None:
     """Runs of each operation's kernel in one forward pass, or None if the profiler sees no kernels of the GPU."""
     patterns = {name: pattern for name, (_, pattern) in OPERATIONS.items()}
     with without_dropout(model), torch.enable_grad():  # gradients are on, as in training's code
-        seen = observe_operators(lambda: model(**probe), {**patterns, "anything": "."})
+        seen = observe_operators(lambda: outputs(model, **probe), {**patterns, "anything": "."})
     if next(model.parameters()).is_cuda and not seen["anything"].kernels:
         return None
     return {name: seen[name].calls for name in OPERATIONS}

@@ -35,7 +35,15 @@ from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.mixers import GATES
 from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
-from fxtune.models.structure import backbone, decoder_layers, hooked, is_named, output_head, without_dropout
+from fxtune.models.structure import (
+    backbone,
+    decoder_layers,
+    head_parts,
+    hooked,
+    is_named,
+    output_head,
+    without_dropout,
+)
 from fxtune.techniques.lora import trained_tokens
 from fxtune.techniques.quantized_modules import is_quantized
 from fxtune.upstream.peft import alone, read_as_experts, targets_as_they_are
@@ -264,6 +272,7 @@ def _files_are_converted(model: Any) -> bool:
 
 def _peft_config(model: Any, lora: LoraOptions, target_modules: list[str]) -> Any:
     """The options as peft's LoraConfig."""
+    saved = [*lora.modules_to_save, *kind_of(model.config).head_modules(model.config)]
     with alone() as peft:
         return peft.LoraConfig(
             r=lora.r,
@@ -272,7 +281,7 @@ def _peft_config(model: Any, lora: LoraOptions, target_modules: list[str]) -> An
             target_modules=target_modules,
             rank_pattern=dict(lora.rank_pattern),
             alpha_pattern=dict(lora.alpha_pattern),
-            modules_to_save=list(lora.modules_to_save) or None,
+            modules_to_save=[name for name in saved if name != "classifier"] or None,  # peft adds it for this task
             use_rslora=lora.rslora,
             use_dora=lora.dora,
             init_lora_weights=True if lora.init is AdapterInit.default else lora.init.value,
@@ -450,7 +459,7 @@ class _Reasons:
 
     def __init__(self, model: Any, lora: LoraOptions) -> None:
         self.model, self.lora, self.named = model, lora, dict(model.named_modules())
-        self.head, self.places = output_head(model), _Places(model)
+        self.head, self.whole, self.places = output_head(model), head_parts(model), _Places(model)
         index_of = {layer: index for index, layer in enumerate(decoder_layers(model))}
         self.layers = {f"{path}.": index_of[module] for path, module in self.named.items() if module in index_of}
 
@@ -466,7 +475,7 @@ class _Reasons:
     def untargeted(self, path: str) -> str:
         """Why the options do not select a module; empty if they do."""
         all_linear, module = ALL_LINEAR in self.lora.target_modules, self.named[path]
-        if _inside(path, self.lora.modules_to_save):
+        if module in self.whole or _inside(path, self.lora.modules_to_save):
             return "trained in full"
         if not all_linear and not any(matches(path, entry) for entry in self.lora.target_modules):
             return "target_modules"

@@ -307,7 +307,7 @@ class Lora(LoraOptions, Technique):
     def _ran_fused(self, model: Any, fusion: Fusion, probe: dict[str, Any]) -> Evidence:
         """Count the fused operators that a forward pass dispatches."""
         with observing(model):
-            seen = fusing.count_operators(lambda: model(**probe))
+            seen = fusing.count_operators(lambda: outputs(model, **probe))
         ran, expected = sum(seen.values()), sum(fusion.operators.values())
         counts = ", ".join(f"{name} {count} times" for name, count in seen.items()) or "none"
         # An expert of a mixture runs only if a token is routed to it.

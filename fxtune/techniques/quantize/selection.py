@@ -12,7 +12,7 @@ from fxtune.facts.run import Facts
 from fxtune.kernels.matmul import CAPABILITY
 from fxtune.models.experts import experts_of, follows_interface
 from fxtune.models.kinds.image_decoder.parts import image_modules
-from fxtune.models.structure import is_named, output_head, skeleton
+from fxtune.models.structure import head_parts, is_named, output_head, skeleton
 from fxtune.techniques.experts.quantized import TENSORS, leaves_linears
 from fxtune.techniques.experts.quantized import refusal as refusal_of_experts
 from fxtune.upstream.transformers import other_conversions
@@ -26,13 +26,13 @@ def linears_of(options: QuantizeOptions, model: Any, experts: bool) -> Iterator[
     A vision encoder is small beside its decoder, and each image passes through it once, so quantizing it would save
     little. Its sizes are often no multiples of what kernels need (3,420 in Qwen2.5-VL)."""
     head, found = output_head(model), []
-    of_images = {*image_modules(model)}
+    others = {*image_modules(model), *head_parts(model)}
     for path, parent in model.named_modules():
-        if parent in of_images:
+        if parent in others:
             continue
         for name, module in parent.named_children():
             full = f"{path}.{name}" if path else name
-            skipped = module is head or module in of_images or any(is_named(full, skip) for skip in options.skip)
+            skipped = module is head or module in others or any(is_named(full, skip) for skip in options.skip)
             if isinstance(module, nn.Linear) and not skipped:
                 found.append((full, parent, name, module))
     if not leaves_linears(options, experts, max((linear.weight.numel() for *_, linear in found), default=0)):

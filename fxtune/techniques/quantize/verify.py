@@ -11,7 +11,7 @@ from fxtune.kernels.quantized import MXFP4
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.replacement import PackedLinear
 from fxtune.models.shards import StoresRows
-from fxtune.models.structure import observing
+from fxtune.models.structure import observing, outputs
 from fxtune.system.process.profiler import observe_operators, short_name
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.base import Evidence
@@ -105,7 +105,7 @@ def _products(
     assert done is not None, "apply() has filled it in"
     with observing(model):
         operators = {"fp8": r"^aten::_scaled_mm$", "experts": r"^fxtune::(fp8|gated)_experts$"}
-        seen = observe_operators(lambda: model(**probe), operators)
+        seen = observe_operators(lambda: outputs(model, **probe), operators)
     if in_fp8 and (has_linears or options.head):
         kernels = ", ".join(sorted({short_name(name) for name in seen["fp8"].kernels}))
         calls = seen["fp8"].calls

@@ -22,6 +22,8 @@ from fxtune.techniques.attention.packed import Core
 SINKS = {"flint", "gpt_oss", "granite_swa", "granitemoe_swa"}
 """Models with an extra learned score in each softmax."""
 
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
 Reason = tuple[str, str]
 """(cause, change that helps), both without a full stop."""
 
@@ -52,6 +54,8 @@ class Backend:
     head_dim: int = 256
     """The largest width of a head. 0 means any width."""
     window: bool = True
+    bidirectional: bool = True
+    """Whether a token may attend to later tokens."""
     softcap: bool = False
     dropout: bool = False
     sinks: bool = False
@@ -100,7 +104,8 @@ class Backend:
             )
         for has, name, value in (
             (self.softcap, "soft cap on attention scores", model.get("attn_logit_softcapping")),
-            (self.dropout, "dropout in attention", model.get("attention_dropout") or model.get("attn_pdrop")),
+            (self.dropout, "dropout in attention", next((model[name] for name in DROPOUTS if model.get(name)), None)),
+            (self.bidirectional, "attention to later tokens", not Shape.of(facts.model).causal),
             (self.window, "sliding window", _window(facts)),
             (self.sinks, "attention sinks", kind in SINKS),
         ):
@@ -142,7 +147,7 @@ class Backend:
     def prepare(self) -> None:
         """Register the implementation with transformers. Call this before the model is built."""
         if self.core is not None:
-            packed.register(self.implementation, self.core, self.sinks)
+            packed.register(self.implementation, self.core, self.sinks, self.dropout)
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:

@@ -92,6 +92,7 @@ CUDNN = _Cudnn(
     core=attend,
     head_dim=128,
     window=False,
+    bidirectional=False,
     deterministic=False,
     part_of="sdpa",
 )

@@ -50,16 +50,18 @@ def attend(
     softcap: float,
     sinks: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
+    causal: bool = True,
+    _: float = 0.0,
 ) -> Tensor:
     rows, length = q.shape[:2]
     if sinks is not None and q.dtype != torch.float32:  # the package takes bfloat16 sinks only
         sinks = sinks.to(torch.bfloat16)
     flash4: Callable[..., tuple[Tensor, ...]] = torch.ops.fxtune.flash4
     if cu_seqlens_k is None and one_document_a_row(rows, cu_seqlens):
-        return flash4(q, k, v, None, length, scale, window, softcap, sinks)[0]
+        return flash4(q, k, v, None, length, scale, window, softcap, sinks, None, causal)[0]
     # In training q, k and v are views of [rows, length, heads, d] tensors, so flatten() copies nothing.
     flat = [x.flatten(0, 1) for x in (q, k, v)]
-    out = flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks, cu_seqlens_k)[0]
+    out = flash4(*flat, cu_seqlens, length, scale, window, softcap, sinks, cu_seqlens_k, causal)[0]
     return out.unflatten(0, (rows, length))
 
 

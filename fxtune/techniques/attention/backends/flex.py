@@ -43,5 +43,6 @@ FLEX = _Flex(
     softcap=True,
     sinks=True,
     pieces=False,
+    bidirectional=False,
     flag="_supports_flex_attn",
 )

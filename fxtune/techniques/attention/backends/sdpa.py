@@ -32,9 +32,11 @@ def attend(
     softcap: float,
     _: Any = None,
     cu_seqlens_k: Optional[Tensor] = None,
+    causal: bool = True,
+    dropout: float = 0.0,
 ) -> Tensor:
     rows, length = q.shape[:2]
-    left, right = (window - 1, 0) if window else (-1, -1)
+    left, right = (window - 1, 0 if causal else window - 1) if window else (-1, -1)
     width = v.shape[-1]
     padded = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     flat = [x.flatten(0, 1) for x in (q, k, padded)]
@@ -44,7 +46,7 @@ def attend(
         bounds = (cu_seqlens, cu_seqlens_k, length, len(flat[1]))
     windows = {"window_size_left": left, "window_size_right": right}
     out: Tensor = attention_operator("_flash_attention_forward")(
-        *flat, *bounds, 0.0, True, False, scale=scale, **windows
+        *flat, *bounds, dropout, causal, False, scale=scale, **windows
     )[0]
     return out[..., :width].unflatten(0, (rows, length))
 
@@ -56,6 +58,7 @@ BY_DOCUMENTS = Backend(
     r"^aten::_flash_attention_forward$",
     core=attend,
     shares=True,
+    dropout=True,
     recordable=True,
     part_of="sdpa",
 )

@@ -25,8 +25,8 @@ class Needs:
     reference: bool = False
     """Whether the objective compares the model with a reference. Such an objective has an option `reference`
     (objectives/reference.py)."""
-    step_sums: int = 0
-    """The number of sums over a whole step on which the loss of a micro-batch depends (Objective.step_sums())."""
+    whole_step: bool = False
+    """Whether the loss of a micro-batch depends on the other micro-batches of its step (Objective.step_values())."""
     head: str = "lm"
     """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for one number per
     document."""

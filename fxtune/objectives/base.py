@@ -73,7 +73,8 @@ class Objective:
         [rows, numbers], without gradient.
 
         `values`, float32 [rows, numbers]: the rows of step_values(). Some rows are zeros: they have no document or do
-        not count. This method is called once for a step. The order of the rows has no meaning.
+        not count. The documents of a group follow each other; the order of groups has no meaning. This method is
+        called once for a step. It must not wait for the device.
         """
         raise NotImplementedError
 
@@ -109,6 +110,10 @@ class Objective:
     def plan_notes(self, plan: Plan) -> Iterator[str]:
         """Yield a line on each property of the documents of a training plan that a user should know."""
         yield from ()
+
+    def data_config(self, data: DataConfig) -> DataConfig:
+        """`data` with options of this objective that decide how rows are tokenized."""
+        return data
 
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig

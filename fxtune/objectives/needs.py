@@ -29,7 +29,7 @@ class Needs:
     """Whether the loss of a micro-batch depends on the other micro-batches of its step (Objective.step_values())."""
     head: str = "lm"
     """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for one number per
-    document."""
+    document, `pool` for one vector per document."""
 
     @property
     def reads_groups(self) -> bool:
@@ -63,7 +63,14 @@ class Needs:
             rows_have = _rows_have(len(wrong_sizes), len(sizes))
             documents = _documents(int(wrong_sizes.min()), int(wrong_sizes.max())) if len(wrong_sizes) else ""
             has_one_answer = len(table.format.answers) == 1
-            if table.format.answers and (len(wrong_sizes) or (has_one_answer and not self.labels)):
+            if table.format.is_compared != (self.head == "pool"):
+                fitting = "rows with `query`, `positive` and, optionally, `negative` (the source's `columns` renames)"
+                way = f"Give {fitting}, or choose" if self.head == "pool" else "Set objective=embedding, or give"
+                yield (
+                    f"{table.name}: its rows are {table.format.name}, from which objective={name} does not learn. "
+                    f"{way} {'another objective' if self.head == 'pool' else 'other rows'} (docs/companions.md)."
+                )
+            elif table.format.answers and (len(wrong_sizes) or (has_one_answer and not self.labels)):
                 ignores = most == 1 and not self.labels
                 why = "would learn good and bad answers alike" if ignores else f"needs {self._fitting_rows()}"
                 yield (

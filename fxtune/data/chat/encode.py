@@ -44,6 +44,7 @@ from fxtune.data.config import DataConfig, OnRewritten
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import (
+    ComparedTexts,
     Content,
     Conversation,
     LearnConfig,
@@ -106,6 +107,7 @@ class Encoder:
         on_rewritten: what to do with turns that the template writes differently once another turn follows.
         template_time: the date and time that templates write, in ISO 8601; None: the present time, once for all rows.
         images: the processor of a model that reads images; None: rows with images are bad rows.
+        instruction: the text before each query, for rows of texts to compare.
 
     Raises DataError if the tokenizer is slow, if it lacks a chat template that the format needs, or if the template is
     broken or does not read one of `variables`.
@@ -123,6 +125,7 @@ class Encoder:
         on_rewritten: OnRewritten = OnRewritten.split,
         template_time: str | None = None,
         images: ImageProcessor | None = None,
+        instruction: str = "",
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -136,6 +139,7 @@ class Encoder:
         }
         self.system, self.variables, self.on_rewritten = system, dict(variables or {}), on_rewritten
         self.images, self._placeholders = images, Placeholders(images)
+        self.instruction = instruction
         self.folders: dict[str, Path] = {}
         """{name of a data file: the folder in which the paths of its images begin}."""
         self.longest: int | None = None
@@ -148,6 +152,7 @@ class Encoder:
         self.beginning = _leading_special_ids(tokenizer)
         """The ids that the tokenizer puts before each text."""
         self._eos: int | None = tokenizer.eos_token_id
+        self._framing = tokenizer if format.is_compared else None
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._borders = BorderFinder(self._tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder)
         self.templates = ChatTemplates(self._tokenizer, chat_template, self.variables, template_time, system)
@@ -205,6 +210,8 @@ class Encoder:
             if wrong := faults(documents, self.format.answers):
                 raise RowError(wrong)
             return EncodedGroup(documents, content.labels)
+        if isinstance(content, ComparedTexts):
+            return self._compared(row, content)
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")
@@ -218,6 +225,18 @@ class Encoder:
                 documents.append(self._undivided((yield from self._document(part, inner, format, folder))))
             except RowError as reason:
                 raise RowError(f"documents[{index}]: {reason}") from None
+        return EncodedGroup(documents, content.labels)
+
+    def _compared(self, row: Mapping[str, Any], content: ComparedTexts) -> EncodedGroup:
+        """The documents of texts to compare, each exactly as the tokenizer encodes a text at use."""
+        assert self._framing is not None
+        self._coverage[self.format.name].check_columns(row, "")
+        documents = []
+        for index, (place, text) in enumerate(content.texts.items()):
+            ids = self._framing(text if index else self.instruction + text, verbose=False)["input_ids"]
+            if not ids:
+                raise RowError(f"{place}: the tokenizer makes no token of this text")
+            documents.append(Document(ids, [True] * len(ids)))
         return EncodedGroup(documents, content.labels)
 
     def _undivided(self, document: Document) -> Document:

@@ -1,7 +1,8 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of five contents: a chat, a plain
-text, token ids, answers to one prompt, or a group of other rows. data/chat/encode.py turns the content into tokens.
+A format knows nothing of tokenizers and chat templates. It turns a row into one of six contents: a chat, a plain
+text, token ids, answers to one prompt, texts to compare, or a group of other rows. data/chat/encode.py turns the
+content into tokens.
 """
 
 from __future__ import annotations
@@ -132,7 +133,17 @@ class Preference:
     """A label for each answer; NaN if the answer has no label."""
 
 
-Content = Conversation | PlainText | TokenIds | Preference | RowGroup
+@dataclass
+class ComparedTexts:
+    """Texts whose vectors are compared. Their documents stay together, in this order."""
+
+    texts: Mapping[str, str]
+    """{place in the row: text}. The query comes first."""
+    labels: list[float]
+    """For each text, NaN for the query, 1 for a text that answers it, 0 for a text that does not."""
+
+
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup | ComparedTexts
 
 
 class RowFormat(ABC):
@@ -149,6 +160,8 @@ class RowFormat(ABC):
     """Whether rows are chats. Only their answers are learned, and long chats are split between turns."""
     is_group: ClassVar[bool] = False
     """Whether a row becomes a group: documents that stay together and are never split into pieces."""
+    is_compared: ClassVar[bool] = False
+    """Whether a row has texts whose vectors are compared (ComparedTexts)."""
     answers: ClassVar[tuple[str, ...]] = ()
     """The names of the answers in a row of preferences, for messages; empty if rows are not preferences. The documents
     of a row of preferences begin with the same prompt and end with an answer."""

@@ -31,7 +31,7 @@ PROCESSORS = "*processor_config.json"
 class Decoder:
     head: str = "lm"
     """The name of the head that objectives need (Needs.head): `lm` gives log-probabilities of tokens, `score` a number
-    for a document."""
+    for a document, `pool` a vector for a document."""
     adapter_task: str = "CAUSAL_LM"
     """peft's name (TaskType) for the task of adapters on such models."""
     gives: str = "log-probabilities of tokens"

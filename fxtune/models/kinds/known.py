@@ -7,11 +7,12 @@ from typing import Any
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.embedder import Embedder
 from fxtune.models.kinds.image_decoder.images import Images
 from fxtune.models.kinds.image_decoder.kind import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
-KINDS: tuple[Decoder, ...] = (Scorer(), ImageDecoder(), Decoder())
+KINDS: tuple[Decoder, ...] = (Scorer(), Embedder(), ImageDecoder(), Decoder())
 """All kinds. A config belongs to the first kind that takes it."""
 
 

@@ -44,6 +44,8 @@ class Objective:
     """The unit of a mean loss, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """The metrics of loss() that `fxtune help objective` lists, and a line about each."""
+    compared: ClassVar[tuple[str, ...]] = ()
+    """Metrics whose held-out values are shown before and after training. Empty: no evaluation precedes training."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without

@@ -57,6 +57,7 @@ class Embedding(GroupObjective):
         "similarity_positive": "cosine of a query and its positive",
         "similarity_others": "cosine of a query and the other candidates",
     }
+    compared: ClassVar[tuple[str, ...]] = ("recall_at_1", "mrr_at_10", "ndcg_at_10")
     pool: Pool = Pool.last
     """The vector of a text: the hidden state of its last token (`last`), the mean of its hidden states (`mean`), or
     the hidden state of its first token (`cls`, for encoders)."""

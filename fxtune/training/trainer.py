@@ -211,6 +211,8 @@ class Trainer:
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
+                if self.config.objective.compared and self.held_out is not None and self.state.step == 0:
+                    self._evaluate_start(self.held_out)
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, False, FIRST_STEPS) as self.training:
                     self._loop()
@@ -427,6 +429,13 @@ class Trainer:
         self.log.log({**figures, "eval/share_of_time": self.clock.evaluation_share})
         self.log.compiled("evaluation")
         return self.end.evaluated(figures, self.steps.schedule)
+
+    def _evaluate_start(self, held_out: HeldOutEvaluation) -> None:
+        """Log the held-out metrics before training, for conclusion()."""
+        self.world.heartbeat.doing("evaluating")
+        with self.clock.timed("evaluation before training"), interruptible(self.world):
+            figures = held_out.figures(self.rows_per_pass, self.config.train.micro_batch_size)
+        self.log.log({f"start/{name}": figures[f"eval/{name}"] for name in self.config.objective.compared})
 
     def _ask_questions(self, when: str) -> None:
         with self.clock.timed("questions"), interruptible(self.world):

@@ -118,6 +118,10 @@ def conclusion(config: Config, data: PreparedData, figures: Mapping[str, Any], p
             margin = figures.get(f"{part}/reward_margin", math.nan)
             yield f"Preferences met in {accuracy:.1%} of {whose} (reward_accuracy), by {margin:.3g} on average"
             break
+    for name in config.objective.compared:
+        before, after = (figures.get(f"{part}/{name}") for part in ("start", "eval"))
+        if before is not None and after is not None:
+            yield f"Held-out {name}: {before:.1%} before training, {after:.1%} at the last evaluation"
     if (loss := figures.get("eval/loss")) is not None:
         yield f"Held-out loss at the last evaluation: {loss:.4f}"
     elif not config.data.holds_out and config.data.questions.path is None:

@@ -201,7 +201,7 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
             "give the base that it belongs to."
         )
     trained, scaled = whole.get_text_config(), copy.deepcopy(config)
-    if kind_of(whole).trains_head:
+    if kind_of(whole).head != Decoder.head:
         scaled = with_head(scaled, kind_of(whole).head)
         scaled.get_text_config().pad_token_id = trained.pad_token_id
     for name in ("rope_parameters", "max_position_embeddings"):

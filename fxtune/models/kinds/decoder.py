@@ -40,6 +40,9 @@ class Decoder:
     """Markdown for the model card: how to use a loaded model."""
     writes: bool = True
     """Whether models of this kind write text."""
+    task_tells_head: bool = False
+    """Whether peft's task in an adapter's files tells that the model has this head. The adapter then needs no
+    config.json for it. transformers loads no adapter beside a config.json."""
     trains_head: bool = False
     """Whether the head is new. A run with adapters then also trains the whole head."""
     pads_by_token: bool = False

@@ -30,6 +30,7 @@ class Embedder(Decoder):
     head = "pool"
     gives = "a vector for a document"
     adapter_task = "FEATURE_EXTRACTION"
+    task_tells_head = True
     use = USE
     writes = False
     auto_class = "AutoModel"

@@ -43,6 +43,12 @@ def with_head(config: Any, head: str, name: str = "model.path") -> Any:
     return wanted.made_from(config, kind, name)
 
 
+def with_head_of_task(config: Any, task: str | None) -> Any:
+    """`config`, or a copy of it for a model with the head that peft's `task` of an adapter tells."""
+    head = next((kind.head for kind in KINDS if kind.task_tells_head and kind.adapter_task == task), None)
+    return with_head(config, head) if head else config
+
+
 def families() -> set[str]:
     """Every `model_type` that some kind takes."""
     return {family for kind in KINDS for family in kind.families}

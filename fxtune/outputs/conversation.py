@@ -79,7 +79,7 @@ def load_speakers(
     images = image_processor(source, data, tokenizer, hf_config)
     if tuned is not None and not kind_of(tuned.config).writes:
         raise ConfigError(
-            f"{output.folder} scores documents and writes no answers. docs/reward_models.md shows its use."
+            f"{output.folder} gives {kind_of(tuned.config).gives} and writes no answers. Its README.md shows its use."
         )
     if hasattr(tuned, "peft_config"):
         model = tuned.to(device).eval()

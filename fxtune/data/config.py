@@ -89,6 +89,8 @@ class SourceConfig:
     unused: list[str] = field(default_factory=list)
     """Columns, and fields of turns, that are left out on purpose. It is an error if another part of a row does not
     reach the text."""
+    instruction: Optional[str] = None
+    """The text before each query of this source, for objective=embedding. Null: objective.instruction."""
     text_unit: TextUnit = TextUnit.document
     """What one row of a .txt or .md file is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})

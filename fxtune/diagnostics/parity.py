@@ -59,6 +59,7 @@ from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.precision import LossScale, Precision
 from fxtune.training.agreement import together
 from fxtune.training.builder import RunBuilder
+from fxtune.training.whole_step import step_parts
 
 BY_DESIGN = ("rope", "precision", "quantize", "float8", "lora", "plugins")
 """Techniques that change the result, and so stay on in the reference. Other techniques must not change the result."""
@@ -277,7 +278,7 @@ class _Comparison:
             dtypes = {name: parameter.dtype for name, parameter in plain.model.named_parameters()}
             if float32:
                 plain.to_float32()
-            references, step_sums = list[torch.Tensor](), None
+            references, parts = list[torch.Tensor](), list[torch.Tensor]()
             if isinstance(self.objective, WithReference) and self.objective.reference is not Reference.base:
                 # The reference is the model at the start of the run. Stored numbers are not used: they may be wrong.
                 with torch.no_grad(), pipeline.precision.context(device):
@@ -287,7 +288,8 @@ class _Comparison:
             def batches() -> Iterator[tuple[int, Batch]]:
                 for position, (micro, batch) in enumerate(self._group_batches()):
                     reference = references[position] if references else None
-                    yield micro, replace(batch, step_sums=step_sums, reference=reference)
+                    part = parts[position] if parts else None
+                    yield micro, replace(batch, step_part=part, reference=reference)
 
             def backward(loss: torch.Tensor) -> None:
                 self.scale.scaled(loss).backward()
@@ -303,9 +305,10 @@ class _Comparison:
 
             counts: dict[int, RouterCounts] = {}
             """The routers' counts of each micro-batch."""
-            if self.objective.needs.step_sums:
+            if self.objective.needs.whole_step:
                 with torch.no_grad(), pipeline.precision.context(device):
-                    step_sums = torch.stack([self.objective.step_sums(plain, batch) for _, batch in batches()]).sum(0)
+                    values = [self.objective.step_values(plain, batch) for _, batch in batches()]
+                parts = step_parts(self.objective, values, World(device))
             for micro, batch in batches():
                 with pipeline.precision.context(device):
                     loss = self.objective.loss(plain, batch)[0] / self.normalizer

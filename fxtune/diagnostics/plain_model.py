@@ -11,7 +11,7 @@ loss is a sum over documents, and the second pass needs the graph of one documen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
 from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.vector_model import Pool
 from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.upstream.torch import remove_forward_hooks
 
@@ -94,21 +95,30 @@ class PlainModel(LanguageModel):
             self.outputs.append(found)
         return found
 
-    def scores(self, batch: Batch) -> Tensor:
-        return self.numbers(batch).squeeze(-1)
-
     def numbers(self, batch: Batch) -> Tensor:
+        return self._of_documents(batch, lambda numbers: numbers[None])
+
+    def vectors(self, batch: Batch, pool: Pool) -> Tensor:
+        def vector(states: Tensor) -> Tensor:
+            if pool is Pool.mean:
+                return states.mean(0, keepdim=True)
+            return states[-1:] if pool is Pool.last else states[:1]
+
+        return self._of_documents(batch, vector)
+
+    def _of_documents(self, batch: Batch, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """`read` of the model's output for each document, float32, [1, ...] for each, concatenated."""
         counts, found = self._counts(batch), []
         for ids, _, first, images in self._documents(batch):
-            score, of_routers = self._pass(ids, first, images)
-            found.append(score.float())
+            output, of_routers = self._pass(ids, first, images)
+            found.append(read(output.float()))
             if counts is not None:
                 self._count(of_routers, counts)
-        numbers = torch.stack(found)
-        if numbers.requires_grad:
-            numbers.retain_grad()
-            self.outputs.append(numbers)
-        return numbers
+        outputs = torch.cat(found)
+        if outputs.requires_grad:
+            outputs.retain_grad()
+            self.outputs.append(outputs)
+        return outputs
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         if batch.reference is not None:
@@ -164,15 +174,15 @@ class PlainModel(LanguageModel):
         return self.counts
 
     def _pass(self, ids: Tensor, first: int, images: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(the logits of one document's tokens, or the document's numbers; the logits of each layer's router, from
-        token `first` on)."""
+        """(the logits or hidden states of one document's tokens, or the document's numbers; the logits of each layer's
+        router, from token `first` on)."""
         found: list[Tensor] = []
         self._logits_of_routers = found
         try:
             if images:
                 images = images | images_of(self.model.config).token_types(self.model.config, ids[None])
-            logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0]
-            return logits, [of_router[first:] for of_router in found]
+            output = self.model(input_ids=ids[None], use_cache=False, **images)
+            return output[0][0], [of_router[first:] for of_router in found]
         finally:
             self._logits_of_routers = None  # checkpointing runs the routers again, and these outputs do not count
 

@@ -214,6 +214,14 @@ class World:
             dist.broadcast(tensor, src=0)
         return tensor
 
+    def gather_rows(self, tensor: torch.Tensor, doing: str) -> torch.Tensor:
+        """The rows of every rank's `tensor`, by rank. All ranks have equally many. The host does not wait for a
+        GPU."""
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self.waiting(doing):
+            dist.all_gather(everyone, tensor)
+        return torch.cat(everyone)
+
     def start_sum(self, tensor: torch.Tensor) -> dist.Work:
         """Start summing `tensor` over the ranks, in place, while this process goes on. The caller keeps the tensor
         until it has called wait() on the result, within waiting(). All ranks start their sums in the same order."""

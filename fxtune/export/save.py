@@ -18,7 +18,9 @@ from fxtune.export.image_bounds import write_image_bounds
 from fxtune.export.model_card import image_bounds, write_card
 from fxtune.export.read_back import EndingProbe, prove
 from fxtune.export.tokenizer import write_tokenizer
+from fxtune.export.vectors import write_vector_files
 from fxtune.export.weights import ExportedWeights, LoadMismatch, Mismatch, on_main
+from fxtune.models.kinds.embedder import Embedder
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig, tokenizer_folder
 from fxtune.models.prepared import PreparedModel
@@ -44,6 +46,7 @@ def save_model(
     question: EndingProbe | None = None,
     record: Callable[[Proof], None] | None = None,
     keeps: str = "",
+    merged: Path | None = None,
 ) -> Path:
     """Write the model, its tokenizer and its model card (see write_card() for `card`), and return `folder`.
 
@@ -59,7 +62,8 @@ def save_model(
     The folder is written under another name and then renamed, so it is complete or absent. It replaces an existing
     folder. `world`: the ranks that hold the model. All of them call this, and rank 0 writes. Raises StorageError, on
     all ranks, if the disk refuses the files or the files differ from the trained model. `keeps`: a sentence for this
-    error, which says where the trained weights still are.
+    error, which says where the trained weights still are. `merged`: the folder of the adapter that `model` was merged
+    from.
     """
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
@@ -79,6 +83,8 @@ def save_model(
             kind_of(model.module.config).write_beside(model.module.config, staging, source)
             write_image_bounds(staging, image_bounds(card or {}), tokenizer, model.module.config)
         write_tokenizer(tokenizer, staging)
+        if kind_of(model.module.config).head == Embedder.head:
+            write_vector_files(staging, (card or {}).get("config"), merged, model.module.config.get_text_config())
 
     def prove_files() -> Proof:
         proof = prove(model, tokenizer, staging, len(written.files), answer, world, question)

@@ -26,8 +26,9 @@ from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, fir
 from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
-from fxtune.models.kinds.known import families, kind_of, why_none, with_head
+from fxtune.models.kinds.known import families, kind_of, why_none, with_head, with_head_of_task
 from fxtune.models.mtp import mtp_tensors
+from fxtune.models.peft_adapter import CONFIG
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.shipped import config_without_hub
@@ -184,6 +185,11 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
     read.
     """
     inspect_folder(adapter.folder, f"adapter {adapter.name}")
+    file = adapter.folder / CONFIG
+    try:
+        config = with_head_of_task(config, json.loads(file.read_text()).get("task_type"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise StorageError(f"{file} cannot be used: {first_line(error)}. Use a complete copy.") from error
     file = adapter.folder / "config.json"
     if not file.exists():
         return config
@@ -345,6 +351,8 @@ def build(
     built.name_or_path = origin.name if origin else ""  # peft reads the base's name here
     if before:
         grow(built, rows)
+    if found is not None and kind_of(hf_config).task_tells_head:
+        found = with_head(found, kind_of(hf_config).head)
     prepared = PreparedModel(
         built,
         base_revision=origin.revision if origin else None,

@@ -45,6 +45,8 @@ class Objective:
     """The unit of a mean loss, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """The metrics of loss() that `fxtune help objective` lists, and a line about each."""
+    compared: ClassVar[tuple[str, ...]] = ()
+    """Metrics whose held-out values are shown before and after training. Empty: no evaluation precedes training."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The differentiable loss of a micro-batch, a float32 scalar, and further metrics, float32 scalars without
@@ -60,19 +62,36 @@ class Objective:
         """The divisor of a step's sums over all micro-batches and ranks. It is computed from the plan alone."""
         raise NotImplementedError
 
-    def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
-        """A micro-batch's part of the sums on which all losses of a step depend, float32 [Needs.step_sums], without
-        gradient.
+    def step_values(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
+        """The numbers of a micro-batch on which all losses of its step depend, float32 [slots, numbers], without
+        gradient: one row for each document of `batch.cu_seqlens`. Rows that do not count are zeros.
 
-        Before the losses, a pass adds up these parts over all micro-batches and ranks of a step or an evaluation.
-        loss() reads the sums as `batch.step_sums`. They are None if the micro-batch stands alone.
+        With `needs.whole_step`, a pass without gradient calls this method for all micro-batches of a step or of an
+        evaluation, before the losses.
         """
         raise NotImplementedError
 
+    def step_parts(self, values: torch.Tensor) -> torch.Tensor:
+        """Compute, from the values of all micro-batches and ranks, what loss() reads about each document: float32
+        [rows, numbers], without gradient.
+
+        `values`, float32 [rows, numbers]: the rows of step_values(). Some rows are zeros: they have no document or do
+        not count. The documents of a group follow each other; the order of groups has no meaning. This method is
+        called once for a step. It must not wait for the device.
+        """
+        raise NotImplementedError
+
+    def step_part(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
+        """The rows of step_parts() for the documents of `batch`. A micro-batch that stands alone is a whole step."""
+        if batch.step_part is not None:
+            return batch.step_part
+        with torch.no_grad():
+            return self.step_parts(self.step_values(model, batch))
+
     @property
     def forward_passes(self) -> int:
-        """The number of forward passes without gradient for each training pass: one if there are step_sums()."""
-        return int(self.needs.step_sums > 0)
+        """The number of forward passes without gradient for each training pass: one for step_values()."""
+        return int(self.needs.whole_step)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further figures of an evaluation, computed on the host. `means`: the means of `loss` and of each metric."""
@@ -103,7 +122,13 @@ class Objective:
 
     def verdict(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
         """Yield lines on the figures of evaluations before and after training. `before` may be empty."""
-        yield from ()
+        parts = [
+            f"{name} {f'{before[name]:.3f} -> ' if name in before else ''}{after[name]:.3f}"
+            for name in self.compared
+            if name in after
+        ]
+        if parts:
+            yield f"Held out: {', '.join(parts)}" + " (before -> after training)" * bool(before)
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         """Yield each reason, with its key, why this objective cannot run under `facts`."""
@@ -121,6 +146,10 @@ class Objective:
     def plan_notes(self, plan: Plan) -> Iterator[str]:
         """Yield a line on each property of the documents of a training plan that a user should know."""
         yield from ()
+
+    def data_config(self, data: DataConfig) -> DataConfig:
+        """`data` with options of this objective that decide how rows are tokenized."""
+        return data
 
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig

@@ -51,13 +51,14 @@ class Problem(str, Enum):
 
 @dataclass
 class Classification(GroupObjective):
-    needs: ClassVar[Needs] = Needs(labels=True, head="score", judges=True, row_format="labelled")
+    needs: ClassVar[Needs] = Needs(labels=True, head="score", row_format="labelled")
     interface: ClassVar[type[LanguageModel]] = ScoreModel
     unit: ClassVar[str] = "mean loss of a document"
     metrics: ClassVar[Mapping[str, str]] = {
         "accuracy": "share of documents whose class, or whose every class, is right",
         "error": "regression: mean distance of number and label",
     }
+    compared: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "auc", "calibration_error", "error", "r2")
     problem: Problem = Problem.auto
     """`single_label`: a document has one class. `multi_label`: several or none. `regression`: the label is a number to
     learn. `auto`: multi_label if a row's label is a list, regression if a label is a number with a fraction, else
@@ -250,10 +251,7 @@ class Classification(GroupObjective):
         return found
 
     def verdict(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
-        words = {"accuracy": "accuracy", "f1": "macro F1", "auc": "AUC", "calibration_error": "calibration error"}
-        words |= {"error": "mean error", "r2": "R2"}
-        parts = [f"{word} {_then(before, name)}{after[name]:.3f}" for name, word in words.items() if name in after]
-        yield f"Held out: {', '.join(parts)}" + " (before -> after training)" * bool(before)
+        yield from super().verdict(before, after)
         if "f1" not in after and self.problem is not Problem.regression:
             yield "F1, AUC and the confusion matrix need scikit-learn: pip install 'fxtune[metrics]'"
         if f"confusion/{self.labels[0]}/{self.labels[0]}" in after:
@@ -300,10 +298,6 @@ def _sorted(names: set[str] | Counter[str]) -> list[str]:
 def _list(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_SHOWN])
     return shown + f" and {len(names) - MOST_SHOWN:,} more" * (len(names) > MOST_SHOWN)
-
-
-def _then(before: Mapping[str, float], name: str) -> str:
-    return f"{before[name]:.3f} -> " if name in before else ""
 
 
 def _calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:

@@ -40,7 +40,7 @@ def _judgments(plan: Plan) -> tuple[int, int]:
 
 @dataclass
 class KTO(GroupObjective, WithReference):
-    needs: ClassVar[Needs] = Needs(labels=True, reference=True, step_sums=2)
+    needs: ClassVar[Needs] = Needs(labels=True, reference=True, whole_step=True)
     metrics: ClassVar[Mapping[str, str]] = {
         "reward_accuracy": "share of answers that the model has moved towards if good, and away from if bad",
         "reward_margin": "beta times how far the model has moved in that direction, beyond kl",
@@ -96,23 +96,24 @@ class KTO(GroupObjective, WithReference):
             f"{share:.3g} times as much as the bad ones (1 to 4/3 in the paper): objective.{key}={weight:.3g}."
         )
 
-    def step_sums(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
-        ratios = batch.document_sums(model.log_probs(batch) - model.reference_log_probs(batch))
-        return self._step_sums(batch, ratios)
-
-    def _step_sums(self, batch: Batch, ratios: torch.Tensor) -> torch.Tensor:
-        """The sum of the log ratios of mismatched answers, and the number of mismatched answers."""
+    def step_values(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
+        """For each document, its log ratio and 1 if it is a mismatched answer, else zeros."""
         assert batch.document_labels is not None
         assert batch.group_of is not None
+        ratios = batch.document_sums(model.log_probs(batch) - model.reference_log_probs(batch))
         mismatched = (batch.group_of >= 0) & batch.document_labels.isnan()
-        return torch.stack([torch.where(mismatched, ratios, 0.0).sum(), mismatched.sum().float()])
+        return torch.stack([torch.where(mismatched, ratios, 0.0), mismatched.float()], dim=1)
+
+    def step_parts(self, values: torch.Tensor) -> torch.Tensor:
+        """For each document, the sum of the log ratios of all mismatched answers, and the number of these answers."""
+        return values.sum(0).expand_as(values)
 
     def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         assert batch.document_labels is not None
+        total, number = self.step_part(model, batch)[0]
         reference = model.reference_log_probs(batch)
         policy = model.log_probs(batch)
         ratios = batch.document_sums(policy - reference)
-        total, number = batch.step_sums if batch.step_sums is not None else self._step_sums(batch, ratios.detach())
         kl = (total / number).clamp(min=0)
         is_answer, is_good = ~batch.document_labels.isnan(), batch.document_labels > 0
         sign = torch.where(is_good, 1.0, -1.0)

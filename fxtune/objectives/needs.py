@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxtune.data.formats.registry import learned_by
+from fxtune.data.formats.registry import FORMATS, learned_by
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import Degrees
 from fxtune.facts.run import Facts
@@ -26,16 +26,13 @@ class Needs:
     reference: bool = False
     """Whether the objective compares the model with a reference. Such an objective has an option `reference`
     (objectives/reference.py)."""
-    step_sums: int = 0
-    """The number of sums over a whole step on which the loss of a micro-batch depends (Objective.step_sums())."""
-    judges: bool = False
-    """Whether an evaluation has figures that need all its documents (Objective.judge()). A run then evaluates before
-    training, too."""
+    whole_step: bool = False
+    """Whether the loss of a micro-batch depends on the other micro-batches of its step (Objective.step_values())."""
     row_format: str = ""
     """The row format of sources with format=auto. Empty: it is detected from the rows."""
     head: str = "lm"
     """The head of the model (Decoder.head): `lm` for log-probabilities of tokens, `score` for numbers of a
-    document."""
+    document, `pool` for a vector of a document."""
 
     @property
     def reads_groups(self) -> bool:
@@ -69,7 +66,14 @@ class Needs:
             rows_have = _rows_have(len(wrong_sizes), len(sizes))
             documents = _documents(int(wrong_sizes.min()), int(wrong_sizes.max())) if len(wrong_sizes) else ""
             has_one_answer = len(table.format.answers) == 1
-            if table.format.answers and (len(wrong_sizes) or (has_one_answer and not self.labels)):
+            if table.format.name != self.row_format and (self.row_format or table.format.as_tokenized):
+                columns = f"Give rows with {self._fitting_rows()}" if self.row_format else "Give other rows"
+                yield (
+                    f"{table.name}: its rows are {table.format.name}, from which objective={name} does not learn. "
+                    f"{columns} (the source's `columns` renames columns), or choose another objective "
+                    "(docs/companions.md)."
+                )
+            elif table.format.answers and (len(wrong_sizes) or (has_one_answer and not self.labels)):
                 ignores = most == 1 and not self.labels
                 why = "would learn good and bad answers alike" if ignores else f"needs {self._fitting_rows()}"
                 yield (
@@ -103,6 +107,8 @@ class Needs:
 
     def _fitting_rows(self) -> str:
         """A phrase that describes the rows from which the objective can learn."""
+        if self.row_format:
+            return ", ".join(f"`{column}`" for column in FORMATS[self.row_format].columns)
         if self.are_pairs:
             return "rows with `prompt`, `chosen` and `rejected`"
         if self.documents == (1, 1):

@@ -40,7 +40,7 @@ class RankingLoss(str, Enum):
 
 @dataclass
 class Ranking(GroupObjective):
-    needs: ClassVar[Needs] = Needs(documents=(2, None), labels=True, head="score", judges=True, row_format="ranked")
+    needs: ClassVar[Needs] = Needs(documents=(2, None), labels=True, head="score", row_format="ranked")
     interface: ClassVar[type[LanguageModel]] = ScoreModel
     unit: ClassVar[str] = "mean loss of a query"
     metrics: ClassVar[Mapping[str, str]] = {
@@ -48,6 +48,7 @@ class Ranking(GroupObjective):
         "mrr": "mean of 1 / rank of the first candidate with the highest relevance, 0 beyond rank 10",
         "ndcg": "discounted gain of the first ten ranks, by the gain of the best order",
     }
+    compared: ClassVar[tuple[str, ...]] = ("first", "mrr", "ndcg")
     losses: RankingLoss = RankingLoss.listwise
     """`pointwise`, `pairwise` or `listwise`."""
 

@@ -13,6 +13,7 @@ OBJECTIVES: Registry[type] = Registry(
     "objective",
     causal_lm="fxtune.objectives.causal_lm:CausalLM",
     classification="fxtune.objectives.classification:Classification",
+    embedding="fxtune.objectives.embedding:Embedding",
     dpo="fxtune.objectives.dpo:DPO",
     ipo="fxtune.objectives.ipo:IPO",
     kto="fxtune.objectives.kto:KTO",

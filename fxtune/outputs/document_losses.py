@@ -7,7 +7,7 @@ the objective compares the model with a reference, all models get one reference,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,10 +36,11 @@ from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.precision import Precision
 from fxtune.training.builder import RunBuilder
-from fxtune.training.evaluation import evaluation_sums
 from fxtune.training.forecast.oom_advice import MemoryPhase
 
 Found = TypeVar("Found")
+Place = tuple[TokenTable, int]
+"""A document: its table and its number there."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,11 @@ def measure(
         rows = config.train.micro_batch_size
         return [sizes.run("evaluation", rows, partial(of_plan, plan), plan.stream.rows_of_group) for plan in plans]
 
-    step_sums = None
-    if objective.needs.step_sums:  # summed over all plans, so that the losses of one model are comparable
-        parts = of_each_plan(
-            partial(evaluation_sums, language_model, objective, precision=precision, world=builder.world)
-        )
-        step_sums = torch.stack(parts).sum(0)
-    found = of_each_plan(partial(document_losses, language_model, objective, precision=precision, step_sums=step_sums))
+    parts = None
+    if objective.needs.whole_step:  # all plans are one step, so that the losses of one model are comparable
+        parts = document_parts(objective, of_each_plan(partial(document_values, language_model, objective, precision)))
+    measured = partial(document_losses, language_model, objective, precision=precision, parts=parts)
+    found = of_each_plan(measured)
     for losses in found:
         if not np.isfinite(losses.summed).all():
             raise NumbersError(
@@ -173,29 +172,68 @@ def document_losses(
     objective: Objective,
     loader: Loader,
     precision: Precision,
-    step_sums: torch.Tensor | None = None,
+    parts: Mapping[Place, torch.Tensor] | None = None,
 ) -> DocumentLosses:
-    """The loss of each document or group of the loader's plan, without dropout. `step_sums`: the field of Batch."""
+    """The loss of each document or group of the loader's plan, without dropout. `parts`: see document_parts()."""
+    digests, measured = list[np.uint64](), list[torch.Tensor]()
+
+    def read(batch: Batch, slots: torch.Tensor, places: list[Place]) -> None:
+        if parts is not None:
+            rows = torch.stack([parts[place] for place in places])
+            part = rows.new_zeros(len(batch.cu_seqlens) - 1, rows.shape[1]).index_copy(0, slots, rows)
+            batch = replace(batch, step_part=part)
+        losses, counts = _losses(model, objective, batch)
+        measured.append(torch.stack([losses.double(), counts.double()])[:, slots].cpu())
+        digests.extend(table.digests[document] for table, document in places)
+
+    _visit(model, read, loader, precision)
+    distinct, documents = np.unique(np.array(digests, np.uint64), return_inverse=True)
+    summed, count = (np.bincount(documents, values, len(distinct)) for values in torch.cat(measured, dim=1).numpy())
+    return DocumentLosses(distinct, summed, count)
+
+
+@torch.no_grad()
+def document_values(
+    model: LanguageModel, objective: Objective, precision: Precision, loader: Loader
+) -> dict[Place, torch.Tensor]:
+    """The row of Objective.step_values() of each document of the loader's plan, without dropout."""
+    values = dict[Place, torch.Tensor]()
+
+    def read(batch: Batch, slots: torch.Tensor, places: list[Place]) -> None:
+        values.update(zip(places, objective.step_values(model, batch)[slots], strict=True))
+
+    _visit(model, read, loader, precision)
+    return values
+
+
+@torch.no_grad()
+def document_parts(objective: Objective, values: Sequence[Mapping[Place, torch.Tensor]]) -> dict[Place, torch.Tensor]:
+    """The row of Objective.step_parts() of each document of several plans. `values`: the results of document_values()
+    for these plans. A document of two plans counts once."""
+    rows = {place: row for of_plan in values for place, row in of_plan.items()}
+    return dict(zip(rows, objective.step_parts(torch.stack([*rows.values()])), strict=True))
+
+
+def _visit(
+    model: LanguageModel,
+    read: Callable[[Batch, torch.Tensor, list[Place]], None],
+    loader: Loader,
+    precision: Precision,
+) -> None:
+    """Call `read` with each batch of the loader's plan, the slots of its documents, int64 [documents], and their
+    places. The model does not apply dropout."""
     plan, training = loader.plan, model.model.training
-    digests, parts = list[np.ndarray](), list[torch.Tensor]()
     try:
         model.model.eval()
         with phase("Measuring documents", plan.steps, "batches", announce=False) as work:
             for step in work.over(loader.steps()):
                 for micro, batch in enumerate(step.micro_batches):
-                    with precision.context(loader.device):
-                        losses, counts = _losses(model, objective, replace(batch, step_sums=step_sums))
                     slots = torch.from_numpy(_slots(plan.batch_spec(step.index, micro))).to(loader.device)
-                    parts.append(torch.stack([losses.double(), counts.double()])[:, slots].cpu())
-                    pieces = plan.documents(step.index, micro)
-                    digests.append(
-                        np.array([plan.tables[table].digests[document] for table, document in pieces], np.uint64)
-                    )
+                    places = [(plan.tables[table], document) for table, document in plan.documents(step.index, micro)]
+                    with precision.context(loader.device):
+                        read(batch, slots, places)
     finally:
         model.model.train(training)
-    distinct, documents = np.unique(np.concatenate(digests), return_inverse=True)
-    summed, count = (np.bincount(documents, values, len(distinct)) for values in torch.cat(parts, dim=1).numpy())
-    return DocumentLosses(distinct, summed, count)
 
 
 def _losses(model: LanguageModel, objective: Objective, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,6 +127,7 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
         answer=lambda: answer,
         check=partial(recompute, base=opened.base, adapter=opened.origin, lora=opened.lora, model=merged),
         keeps=f"The adapter {name} is as it was: merge it again.",
+        merged=opened.origin.folder,
     )
 
 

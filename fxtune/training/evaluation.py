@@ -19,6 +19,7 @@ from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
 from fxtune.training.agreement import together
 from fxtune.training.forecast.run_forecast import FORWARD
+from fxtune.training.whole_step import step_parts
 
 
 class HeldOutEvaluation:
@@ -81,17 +82,22 @@ def evaluate(
     `world`: the ranks that share the plan; None: this process evaluates the whole plan.
     """
     plan, world = loader.plan, world or World(loader.device)
-    step_sums = evaluation_sums(model, objective, loader, precision, world) if objective.needs.step_sums else None
+    parts = iter(_step_parts(model, objective, loader, precision, world) if objective.needs.whole_step else ())
 
     values = list[torch.Tensor]()
+    sums = dict[str, torch.Tensor]()
+    """Sums over the batches of this rank, in float64 on the device."""
 
-    def figures(batch: Batch, is_counted: bool) -> dict[str, torch.Tensor]:
-        loss, metrics, found = objective.measured(model, replace(batch, step_sums=step_sums))
+    def add(batch: Batch, is_counted: bool) -> None:
+        loss, metrics, found = objective.measured(model, replace(batch, step_part=next(parts, None)))
         if is_counted and found is not None:
             values.append(found.float().cpu())
-        return {"loss": loss, **metrics}
+        for name, value in {"loss": loss, **metrics}.items():
+            total = sums.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
+            if is_counted:
+                total += value
 
-    sums = _sums(model, figures, loader, precision, world)
+    _visit(model, add, loader, precision, world)
     totals = world.sum(torch.stack(list(sums.values())), "adding up the held-out loss").tolist()
     normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
     means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
@@ -100,42 +106,39 @@ def evaluate(
     return {**means, **objective.derived(means), **judged}
 
 
-@torch.no_grad()
-def evaluation_sums(
+def _step_parts(
     model: LanguageModel, objective: Objective, loader: Loader, precision: Precision, world: World
-) -> torch.Tensor:
-    """Add up Objective.step_sums() over the loader's plan and all ranks of `world`: float32 [Needs.step_sums]."""
+) -> list[torch.Tensor]:
+    """The part of each batch of this rank. The documents of all batches and ranks are one step."""
+    values = list[torch.Tensor]()
 
-    def batch_sums(batch: Batch, _: bool) -> dict[str, torch.Tensor]:
-        return {"sums": objective.step_sums(model, batch)}
+    def collect(batch: Batch, is_counted: bool) -> None:
+        of_batch = objective.step_values(model, batch)
+        values.append(of_batch if is_counted else torch.zeros_like(of_batch))
 
-    rank_sums = _sums(model, batch_sums, loader, precision, world)["sums"]
-    return world.sum(rank_sums, "adding up sums of the held-out data").float()
+    _visit(model, collect, loader, precision, world)
+    return step_parts(objective, values, world)
 
 
-def _sums(
+def _visit(
     model: LanguageModel,
-    figures: Callable[[Batch, bool], dict[str, torch.Tensor]],
+    read: Callable[[Batch, bool], None],
     loader: Loader,
     precision: Precision,
     world: World,
-) -> dict[str, torch.Tensor]:
-    """Sum the results of figures(batch, whether it counts) over the batches of this rank, in float64 on the device.
+) -> None:
+    """Call `read` with each batch of this rank, and with whether the batch counts.
 
     The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the evaluation of all ranks.
     """
-    training, sums = model.model.training, dict[str, torch.Tensor]()
+    training = model.model.training
 
-    def add_next() -> bool:
+    def read_next() -> bool:
         if (following := next(batches, None)) is None:
             return False
         is_counted, batch = following
         with precision.context(loader.device):
-            values = figures(batch, is_counted)
-        for name, value in values.items():
-            total = sums.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
-            if is_counted:
-                total += value
+            read(batch, is_counted)
         return True
 
     try:
@@ -146,8 +149,7 @@ def _sums(
                 for step in work.over(loader.steps())
                 for position, batch in enumerate(step.micro_batches)
             )
-            while together(world, add_next):  # all ranks have equally many batches, so they end together
+            while together(world, read_next):  # all ranks have equally many batches, so they end together
                 pass
     finally:
         model.model.train(training)
-    return sums

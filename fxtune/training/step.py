@@ -34,6 +34,7 @@ from fxtune.training.in_backward import InBackward
 from fxtune.training.monitors import noise_scale
 from fxtune.training.monitors.rank_report import UPDATE, RankReport
 from fxtune.training.monitors.spikes import THRESHOLD, WINDOW, SpikeWindow
+from fxtune.training.whole_step import step_parts
 from fxtune.upstream import torch as upstream
 
 Metrics = dict[str, torch.Tensor]
@@ -121,15 +122,12 @@ class TrainStep:
         leave no gradients, and the means include `spike_limit`. None: gradients are left.
         """
         totals: torch.Tensor | None = None
-        if self.objective.needs.step_sums:
-            batches = self._with_step_sums([*batches], counted)
+        if self.objective.needs.whole_step:
+            batches = self._with_step_parts(batches, index, counted)
         sums = self.gradient_sum if self.gradient_sum and self.gradient_sum.overlaps else None
         armed = sums or self.sharding  # in the last pass these sum gradients over the ranks
         for position, batch in enumerate(armed.arming(batches) if armed else batches):
-            # The seed depends on the place in the step and not on the rank, so N ranks draw the same dropout as one
-            # rank. Each piece of a row draws its own dropout.
-            place = position * self.world.data_ranks + self.world.data_rank
-            torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
+            self._seed_dropout(index, position)
             share = normalizer if counted is None or position < counted else math.inf
             part = self.recorder(batch, share) if self.recorder else self._pass(batch, share, index, lr)
             totals = part if totals is None else totals + part
@@ -141,22 +139,31 @@ class TrainStep:
             metrics[noise_scale.PARTS] = metrics[noise_scale.PARTS] / self.loss_scale.scale.square()
         return metrics
 
-    def _with_step_sums(self, batches: Sequence[Batch], counted: int | None) -> list[Batch]:
-        """`batches`, each with the objective's sums over the step. These are computed in an extra pass without
-        gradient."""
-        device = batches[0].input_ids.device
-        sums, failed = torch.full((self.objective.needs.step_sums,), math.nan, device=device), None
+    def _seed_dropout(self, index: int, position: int) -> None:
+        """Seed the dropout of this rank's micro-batch number `position` of step `index`. The seed depends on the place
+        in the step and not on the rank, so N ranks draw the same dropout as one rank. Each piece of a row draws its
+        own dropout."""
+        place = position * self.world.data_ranks + self.world.data_rank
+        torch.manual_seed(_seed(self.seed, index, place, self.world.context_rank))
+
+    def _with_step_parts(self, batches: Iterable[Batch], index: int, counted: int | None) -> list[Batch]:
+        """`batches`, each with its part of Objective.step_parts(). An extra pass without gradient computes the values
+        of all documents, with the dropout of the training pass."""
+        found, values, failed = list[Batch](), list[torch.Tensor](), None
         try:
-            with torch.no_grad(), self.precision.context(device):
-                parts = [self.objective.step_sums(self.model, batch) for batch in batches[:counted]]
-                # In a short last step a rank may have no micro-batch that counts. It then adds only zeros.
-                sums = torch.stack([torch.zeros_like(sums), *parts]).sum(0)
-        except Exception as error:  # noqa: BLE001  raised below: the other ranks wait for this rank's sums
+            with torch.no_grad():
+                for position, batch in enumerate(batches):
+                    self._seed_dropout(index, position)
+                    with self.precision.context(batch.input_ids.device):
+                        of_batch = self.objective.step_values(self.model, batch)
+                    # Ranks that share weights make equally many passes, so batches that do not count make one, too.
+                    is_counted = counted is None or position < counted
+                    found.append(batch)
+                    values.append(of_batch if is_counted else torch.zeros_like(of_batch))
+        except Exception as error:  # noqa: BLE001  raised by step_parts(): the other ranks wait for this rank
             failed = error
-        self.world.sum(sums, "adding up sums of the step")
-        if failed is not None:
-            raise failed
-        return [replace(batch, step_sums=sums) for batch in batches]
+        parts = step_parts(self.objective, values, self.world, failed)
+        return [replace(batch, step_part=part) for batch, part in zip(found, parts, strict=True)]
 
     def start_sums(self) -> None:
         """Start the sums over ranks that need no agreement on this step, unless backward() has started them. A rank

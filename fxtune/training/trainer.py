@@ -214,7 +214,7 @@ class Trainer:
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
-                if self.held_out is not None and self.objective.needs.judges and self.state.step == 0:
+                if self.held_out is not None and self.objective.compared and self.state.step == 0:
                     self._judge_before(self.held_out)
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, False, FIRST_STEPS) as self.training:

@@ -231,15 +231,18 @@ def test_wrong_stored_reference_is_out_of_bounds(pairs):
 class Centered(Objective):
     """The variance of the documents' log-probabilities over the whole step."""
 
-    needs = Needs(documents=(2, 2), step_sums=2)
+    needs = Needs(documents=(2, 2), whole_step=True)
 
-    def step_sums(self, model, batch):
+    def step_values(self, model, batch):
         scores = batch.document_sums(model.log_probs(batch))
-        return torch.stack([scores.sum(), (batch.group_of >= 0).sum()])
+        return torch.stack([scores, (batch.group_of >= 0).float()], dim=1)
+
+    def step_parts(self, values):
+        return (values[:, :1].sum() / values[:, 1:].sum()).expand(len(values), 1)
 
     def loss(self, model, batch):
-        scores, step_sums = batch.document_sums(model.log_probs(batch)), batch.step_sums
-        off = torch.where(batch.group_of >= 0, scores - step_sums[0] / step_sums[1], 0.0)
+        scores, mean = batch.document_sums(model.log_probs(batch)), batch.step_part.squeeze(1)
+        off = torch.where(batch.group_of >= 0, scores - mean, 0.0)
         return off.square().sum(), {}
 
     def normalizer(self, plan, step):

@@ -25,7 +25,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def batch(step_sums=None) -> Batch:
+def batch(step_part=None) -> Batch:
     """Four documents of two tokens, the second supervised, and padding."""
     row = torch.zeros(1, 10, dtype=torch.long)
     return Batch(
@@ -38,7 +38,7 @@ def batch(step_sums=None) -> Batch:
         tokens=8,
         group_of=torch.tensor([0, 0, 1, 1, -1]),
         document_labels=torch.tensor([1.0, math.nan, 0.0, math.nan, math.nan]),
-        step_sums=step_sums,
+        step_part=step_part,
     )
 
 
@@ -61,8 +61,8 @@ class FakeModel:
 def test_loss_and_gradient(sums, kl):
     model = FakeModel()
     objective = KTO(beta=0.3, desirable_weight=1.2, undesirable_weight=0.8)
-    step_sums = None if sums is None else torch.tensor(sums)
-    loss, metrics = objective.loss(model, batch(step_sums))
+    part = None if sums is None else torch.tensor(sums).expand(5, 2)
+    loss, metrics = objective.loss(model, batch(part))
     loss.backward()
     good, bad = 0.3 * (0.5 - kl), 0.3 * (kl + 1.5)
     assert loss.item() == pytest.approx(1.2 * (1 - sigmoid(good)) + 0.8 * (1 - sigmoid(bad)), rel=1e-6)
@@ -73,8 +73,9 @@ def test_loss_and_gradient(sums, kl):
     assert metrics["reward_accuracy"].item() == (good > 0) + (bad > 0)
 
 
-def test_sums_of_a_step():
-    assert KTO().step_sums(FakeModel(), batch()).tolist() == [2.25, 2.0]
+def test_parts_of_a_step_have_the_sums_of_all_micro_batches():
+    values = KTO().step_values(FakeModel(), batch())
+    assert KTO().step_parts(torch.cat([values, torch.zeros_like(values), values])).tolist() == [[4.5, 4.0]] * 15
 
 
 WORDS = [

@@ -18,9 +18,15 @@ from fxtune.objectives.causal_lm import CausalLM
 from fxtune.objectives.dpo import DPO
 from fxtune.objectives.kto import KTO
 from fxtune.objectives.orpo import ORPO
-from fxtune.outputs.document_losses import MeasuredDocuments, _require_weights_fit, document_losses
+from fxtune.outputs.document_losses import (
+    MeasuredDocuments,
+    _require_weights_fit,
+    document_losses,
+    document_parts,
+    document_values,
+)
 from fxtune.training.builder import RunBuilder
-from fxtune.training.evaluation import evaluate, evaluation_sums
+from fxtune.training.evaluation import evaluate
 
 
 @pytest.mark.parametrize(("packing", "length"), [(True, 256), (False, 256), (True, 40)])
@@ -66,16 +72,16 @@ def test_groups_add_up_to_the_evaluation(narrow, cwd, objective, packing):
             if parameter.requires_grad:
                 parameter.add_(0.05)
     loader, precision = Loader(plan, narrow.loader, builder.world.device), builder.techniques.precision
-    objective, sums = builder.config.objective, None
-    if objective.needs.step_sums:
-        sums = evaluation_sums(model, objective, loader, precision, builder.world)
-    found = document_losses(model, objective, loader, precision, sums)
+    objective, parts = builder.config.objective, None
+    if objective.needs.whole_step:
+        parts = document_parts(objective, [document_values(model, objective, precision, loader)])
+    found = document_losses(model, objective, loader, precision, parts)
     assert found.count.tolist() == [1.0] * 24
     assert found.means.std() > 0.001
     assert found.means.mean() == pytest.approx(evaluate(model, objective, loader, precision)["loss"], rel=1e-5)
     few = MeasuredDocuments(tables, found.digests[5:9])
     loader = Loader(few.plan(builder.config, 0), narrow.loader, builder.world.device)
-    alone = document_losses(model, objective, loader, precision, sums)
+    alone = document_losses(model, objective, loader, precision, parts)
     assert alone.digests.tolist() == found.digests[5:9].tolist()
     assert np.allclose(alone.means, found.means[5:9], rtol=1e-4)
 

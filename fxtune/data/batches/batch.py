@@ -60,8 +60,9 @@ class Batch:
     """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None if `group_of` is None."""
     reference: torch.Tensor | None = None
     """float32 [supervised]: the log-probability of each target under the reference model, if it is stored."""
-    step_sums: torch.Tensor | None = None
-    """float32 [Needs.step_sums]: the objective's sums over the whole optimizer step, or over an evaluation's data."""
+    step_part: torch.Tensor | None = None
+    """float32 [slots, numbers]: what Objective.step_parts() has computed for these documents from the whole optimizer
+    step, or from all documents of an evaluation. None: the micro-batch stands alone, or needs nothing."""
     images: dict[str, torch.Tensor] | None = None
     """Arguments of the model's forward for all images of the micro-batch, in the order of its documents
     (`pixel_values`, `image_grid_thw`, ...). None: there is no image. Tensors in ON_HOST stay in host memory."""

@@ -45,6 +45,7 @@ from fxtune.data.config import DataConfig, OnRewritten
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import (
+    ComparedTexts,
     Content,
     Conversation,
     Labelled,
@@ -111,6 +112,7 @@ class Encoder:
         on_rewritten: what to do with turns that the template writes differently once another turn follows.
         template_time: the date and time that templates write, in ISO 8601; None: the present time, once for all rows.
         images: the processor of a model that reads images; None: rows with images are bad rows.
+        instruction: the text before each query, for rows of texts to compare.
 
     Raises DataError if the tokenizer is slow, if it lacks a chat template that the format needs, or if the template is
     broken or does not read one of `variables`.
@@ -128,6 +130,7 @@ class Encoder:
         on_rewritten: OnRewritten = OnRewritten.split,
         template_time: str | None = None,
         images: ImageProcessor | None = None,
+        instruction: str = "",
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -141,6 +144,7 @@ class Encoder:
         }
         self.system, self.variables, self.on_rewritten = system, dict(variables or {}), on_rewritten
         self.images, self._placeholders = images, Placeholders(images)
+        self.instruction = instruction
         self.folders: dict[str, Path] = {}
         """{name of a data file: the folder in which the paths of its images begin}."""
         self.longest: int | None = None
@@ -222,6 +226,8 @@ class Encoder:
             for text in content.texts:
                 documents.append((yield from self._as_tokenized(text)))
             return EncodedGroup(documents, content.relevances)
+        if isinstance(content, ComparedTexts):
+            return (yield from self._compared(row, content))
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")
@@ -235,6 +241,18 @@ class Encoder:
                 documents.append(self._undivided((yield from self._document(part, inner, format, folder))))
             except RowError as reason:
                 raise RowError(f"documents[{index}]: {reason}") from None
+        return EncodedGroup(documents, content.labels)
+
+    def _compared(self, row: Mapping[str, Any], content: ComparedTexts) -> Steps[EncodedGroup]:
+        """The documents of texts to compare, each exactly as the tokenizer encodes a text at use."""
+        self._coverage[self.format.name].check_columns(row, "")
+        documents = []
+        for index, (place, text) in enumerate(content.texts.items()):
+            text = text if index else self.instruction + text
+            try:
+                documents.append((yield from self._as_tokenized(PlainText(text, as_tokenized=True))))
+            except RowError as reason:
+                raise RowError(f"{place}: {reason}") from None
         return EncodedGroup(documents, content.labels)
 
     def _undivided(self, document: Document) -> Document:
@@ -287,7 +305,7 @@ class Encoder:
         for _ in range(lost):
             max(parts, key=len).pop()
         ids = [*frame[0], *parts[0], *frame[1] * (len(parts) > 1), *parts[-1] * (len(parts) > 1), *frame[2]]
-        return Document(ids, [False] + [True] * (len(ids) - 1), lost=lost)
+        return Document(ids, [True] * len(ids), lost=lost)
 
     def _plain_text(self, content: PlainText, remarks: tuple[str, ...]) -> Steps[Document]:
         ids, offsets = yield content.text

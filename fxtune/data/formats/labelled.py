@@ -40,7 +40,7 @@ class LabelledFormat(RowFormat):
     columns = ("text", "label")
     known_columns = frozenset((*LABELS, "text", "text_pair", "idx", "label_text", "label_name", *LIST_KEYS))
     is_group = True
-    is_labelled = True
+    as_tokenized = True
     is_question = False
     nothing_learned = "no row has a label"
 

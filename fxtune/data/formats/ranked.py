@@ -25,7 +25,7 @@ class RankedFormat(RowFormat):
     columns = ("query", "passages", "labels")
     known_columns = frozenset((*QUERIES, *CANDIDATES, *RELEVANCES, *POSITIVES, *NEGATIVES, "query_type", "answers"))
     is_group = True
-    is_labelled = True
+    as_tokenized = True
     is_question = False
     nothing_learned = "no row has a candidate"
 

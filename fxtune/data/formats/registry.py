@@ -12,6 +12,7 @@ from typing import Any
 from fxtune.data.formats import shapes
 from fxtune.data.formats.alpaca import AlpacaFormat
 from fxtune.data.formats.chat_format import is_chat
+from fxtune.data.formats.embedding import EmbeddingFormat
 from fxtune.data.formats.group import GroupFormat
 from fxtune.data.formats.kto import KTOFormat
 from fxtune.data.formats.labelled import LabelledFormat
@@ -44,6 +45,7 @@ FORMATS: dict[str, RowFormat] = {
         PreferenceInstructionFormat(),
         PreferenceFormat(),
         KTOFormat(),
+        EmbeddingFormat(),
         MessagesFormat(),
         ShareGPTFormat(),
         PromptCompletionFormat(),

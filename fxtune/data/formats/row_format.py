@@ -1,8 +1,8 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of six contents: a chat, a plain text,
-token ids, answers to one prompt, a group of other rows, or a text with a label. data/chat/encode.py turns the content
-into tokens.
+A format knows nothing of tokenizers and chat templates. It turns a row into one of eight contents: a chat, a plain
+text, token ids, answers to one prompt, a group of other rows, a text with a label, a query with candidates, or texts
+to compare. data/chat/encode.py turns the content into tokens.
 """
 
 from __future__ import annotations
@@ -154,7 +154,17 @@ class Ranked:
     relevances: list[float]
 
 
-Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | Ranked
+@dataclass
+class ComparedTexts:
+    """Texts whose vectors are compared. Their documents stay together, in this order."""
+
+    texts: Mapping[str, str]
+    """{place in the row: text}. The query comes first."""
+    labels: list[float]
+    """For each text, NaN for the query, 1 for a text that answers it, 0 for a text that does not."""
+
+
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | Ranked | ComparedTexts
 
 
 class RowFormat(ABC):
@@ -171,13 +181,15 @@ class RowFormat(ABC):
     """Whether rows are chats. Only their answers are learned, and long chats are split between turns."""
     is_group: ClassVar[bool] = False
     """Whether a row becomes a group: documents that stay together and are never split into pieces."""
+    is_compared: ClassVar[bool] = False
+    """Whether a row has texts whose vectors are compared (ComparedTexts)."""
     answers: ClassVar[tuple[str, ...]] = ()
     """The names of the answers in a row of preferences, for messages; empty if rows are not preferences. The documents
     of a row of preferences begin with the same prompt and end with an answer."""
     needs_template: ClassVar[bool] = False
     """Whether each row needs a chat template."""
-    is_labelled: ClassVar[bool] = False
-    """Whether documents are read by a head for numbers (Labelled, Ranked). Documents longer than a row are cut."""
+    as_tokenized: ClassVar[bool] = False
+    """Whether texts become what the tokenizer makes of them at use, and are cut to the length of a row."""
     is_question: ClassVar[bool] = True
     """Whether a row has a question for the model and a reference answer (data.questions)."""
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"

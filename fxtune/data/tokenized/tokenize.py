@@ -79,7 +79,17 @@ def tokenize(
     root = cache.cache_root(data)
     opened = open_source(source, root / "datasets" if data.cache_dir else None)
     opened.keeps_images = images is not None
-    options = dict(learn=data.learn, unused=source.unused, on_rewritten=data.on_rewritten)
+    options = dict(
+        learn=data.learn,
+        unused=source.unused,
+        on_rewritten=data.on_rewritten,
+        instruction=source.instruction or "",
+    )
+    if source.instruction and not opened.format().is_compared:
+        raise DataError(
+            f"{opened.name}: its rows are {opened.format().name}, and only rows of objective=embedding have queries "
+            "for the source's `instruction`. Remove it."
+        )
     encoder = Encoder.of(data, tokenizer, opened.format(), images, **options)
     encoder.folders = opened.folders
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
@@ -119,7 +129,7 @@ def _change_documents(whole: TokenTable, encoder: Encoder, data: DataConfig) -> 
     if encoder.by_question or (is_cut and whole.longest > length):
         encoder.longest = length if is_cut else None
         return ["split at turns", SPLIT_VERSION, encoder.longest, *["by question"] * encoder.by_question]
-    if format.is_labelled and data.on_long in (OnLong.split, OnLong.truncate) and whole.longest > length:
+    if format.as_tokenized and data.on_long in (OnLong.split, OnLong.truncate) and whole.longest > length:
         encoder.longest = length
         return ["cut texts", length]
     if format.answers and data.on_long is OnLong.truncate:
@@ -181,6 +191,8 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
     if encoder.images is not None:
         folders = sorted({os.path.realpath(folder) for folder in encoder.folders.values()})
         settings.append({"images": [IMAGES_VERSION, encoder.images.identity, folders]})
+    if encoder.instruction:
+        settings.append({"instruction": encoder.instruction})
     if encoder.on_rewritten is not OnRewritten.split:
         settings.append({"on rewritten": encoder.on_rewritten.value})
     return settings

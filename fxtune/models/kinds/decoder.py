@@ -31,7 +31,7 @@ PROCESSORS = "*processor_config.json"
 class Decoder:
     head: str = "lm"
     """The name of the head that objectives need (Needs.head): `lm` gives log-probabilities of tokens, `score` a number
-    for a document."""
+    for a document, `pool` a vector for a document."""
     adapter_task: str = "CAUSAL_LM"
     """peft's name (TaskType) for the task of adapters on such models."""
     gives: str = "log-probabilities of tokens"
@@ -40,6 +40,9 @@ class Decoder:
     """Whether models of this kind write text."""
     bidirectional: bool = False
     """Whether each token of a document also attends to the later ones."""
+    task_tells_head: bool = False
+    """Whether peft's task in an adapter's files tells that the model has this head. The adapter then needs no
+    config.json for it. transformers loads no adapter beside a config.json."""
     trains_head: bool = False
     """Whether the head is new. A run with adapters then also trains the whole head."""
     pads_by_token: bool = False

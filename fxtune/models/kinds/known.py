@@ -7,12 +7,13 @@ from typing import Any
 
 from fxtune.errors import ConfigError
 from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.embedder import Embedder
 from fxtune.models.kinds.encoder import Encoder, EncoderScorer
 from fxtune.models.kinds.image_decoder.images import Images
 from fxtune.models.kinds.image_decoder.kind import ImageDecoder
 from fxtune.models.kinds.scorer import Scorer
 
-KINDS: tuple[Decoder, ...] = (EncoderScorer(), Encoder(), Scorer(), ImageDecoder(), Decoder())
+KINDS: tuple[Decoder, ...] = (EncoderScorer(), Encoder(), Scorer(), Embedder(), ImageDecoder(), Decoder())
 """All kinds. A config belongs to the first kind that takes it."""
 
 
@@ -46,6 +47,12 @@ def with_head(config: Any, head: str, name: str = "model.path") -> Any:
             "it cannot be trained to predict them. Use a decoder, or an objective that scores documents."
         )
     return wanted.made_from(config, kind, name)
+
+
+def with_head_of_task(config: Any, task: str | None) -> Any:
+    """`config`, or a copy of it for a model with the head that peft's `task` of an adapter tells."""
+    head = next((kind.head for kind in KINDS if kind.task_tells_head and kind.adapter_task == task), None)
+    return with_head(config, head) if head else config
 
 
 def families() -> set[str]:

@@ -51,7 +51,7 @@ def run_data(
         return tables, held_out
 
     data = prepare_data(
-        config.data,
+        objective.data_config(config.data),
         tokenizer,
         images=images,
         micro_batch_size=train.micro_batch_size,

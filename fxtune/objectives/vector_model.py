@@ -1,0 +1,89 @@
+"""The model's interface for objectives over vectors of documents (models/kinds/embedder.py).
+
+The vector of a document is made from the hidden states of its tokens. The bounds of documents say which tokens these
+are, so rows may be packed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from fxtune.data.batches.batch import Batch
+from fxtune.errors import ConfigError
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.probe import relative_distance
+from fxtune.models.structure import backbone, running_on_text, without_dropout
+from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel
+from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.techniques.base import Evidence
+
+
+class Pool(str, Enum):
+    """How the hidden states of a document become its vector."""
+
+    last = "last"
+    mean = "mean"
+    cls = "cls"
+
+
+class VectorModel(LanguageModel):
+    """A LanguageModel that has vectors() in place of losses of tokens. The constructor raises ConfigError if its
+    hidden states differ from those of the model's own forward pass."""
+
+    unit = "vectors"
+
+    def vectors(self, batch: Batch, pool: Pool) -> torch.Tensor:
+        """The vector of each document of `batch.cu_seqlens`, float32 [slots, d], not normalised. Slots without a
+        document have undefined, finite vectors."""
+        states = backbone(self.model)(**self._inputs(batch))[0]
+        return pooled(states.flatten(0, 1), batch, pool)
+
+    def total(self, batch: Batch) -> torch.Tensor:
+        vectors = F.normalize(self.vectors(batch, Pool.mean), dim=1)
+        return vectors[batch.document_of_target().unique()].abs().sum()
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _compare(self) -> Evidence:
+        """Compare the hidden states of a small row with the model's own forward pass."""
+        self.fused = False
+        device = next(self.model.parameters()).device
+        row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
+        starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
+        positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
+        inputs: dict[str, Any] = {**row, **model_inputs(self.model, row["input_ids"], positions, starts)}
+        with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with running_on_text(self.model):
+                own = self.model(**inputs).last_hidden_state
+            states = backbone(self.model)(**inputs)[0]
+        limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
+        difference = relative_distance(states, own) if own.shape == states.shape else float("inf")
+        if not difference <= limit:
+            raise ConfigError(
+                f"model.path: {type(self.model).__name__} changes the hidden states of its decoder (relative "
+                f"difference {difference:.1e}), and fxtune makes vectors from these. Use another model."
+            )
+        found = f"the hidden states of a small row within {difference:.1e} of the model's own"
+        return Evidence("loss", "vectors in float32, from the tokens of each document", found, True)
+
+
+def pooled(states: torch.Tensor, batch: Batch, pool: Pool) -> torch.Tensor:
+    """The vector of each document from the hidden states [rows x length, d], float32 [slots, d]."""
+    if pool is Pool.last:
+        return states.index_select(0, batch.last_tokens()).float()
+    ends = batch.cu_seqlens[1:].long()
+    if pool is Pool.cls:
+        return states.index_select(0, batch.cu_seqlens[:-1].long().clamp(max=len(states) - 1)).float()
+    document = torch.searchsorted(ends, torch.arange(len(states), device=states.device), right=True)
+    is_token = batch.is_token()
+    sums = states.new_zeros(len(ends), states.shape[1], dtype=torch.float32)
+    sums = sums.index_add(0, document, states.float() * is_token[:, None])
+    counts = is_token.new_zeros(len(ends)).index_add(0, document, is_token)
+    return sums / counts.clamp(min=1)[:, None]

@@ -11,7 +11,7 @@ An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
+from fxtune.models.load import ModelConfig
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.registry import OBJECTIVES
@@ -72,6 +73,15 @@ class Objective:
     def forward_passes(self) -> int:
         """The number of forward passes without gradient for each training pass: one if there are step_sums()."""
         return int(self.needs.step_sums > 0)
+
+    def frozen_model(self, trained: ModelConfig) -> ModelConfig | None:
+        """A frozen model that computes each micro-batch beside the `trained` model; None if there is none. Its tokens
+        must be the trained model's tokens."""
+        return None
+
+    def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
+        """Give `model`, which loss() will get, the parts that the objective adds. `build_frozen`: builds
+        frozen_model()."""
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further figures of an evaluation, computed on the host. `means`: the means of `loss` and of each metric."""

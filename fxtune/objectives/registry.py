@@ -12,6 +12,7 @@ from fxtune.plugins import Registry, guarded_class, place_of
 OBJECTIVES: Registry[type] = Registry(
     "objective",
     causal_lm="fxtune.objectives.causal_lm:CausalLM",
+    distillation="fxtune.objectives.distillation:Distillation",
     dpo="fxtune.objectives.dpo:DPO",
     ipo="fxtune.objectives.ipo:IPO",
     kto="fxtune.objectives.kto:KTO",

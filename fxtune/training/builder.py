@@ -41,6 +41,7 @@ from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.settle.freed_gradients import change_for
+from fxtune.settle.frozen_model import settle_frozen_model
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.settled import settle_here
@@ -236,8 +237,24 @@ class RunBuilder:
                 which = self.config.objective.reference
                 if which is not Reference.stored:
                     reference = ReferenceModel(model, keeps_start=which is Reference.start)
-            made = self.config.objective.interface
-            return made(model, self.techniques.liger, self.world.context_group, reference)
+            made = self.config.objective.interface(model, self.techniques.liger, self.world.context_group, reference)
+            self.config.objective.prepare(made, self.frozen_model)
+            return made
+
+    @phase("Building the frozen model", part="model")
+    def frozen_model(self) -> LanguageModel:
+        """The frozen model of the objective, in evaluation mode. Raises ConfigError if its documents see each
+        other."""
+        settled = settle_frozen_model(self.config, self.facts)
+        assert settled is not None, "the objective has a frozen model"
+        model = settled.config.model
+        prepared = assemble(settled.techniques, model, settled.hf_config, self.world, self.config.run.seed)
+        prepared.module.eval().requires_grad_(False)
+        made = LanguageModel(prepared, settled.techniques.liger, self.world.context_group)
+        probe = make_probe(prepared.module, self.facts.packing)
+        for evidence in require_acted([*settled.techniques.attention.verify(prepared, probe), *made.evidence]):
+            say(f"{model.key}: {evidence.technique}: {evidence.observed}")
+        return made
 
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""

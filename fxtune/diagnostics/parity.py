@@ -50,6 +50,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.frozen_model import settle_frozen_model
@@ -323,8 +324,11 @@ class _Comparison:
         settled = settle_frozen_model(builder.config, builder.facts)
         assert settled is not None, "the objective has a frozen model"
         techniques, model = _plain(settled.techniques, settled.facts), settled.config.model
-        world = World(builder.world.device)
-        plain = PlainModel(assemble(techniques, model, settled.hf_config, world, builder.config.run.seed))
+        world, base = World(builder.world.device), replace(model, adapter=None)
+        prepared = assemble(techniques, base, settled.hf_config, world, builder.config.run.seed)
+        if model.adapter:
+            prepared.module = merged(prepared.module, model.adapter, model.key)
+        plain = PlainModel(prepared)
         plain.model.eval().requires_grad_(False)
         if float32:
             plain.to_float32()

@@ -33,7 +33,7 @@ from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.shipped import config_without_hub
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system.files import remote_code
-from fxtune.system.files.hub import ModelSource, Origin, is_commit, locate_all
+from fxtune.system.files.hub import ModelSource, Origin, is_commit, locate, locate_all
 from fxtune.system.terminal.library_log import take_loggers
 from fxtune.system.terminal.progress import phase
 from fxtune.upstream.transformers import forget_conversions, read_processor
@@ -96,6 +96,22 @@ class FrozenModelConfig(ModelConfig):
     """A model beside the trained one, such as a teacher."""
 
     key: ClassVar[str] = "objective.teacher"
+
+
+def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelConfig:
+    """The config of the model `name`, or of the adapter `name` over the base that its files name."""
+    file = locate(name, revision, FrozenModelConfig.key).folder / "adapter_config.json"
+    if not file.exists():
+        return FrozenModelConfig(path=name, revision=revision, dtype=dtype)
+    try:
+        options = json.loads(file.read_text())
+        base, commit = options["base_model_name_or_path"], options.get("revision")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{FrozenModelConfig.key}={name}: {file} names no base model ({first_line(error)}). Give the whole model: "
+            "`fxtune merge` writes it."
+        ) from error
+    return FrozenModelConfig(path=base, revision=commit, dtype=dtype, adapter=name)
 
 
 def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:

@@ -24,7 +24,7 @@ from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import Divergence, Measure
-from fxtune.models.load import FrozenModelConfig, ModelConfig
+from fxtune.models.load import ModelConfig, frozen_model
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -41,15 +41,15 @@ class Distillation(Objective):
         "text_loss": "cross-entropy of the text's own tokens in nats: the loss of objective=causal_lm",
     }
     teacher: str = ""
-    """The model that teaches: a folder, a hub id, or `builtin:NAME`, with the student's tokens. `base`: the student
-    without its adapters, so that tuning on the text forgets less."""
+    """The model that teaches: a folder, a hub id, or `builtin:NAME`, of a model or of an adapter, with the student's
+    tokens. `base`: the student without its adapters, so that tuning on the text forgets less."""
     teacher_revision: Optional[str] = None
     """Commit, tag or branch of a teacher from the hub."""
     divergence: Measure = Measure.forward_kl
     """`forward_kl`: KL(teacher | student). `reverse_kl`: KL(student | teacher). `jensen_shannon`: between both."""
-    beta: float = field(default=0.5, metadata={"above": 0, "below": 1})
-    """The teacher's share of the mixture in the Jensen-Shannon divergence. Small: like the forward KL; large: like the
-    reverse KL."""
+    teacher_share: float = field(default=0.5, metadata={"above": 0, "below": 1})
+    """GKD's beta: the teacher's share of the mixture in the Jensen-Shannon divergence. Small: like the forward KL;
+    large: like the reverse KL."""
     temperature: float = field(default=1.0, metadata={"above": 0})
     """Divides the logits of teacher and student in the divergence. Above 1, unlikely tokens count more."""
     text_weight: float = field(default=0.0, metadata={"min": 0, "below": 1})
@@ -58,7 +58,7 @@ class Distillation(Objective):
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert model.teacher is not None, "prepare() has set it"
         targets = model.teacher.targets(batch)
-        divergence = Divergence(self.divergence, self.beta, self.temperature, self.text_weight)
+        divergence = Divergence(self.divergence, self.teacher_share, self.temperature, self.text_weight)
 
         def chunk_sums(logits: torch.Tensor, rows: slice, gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
             return divergence.sums(logits, targets(rows), batch.labels[rows], gradient)
@@ -78,7 +78,7 @@ class Distillation(Objective):
     def frozen_model(self, trained: ModelConfig) -> ModelConfig | None:
         if self.teacher in ("", BASE):
             return None
-        return FrozenModelConfig(path=self.teacher, revision=self.teacher_revision, dtype=trained.dtype)
+        return frozen_model(self.teacher, self.teacher_revision, trained.dtype)
 
     def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
         if self.teacher == BASE:

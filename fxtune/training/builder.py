@@ -30,6 +30,7 @@ from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.kinds.image_decoder.parts import for_images
+from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
@@ -248,7 +249,10 @@ class RunBuilder:
         settled = settle_frozen_model(self.config, self.facts)
         assert settled is not None, "the objective has a frozen model"
         model = settled.config.model
-        prepared = assemble(settled.techniques, model, settled.hf_config, self.world, self.config.run.seed)
+        seed, base = self.config.run.seed, replace(model, adapter=None)
+        prepared = assemble(settled.techniques, base, settled.hf_config, self.world, seed)
+        if model.adapter:
+            prepared.module = merged(prepared.module, model.adapter, model.key)
         prepared.module.eval().requires_grad_(False)
         made = LanguageModel(prepared, settled.techniques.liger, self.world.context_group)
         probe = make_probe(prepared.module, self.facts.packing)

@@ -56,11 +56,42 @@ def make_student(work: Path) -> None:
     ship(work, tokenizer, STUDENT, LIMIT, README, figures, documents=DOCUMENTS)
 
 
+ADAPTER_README = """\
+# tiny-orders
+
+An adapter of `builtin:tiny` (LoRA of rank {rank}, float16) that answers orders with JSON. It is the teacher of
+`recipes/distill_quickstart.yaml`. Made by `python scripts/make/make_student.py`: a run of `recipes/quickstart.yaml` with
+`techniques.lora.r={rank}`, which answers {exact:.0%} of the held-out questions exactly. Licence: Apache-2.0, like the code.
+"""
+
+
+def make_adapter(run: Path) -> None:
+    """Train the quickstart's adapter, and ship its weights in float16."""
+    from safetensors.torch import load_file, save_file
+
+    from fxtune.config.compose import load
+    from fxtune.training import trainer
+
+    words = ["+recipe=quickstart", f"techniques.lora.r={RANK}", f"run.dir={run}", "run.report=false"]
+    figures = trainer.run(load([*words, "run.device=cpu"]))
+    shutil.rmtree(ADAPTER, ignore_errors=True)
+    ADAPTER.mkdir()
+    shutil.copyfile(run / "adapter" / "adapter_config.json", ADAPTER / "adapter_config.json")
+    shutil.copyfile(TEACHER / "config.json", ADAPTER / "config.json")
+    weights = load_file(run / "adapter" / "adapter_model.safetensors")
+    halves = {name: weight.half() for name, weight in weights.items()}
+    save_file(halves, ADAPTER / "adapter_model.safetensors", {"format": "pt"})
+    (ADAPTER / "README.md").write_text(ADAPTER_README.format(rank=RANK, exact=figures["questions/exact_match"]))
+    size = sum(file.stat().st_size for file in ADAPTER.iterdir())
+    assert size <= ADAPTER_LIMIT, f"{ADAPTER} has {size} bytes, {ADAPTER_LIMIT} are allowed"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "tiny-student", help="default: %(default)s")
     work = parser.parse_args().work
     make_student(work / "student")
+    make_adapter(work / "orders")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, cwd):
             ["objective.teacher=base", "objective.text_weight"],
         ),
         ([*BASE, "techniques.lora.enabled=false"], ["objective.teacher=base", "no adapters"]),
-        (["objective.divergence=jensen_shannon", "objective.beta=1"], ["objective.beta"]),
+        (["objective.divergence=jensen_shannon", "objective.teacher_share=1"], ["objective.teacher_share"]),
     ],
 )
 def test_impossible_teachers_are_refused_before_weights_are_read(cwd, words, parts, capsys):

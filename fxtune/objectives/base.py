@@ -41,6 +41,9 @@ class Objective:
     needs: ClassVar[Needs] = Needs()
     interface: ClassVar[type[LanguageModel]] = LanguageModel
     """The class of the model that loss() gets. It must have the head that `needs` names."""
+    logit_tensors: ClassVar[int] = 0
+    """How many float32 tensors of a chunk of logits loss() holds at once (kernels/divergence.py). 0: it reads
+    cross-entropies or scores, and no logits."""
     unit: ClassVar[str] = "mean loss"
     """The unit of a mean loss, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}

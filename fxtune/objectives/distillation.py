@@ -35,6 +35,7 @@ BASE = "base"
 
 @dataclass
 class Distillation(Objective):
+    logit_tensors: ClassVar[int] = 8
     unit: ClassVar[str] = "loss per supervised token"
     metrics: ClassVar[Mapping[str, str]] = {
         "kl": "KL(teacher | student) of the next token in nats, at objective.temperature, whatever the divergence is",

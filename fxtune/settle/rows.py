@@ -45,6 +45,7 @@ def decide_rows(
         deterministic=config.run.strict,
         degrees=Degrees(replicate=ranks),
         keeps_start=config.objective.keeps_start(config.techniques.lora.enabled, config.train.epochs or 1.0),
+        logit_tensors=config.objective.logit_tensors,
         frozen_model=models.load_config(frozen).to_dict() if frozen else {},
         sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,

@@ -81,6 +81,7 @@ def make_adapter(run: Path) -> None:
     weights = load_file(run / "adapter" / "adapter_model.safetensors")
     halves = {name: weight.half() for name, weight in weights.items()}
     save_file(halves, ADAPTER / "adapter_model.safetensors", {"format": "pt"})
+    (ADAPTER / "adapter_model.safetensors").chmod(0o644)
     (ADAPTER / "README.md").write_text(ADAPTER_README.format(rank=RANK, exact=figures["questions/exact_match"]))
     size = sum(file.stat().st_size for file in ADAPTER.iterdir())
     assert size <= ADAPTER_LIMIT, f"{ADAPTER} has {size} bytes, {ADAPTER_LIMIT} are allowed"

@@ -174,3 +174,19 @@ def test_teacher_of_another_vocabulary_is_refused(cwd, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert "objective.teacher=other" in said
     assert "same tokenizer" in said
+
+
+def test_plan_counts_the_teacher(cwd):
+    """Its weights and its passes. The base as teacher has passes, and no weights of its own."""
+    write_texts(Path("rows.jsonl"))
+
+    def planned(*words: str, given: list[str] = WORDS) -> dict:
+        assert main(["plan", *given, LORA, *words, "--gpu", "H200", "--json", "plan.json"]) == 0
+        return json.loads(Path("plan.json").read_text())
+
+    with_teacher, with_base = planned(), planned(*BASE)
+    alone = planned("objective=causal_lm", given=[word for word in WORDS if not word.startswith("objective")])
+    weights = 2 * 2_623_232 / 2**30
+    assert with_teacher["memory_gib"] - with_base["memory_gib"] > 0.9 * weights
+    assert with_teacher["step_seconds"] > alone["step_seconds"]
+    assert with_base["step_seconds"] > alone["step_seconds"]

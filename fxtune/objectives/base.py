@@ -82,6 +82,12 @@ class Objective:
         must be the trained model's tokens."""
         return None
 
+    @property
+    def stored_tokens(self) -> int:
+        """How many of the frozen model's likeliest tokens are stored for each supervised token, before the first step.
+        0: none, and the frozen model computes each micro-batch."""
+        return 0
+
     def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
         """Give `model`, which loss() will get, the parts that the objective adds. `build_frozen`: builds
         frozen_model()."""

@@ -28,7 +28,7 @@ from fxtune.models.load import ModelConfig, frozen_model
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.teacher import Teacher
+from fxtune.objectives.teacher import StoredTeacher, Teacher
 
 BASE = "base"
 
@@ -53,8 +53,12 @@ class Distillation(Objective):
     large: like the reverse KL."""
     temperature: float = field(default=1.0, metadata={"above": 0})
     """Divides the logits of teacher and student in the divergence. Above 1, unlikely tokens count more."""
-    text_weight: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    """The weight of the text's own cross-entropy in the loss. The divergence has the rest."""
+    store: Optional[int] = field(default=None, metadata={"min": 1})
+    """Compute the teacher's likeliest tokens once, this many for each supervised token, and store them beside the
+    cached tokens. The teacher is then in memory only before the first step. null: the teacher computes each step."""
+    text_weight: float = field(default=0.0, metadata={"min": 0, "max": 1})
+    """The weight of the text's own cross-entropy in the loss. The divergence has the rest. With 1, the student learns
+    the text alone, and the teacher only measures `kl`."""
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert model.teacher is not None, "prepare() has set it"
@@ -81,8 +85,14 @@ class Distillation(Objective):
             return None
         return frozen_model(self.teacher, self.teacher_revision, trained.dtype)
 
+    @property
+    def stored_tokens(self) -> int:
+        return self.store or 0
+
     def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
-        if self.teacher == BASE:
+        if self.store:
+            model.teacher = StoredTeacher()
+        elif self.teacher == BASE:
             model.teacher = Teacher(model, ReferenceModel(model.prepared, keeps_start=False).active)
         else:
             model.teacher = Teacher(build_frozen(), torch.no_grad)
@@ -109,6 +119,11 @@ class Distillation(Objective):
             yield (
                 "objective.teacher=base: techniques.lora.init moves a part of the base's weights into the adapters, "
                 "so the model without them is not the base. Set techniques.lora.init=default."
+            )
+        if self.store and (self.divergence is not Measure.forward_kl or self.teacher == BASE):
+            yield (
+                f"objective.store={self.store}: stored tokens give the forward KL of another model alone. Set "
+                "objective.divergence=forward_kl and name a teacher, or set objective.store=null."
             )
         if self.teacher not in ("", BASE) and (facts.degrees.shard > 1 or facts.degrees.context > 1):
             yield (

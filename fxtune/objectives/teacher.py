@@ -19,6 +19,14 @@ Targets = Callable[[slice], torch.Tensor | TopTargets]
 """A function from rows, in the order of `Batch.labels`, to the teacher's logits or to its likeliest tokens."""
 
 
+class StoredTeacher:
+    """A teacher whose likeliest tokens lie beside the token table."""
+
+    def targets(self, batch: Batch) -> Targets:
+        stored = batch.teacher_ids, batch.teacher_log_probs, batch.teacher_tail
+        return TopTargets(*(values for values in stored if values is not None)).__getitem__
+
+
 class Teacher:
     """`model`: computes the teacher's logits inside the context `active`, which switches gradients off. The model may
     be the student's own, if the context switches its adapters off."""

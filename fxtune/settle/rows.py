@@ -25,7 +25,8 @@ def decide_rows(
     the reason for each `auto` that became false, and the facts of one of `ranks` ranks. No technique is resolved in
     these facts."""
     data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
-    frozen = config.objective.frozen_model(config.model)
+    objective = config.objective
+    frozen = None if objective.stored_tokens else objective.frozen_model(config.model)
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),

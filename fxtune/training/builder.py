@@ -69,6 +69,7 @@ from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_reference import store_reference
+from fxtune.training.data.stored_teacher import store_teacher
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import MemoryPhase
@@ -183,6 +184,8 @@ class RunBuilder:
         `from_base`: whether the adapters are trained already and the reference is the model without them. `documents`:
         see `only` of store_reference()."""
         objective = self.config.objective
+        if objective.stored_tokens:
+            self._compared = plans
         if not isinstance(objective, WithReference):
             return
         epochs = plans[0].epoch(plans[0].steps)
@@ -271,6 +274,8 @@ class RunBuilder:
         An option that cannot act is switched off and a line says so. Then the model is built again. Raises
         UnavailableError if the recipe demands the option.
         """
+        if self._compared and self.config.objective.stored_tokens:
+            self._store_teacher()
         while True:
             model, seen, found = None, list[Evidence](), None
             try:
@@ -293,7 +298,7 @@ class RunBuilder:
             found = found or Withdrawal.of_idle(self.config.techniques, seen)
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
-                if self._compared:
+                if self._compared and isinstance(self.config.objective, WithReference):
                     self._store_reference(language_model)
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
@@ -331,6 +336,27 @@ class RunBuilder:
                 {**depends_on, "dtype": str(self.facts.dtype)},
                 self._compared_documents,
             )
+
+    def _store_teacher(self) -> None:
+        """Store the likeliest tokens of the objective's frozen model for the tables of the plans. The frozen model is
+        in memory only here."""
+        objective: Any = self.config.objective
+        with self.oom_context("Computing the teacher's likeliest tokens"):
+            model = self.frozen_model()
+            options = self.techniques.options()
+            store_teacher(
+                model,
+                self._compared,
+                self.config.data,
+                self.config.loader,
+                self.techniques.precision,
+                self.world,
+                {name: options[name] for name in ("attention", "precision") if name in options},
+                objective.stored_tokens,
+                objective.temperature,
+            )
+        del model
+        gc.collect()
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol on the first micro-batch. Raises ConfigError if it

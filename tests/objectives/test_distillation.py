@@ -190,3 +190,22 @@ def test_plan_counts_the_teacher(cwd):
     assert with_teacher["memory_gib"] - with_base["memory_gib"] > 0.9 * weights
     assert with_teacher["step_seconds"] > alone["step_seconds"]
     assert with_base["step_seconds"] > alone["step_seconds"]
+
+
+@pytest.mark.parametrize("packing", slow_but([True, False], True))
+def test_stored_tokens_are_the_live_teacher(cwd, packing, capsys):
+    """All tokens stored give the live teacher's losses, but for float16. Few tokens with a tail give less: a KL over
+    fewer outcomes is smaller. The numbers are computed once."""
+    write_chats(Path("rows.jsonl"))
+    words = [*WORDS, *SMALL, "data.eval_fraction=0.2", f"data.packing={packing}", "optimizer.lr=1e-3"]
+    for name, stored in {"live": [], "all": ["objective.store=1024"], "few": ["objective.store=8"]}.items():
+        assert main([*words, *stored, f"run.dir={name}"]) == 0
+    live, every, few = ([kl for (kl,) in figures(name, "kl")] for name in ("live", "all", "few"))
+    assert every == pytest.approx(live, rel=1e-3)
+    assert all(0.3 * whole < part < whole for part, whole in zip(few, live, strict=True))
+    capsys.readouterr()
+    assert main([*words, "objective.store=8", "run.dir=again"]) == 0
+    assert "likeliest tokens take" not in capsys.readouterr().out
+    assert figures("again", "loss", "kl") == figures("few", "loss", "kl")
+    assert main([*words, "objective.store=8", "objective.divergence=reverse_kl"]) == 2
+    assert "objective.store=8" in capsys.readouterr().err

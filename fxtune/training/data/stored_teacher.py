@@ -1,0 +1,177 @@
+"""The teacher's likeliest tokens, computed once before the first step and kept beside the token table.
+
+For each supervised token the file has k ids, their log-probabilities in float16, and the logarithm of the probability
+of all other tokens: 6 k + 4 bytes. This logarithm comes from the log-sum-exp over the whole vocabulary, so the
+likeliest tokens are not renormalised. The name of the file is a hash of all on which the numbers depend: the teacher's
+weights, the temperature, and the options of techniques that change the numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.build import plan_evaluation
+from fxtune.data.batches.loader import Loader, LoaderConfig
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, Dedup
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.world import World
+from fxtune.errors import StorageError, not_written
+from fxtune.kernels.divergence import rows_of_chunk
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.units import format_bytes
+from fxtune.techniques.precision import Precision
+from fxtune.training.agreement import together
+from fxtune.training.data.stored_reference import weights_checksum
+
+
+def record(tokens: int) -> np.dtype:
+    """The dtype of the file: the entry of a supervised token, with `tokens` likeliest tokens."""
+    return np.dtype([("ids", "<i4", (tokens,)), ("log_probs", "<f2", (tokens,)), ("tail", "<f4")])
+
+
+def likeliest(logits: torch.Tensor, tokens: int, temperature: float) -> np.ndarray:
+    """The entries of `logits` [rows, vocabulary]."""
+    log_probs = (logits.float() / temperature).log_softmax(-1)
+    found = log_probs.topk(tokens)
+    rest = log_probs.scatter(1, found.indices, -torch.inf).logsumexp(-1)
+    entries = np.empty(len(logits), record(tokens))
+    entries["ids"], entries["log_probs"] = found.indices.cpu().numpy(), found.values.cpu().numpy()
+    entries["tail"] = rest.cpu().numpy()
+    return entries
+
+
+def store_teacher(
+    model: LanguageModel,
+    plans: Sequence[Plan],
+    data: DataConfig,
+    loader: LoaderConfig,
+    precision: Precision,
+    world: World,
+    options: Mapping[str, Any],
+    tokens: int,
+    temperature: float,
+) -> None:
+    """Give each table of `plans` its `teacher`: the likeliest `tokens` of `model` at each supervised token.
+
+    `options`: whatever else changes the numbers, beside weights and tokens. Raises StorageError if the files do not
+    fit on the disk or cannot be written.
+    """
+    tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
+    tokens = min(tokens, model.model.config.get_text_config().vocab_size)
+    parts = [weights_checksum(model.model), options, data.sequence_length, data.on_long, data.packing, temperature]
+    key = json.dumps([*parts, tokens], default=str, sort_keys=True)
+    name = f"teacher-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    missing = [table for table in tables if not _is_read(table, name)]
+    if any(world.gather(bool(missing), "looking for the stored teacher")):
+        world.main_first(lambda: [_reserve(table, name, record(tokens)) for table in tables], "making room")
+        sizes = plans[0].sizes
+        every = replace(data, dedup=Dedup.off)
+        plan = plan_evaluation(tables, every, micro_batch_size=sizes.micro_batch_size, pad_id=sizes.pad_id)
+        own = plan.dealt_out(world.data_rank, world.data_ranks)
+        with closing(Loader(own, loader, world.device)) as batches:
+            _compute(model, batches, precision, world, name, tokens, temperature)
+        world.gather(None, "storing the teacher")
+
+        def finish() -> None:
+            for table in tables:
+                with suppress(FileNotFoundError):
+                    os.replace(table.folder / f"{name}.staging", table.folder / name)
+
+        world.main_first(finish, "waiting for rank 0 to store the teacher")
+    for plan in plans:
+        for table in plan.tables:
+            table.read_teacher(name)
+
+
+def _is_read(table: TokenTable, name: str) -> bool:
+    with suppress(OSError, ValueError, EOFError):
+        table.read_teacher(name)
+        return True
+    return False
+
+
+def _reserve(table: TokenTable, name: str, entry: np.dtype) -> None:
+    """Make the file of a table, with entries of zeros. Says its size."""
+    file, size = table.folder / f"{name}.staging", table.supervised_tokens * entry.itemsize
+    if file.exists() or _is_read(table, name):
+        return
+    say(f"objective.store: the teacher's likeliest tokens take {format_bytes(size)} beside {table.name}")
+    free = shutil.disk_usage(table.folder).free
+    if size > free:
+        raise StorageError(
+            f"objective.store: {table.folder} has {format_bytes(free)} left, and the teacher's likeliest tokens take "
+            f"{format_bytes(size)}. Set a smaller objective.store, another data.cache_dir, or objective.store=null."
+        )
+    try:
+        np.lib.format.open_memmap(file, "w+", entry, (table.supervised_tokens,)).flush()
+    except OSError as problem:
+        raise not_written(
+            f"The teacher's tokens cannot be written to {file}", problem, "or set data.cache_dir"
+        ) from problem
+
+
+def _compute(
+    model: LanguageModel,
+    loader: Loader,
+    precision: Precision,
+    world: World,
+    name: str,
+    tokens: int,
+    temperature: float,
+) -> None:
+    """Write this rank's share of the entries into the tables' files."""
+    plan = loader.plan
+    files = [
+        None if _is_read(table, name) else np.lib.format.open_memmap(table.folder / f"{name}.staging", "r+")
+        for table in plan.tables
+    ]
+
+    def compute_next() -> bool:
+        if (following := next(batches, None)) is None:
+            return False
+        step, position, batch, is_counted = following
+        with precision.context(loader.device), torch.no_grad():
+            entries = _entries(model, batch, tokens, temperature)
+        spec, done = plan.batch_spec(step, position), 0
+        for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
+            places, before = plan.tables[source].supervised_in(start, length)
+            file = files[source]
+            if is_counted and file is not None:
+                file[before : before + len(places)] = entries[done : done + len(places)]
+            done += len(places)
+        return True
+
+    with phase("Computing the teacher's likeliest tokens", plan.steps, "batches") as work:
+        batches = (
+            (step.index, position, batch, step.counted is None or position < step.counted)
+            for step in work.over(loader.steps())
+            for position, batch in enumerate(step.micro_batches)
+        )
+        while together(world, compute_next):
+            pass
+    for file in files:
+        if file is not None:
+            file.flush()
+
+
+def _entries(model: LanguageModel, batch: Batch, tokens: int, temperature: float) -> np.ndarray:
+    """The entries of the supervised tokens of `batch`, in the order of its labels."""
+    hidden, head = model.head_input(batch)
+    rows = rows_of_chunk(model.model.config.get_text_config().vocab_size)
+    found = [likeliest(head(part), tokens, temperature) for part in hidden.split(rows)]
+    entries = np.concatenate([np.empty(0, record(tokens)), *found])
+    return entries[(batch.labels != IGNORE_INDEX).cpu().numpy()]

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def store_teacher(
     name = f"teacher-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     missing = [table for table in tables if not _is_read(table, name)]
     if any(world.gather(bool(missing), "looking for the stored teacher")):
-        world.main_first(lambda: [_reserve(table, name, record(tokens)) for table in tables], "making room")
+        world.main_first(partial(_reserve, tables, name, record(tokens)), "making room for the teacher's tokens")
         sizes = plans[0].sizes
         every = replace(data, dedup=Dedup.off)
         plan = plan_evaluation(tables, every, micro_batch_size=sizes.micro_batch_size, pad_id=sizes.pad_id)
@@ -104,10 +105,16 @@ def _is_read(table: TokenTable, name: str) -> bool:
     return False
 
 
-def _reserve(table: TokenTable, name: str, entry: np.dtype) -> None:
-    """Make the file of a table, with entries of zeros. Says its size."""
+def _reserve(tables: Sequence[TokenTable], name: str, entry: np.dtype) -> None:
+    """Make the missing files, with entries of zeros, and say their sizes."""
+    for table in tables:
+        if not _is_read(table, name):
+            _reserve_file(table, name, entry)
+
+
+def _reserve_file(table: TokenTable, name: str, entry: np.dtype) -> None:
     file, size = table.folder / f"{name}.staging", table.supervised_tokens * entry.itemsize
-    if file.exists() or _is_read(table, name):
+    if file.exists():  # another rank has made it
         return
     say(f"objective.store: the teacher's likeliest tokens take {format_bytes(size)} beside {table.name}")
     free = shutil.disk_usage(table.folder).free

@@ -14,8 +14,8 @@ divergences negative (ms-swift#10156).
 
 The Jensen-Shannon divergence is the one of GKD (arXiv:2306.13649): with beta near 0 it is beta times the forward KL,
 with beta near 1 it is 1 - beta times the reverse KL, and at both ends it is 0. TRL gives its ends another meaning: 0
-is the forward KL and 1 the reverse KL. Here the ends are refused, and both KLs have names. As in GKD and TRL, no
-divergence is multiplied by temperature^2.
+is the forward KL and 1 the reverse KL. Here the ends are refused, and both KLs have names. Hinton et al.
+(arXiv:1503.02531) multiply the divergence by temperature^2; this is not done here.
 """
 
 from __future__ import annotations

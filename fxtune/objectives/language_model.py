@@ -108,10 +108,14 @@ class LanguageModel:
         def compute() -> torch.Tensor:
             hidden, head = self.head_input(batch)
             weights = () if self.own_forward else tuple(self.head.parameters())
-            rows = rows_of_chunk(self.model.config.get_text_config().vocab_size)
-            return head_sums(head, hidden, weights, chunk_sums, rows)
+            return head_sums(head, hidden, weights, chunk_sums, self.chunk_rows)
 
         return self.prepared.with_head(compute)
+
+    @property
+    def chunk_rows(self) -> int:
+        """The most rows whose logits are computed at once for a divergence."""
+        return rows_of_chunk(self.model.config.get_text_config().vocab_size)
 
     def head_input(self, batch: Batch) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """The hidden states [supervised, d] of the supervised tokens, and the function from rows of them to float32

@@ -69,7 +69,7 @@ from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_reference import store_reference
-from fxtune.training.data.stored_teacher import store_teacher
+from fxtune.training.data.stored_teacher import StoredTokens, store_teacher
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import MemoryPhase
@@ -95,7 +95,7 @@ class RunBuilder:
         of one rank, and no model can be built. `threads`, `deterministic`: for a resumed run, the number of CPU
         threads at its first start, and whether its kernels were deterministic."""
         self._compared: Sequence[Plan] = ()
-        """The plans whose documents need the stored log-probabilities of a reference."""
+        """The plans whose documents need the stored log-probabilities of a reference or of a teacher."""
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
         self.keeps_decisions = False
@@ -219,6 +219,8 @@ class RunBuilder:
     def build(self) -> PreparedModel:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
+        if self._compared and self.config.objective.stored_tokens:
+            self._store_teacher()
         with self.oom_context("Building the model"):
             return assemble(
                 self.techniques,
@@ -274,8 +276,6 @@ class RunBuilder:
         An option that cannot act is switched off and a line says so. Then the model is built again. Raises
         UnavailableError if the recipe demands the option.
         """
-        if self._compared and self.config.objective.stored_tokens:
-            self._store_teacher()
         while True:
             model, seen, found = None, list[Evidence](), None
             try:
@@ -352,9 +352,9 @@ class RunBuilder:
                 self.techniques.precision,
                 self.world,
                 {name: options[name] for name in ("attention", "precision") if name in options},
-                objective.stored_tokens,
-                objective.temperature,
+                StoredTokens(objective.stored_tokens, objective.temperature, self.facts.text["vocab_size"]),
             )
+        self._compared = ()
         del model
         gc.collect()
 

@@ -213,7 +213,7 @@ CASES: dict[str, Case] = {
     "objective.teacher_revision": Case(
         batches, "main", "objective.name=distillation objective.teacher=vision", refused="revision=main"
     ),
-    "objective.store": Case(step, "3", DISTILLS),
+    "objective.store": Case(trained, "3", DISTILLS),
     "objective.divergence": Case(step, "reverse_kl", DISTILLS),
     "objective.teacher_share": Case(step, "0.1", f"{DISTILLS} objective.divergence=jensen_shannon"),
     "objective.temperature": Case(step, "2.0", DISTILLS),

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from fxtune.data.config import DataConfig, Dedup
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
-from fxtune.kernels.divergence import rows_of_chunk
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
@@ -39,20 +38,31 @@ from fxtune.training.agreement import together
 from fxtune.training.data.stored_reference import weights_checksum
 
 
-def record(tokens: int) -> np.dtype:
-    """The dtype of the file: the entry of a supervised token, with `tokens` likeliest tokens."""
-    return np.dtype([("ids", "<i4", (tokens,)), ("log_probs", "<f2", (tokens,)), ("tail", "<f4")])
+@dataclass(frozen=True)
+class StoredTokens:
+    """What is stored for each supervised token."""
 
+    tokens: int
+    """How many of the likeliest tokens."""
+    temperature: float
+    vocabulary: int
+    """The number of rows of the student's table. Ids beyond it are padding of the teacher's table, and left out."""
 
-def likeliest(logits: torch.Tensor, tokens: int, temperature: float) -> np.ndarray:
-    """The entries of `logits` [rows, vocabulary]."""
-    log_probs = (logits.float() / temperature).log_softmax(-1)
-    found = log_probs.topk(tokens)
-    rest = log_probs.scatter(1, found.indices, -torch.inf).logsumexp(-1)
-    entries = np.empty(len(logits), record(tokens))
-    entries["ids"], entries["log_probs"] = found.indices.cpu().numpy(), found.values.cpu().numpy()
-    entries["tail"] = rest.cpu().numpy()
-    return entries
+    @property
+    def record(self) -> np.dtype:
+        """The dtype of an entry of the file."""
+        size = (self.tokens,)
+        return np.dtype([("ids", "<i4", size), ("log_probs", "<f2", size), ("tail", "<f4")])
+
+    def entries(self, logits: torch.Tensor) -> np.ndarray:
+        """The entries of the teacher's `logits` [rows, its vocabulary]."""
+        log_probs = (logits[:, : self.vocabulary].float() / self.temperature).log_softmax(-1)
+        found = log_probs.topk(self.tokens)
+        rest = log_probs.scatter(1, found.indices, -torch.inf).logsumexp(-1)
+        entries = np.empty(len(logits), self.record)
+        entries["ids"], entries["log_probs"] = found.indices.cpu().numpy(), found.values.cpu().numpy()
+        entries["tail"] = rest.cpu().numpy()
+        return entries
 
 
 def store_teacher(
@@ -63,28 +73,28 @@ def store_teacher(
     precision: Precision,
     world: World,
     options: Mapping[str, Any],
-    tokens: int,
-    temperature: float,
+    stored: StoredTokens,
 ) -> None:
-    """Give each table of `plans` its `teacher`: the likeliest `tokens` of `model` at each supervised token.
+    """Give each table of `plans` its `teacher`: the likeliest tokens of `model` at each supervised token.
 
     `options`: whatever else changes the numbers, beside weights and tokens. Raises StorageError if the files do not
     fit on the disk or cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
-    tokens = min(tokens, model.model.config.get_text_config().vocab_size)
-    parts = [weights_checksum(model.model), options, data.sequence_length, data.on_long, data.packing, temperature]
-    key = json.dumps([*parts, tokens], default=str, sort_keys=True)
+    most = min(stored.vocabulary, model.model.config.get_text_config().vocab_size)
+    stored = replace(stored, tokens=min(stored.tokens, most))
+    parts = [weights_checksum(model.model), options, data.sequence_length, data.on_long, data.packing]
+    key = json.dumps([*parts, *astuple(stored)], default=str, sort_keys=True)
     name = f"teacher-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     missing = [table for table in tables if not _is_read(table, name)]
     if any(world.gather(bool(missing), "looking for the stored teacher")):
-        world.main_first(partial(_reserve, tables, name, record(tokens)), "making room for the teacher's tokens")
+        world.main_first(partial(_reserve, tables, name, stored.record), "making room for the teacher's tokens")
         sizes = plans[0].sizes
         every = replace(data, dedup=Dedup.off)
         plan = plan_evaluation(tables, every, micro_batch_size=sizes.micro_batch_size, pad_id=sizes.pad_id)
         own = plan.dealt_out(world.data_rank, world.data_ranks)
         with closing(Loader(own, loader, world.device)) as batches:
-            _compute(model, batches, precision, world, name, tokens, temperature)
+            _compute(model, batches, precision, world, name, stored)
         world.gather(None, "storing the teacher")
 
         def finish() -> None:
@@ -132,13 +142,7 @@ def _reserve_file(table: TokenTable, name: str, entry: np.dtype) -> None:
 
 
 def _compute(
-    model: LanguageModel,
-    loader: Loader,
-    precision: Precision,
-    world: World,
-    name: str,
-    tokens: int,
-    temperature: float,
+    model: LanguageModel, loader: Loader, precision: Precision, world: World, name: str, stored: StoredTokens
 ) -> None:
     """Write this rank's share of the entries into the tables' files."""
     plan = loader.plan
@@ -152,7 +156,7 @@ def _compute(
             return False
         step, position, batch, is_counted = following
         with precision.context(loader.device), torch.no_grad():
-            entries = _entries(model, batch, tokens, temperature)
+            entries = _entries(model, batch, stored)
         spec, done = plan.batch_spec(step, position), 0
         for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
             places, before = plan.tables[source].supervised_in(start, length)
@@ -175,10 +179,8 @@ def _compute(
             file.flush()
 
 
-def _entries(model: LanguageModel, batch: Batch, tokens: int, temperature: float) -> np.ndarray:
+def _entries(model: LanguageModel, batch: Batch, stored: StoredTokens) -> np.ndarray:
     """The entries of the supervised tokens of `batch`, in the order of its labels."""
     hidden, head = model.head_input(batch)
-    rows = rows_of_chunk(model.model.config.get_text_config().vocab_size)
-    found = [likeliest(head(part), tokens, temperature) for part in hidden.split(rows)]
-    entries = np.concatenate([np.empty(0, record(tokens)), *found])
-    return entries[(batch.labels != IGNORE_INDEX).cpu().numpy()]
+    found = [stored.entries(head(part)) for part in hidden.split(model.chunk_rows)]
+    return np.concatenate([np.empty(0, stored.record), *found])[(batch.labels != IGNORE_INDEX).cpu().numpy()]

@@ -50,8 +50,10 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
+from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.reference import Reference, WithReference
+from fxtune.settle.frozen_model import settle_frozen_model
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
@@ -191,7 +193,7 @@ class _Comparison:
         """The errors of plain transformers in the recipe's precision, with the same keys. Empty for float32."""
 
     def run(self, each: bool) -> Iterator[Compared]:
-        precision, plain = precision_of(self.builder.facts), self._plain()
+        precision, plain = precision_of(self.builder.facts), _plain(self.techniques, self.builder.facts)
         exact = replace(plain, precision=Precision(enabled=True, tf32=False), float8=Float8())
         self.references = self._run_plain(exact, "plain transformers, float32", float32=True)
         for balanced, result in self.references.items():
@@ -226,17 +228,6 @@ class _Comparison:
                 self.tell(f"fxtune, without {name}: left out, because the others need it. {error}")
                 continue
             yield name, pipeline
-
-    def _plain(self) -> Pipeline:
-        """The techniques of BY_DESIGN only. The library transformers chooses the attention kernel itself."""
-        off = copy.deepcopy(self.techniques)
-        off.lora.fused = Switch.off
-        for name in OPTIONAL:
-            getattr(off, name).enabled = False
-        if self.builder.facts.text.get("attn_logit_softcapping"):
-            # All other attention kernels of transformers ignore the cap.
-            off.attention = Attention(enabled=True, backend="eager")
-        return off
 
     def _splits(self) -> list[int]:
         """Micro-batch sizes: the configured one, one row (or group), one in the middle, and all rows."""
@@ -278,6 +269,7 @@ class _Comparison:
             dtypes = {name: parameter.dtype for name, parameter in plain.model.named_parameters()}
             if float32:
                 plain.to_float32()
+            self.objective.prepare(plain, partial(self._plain_frozen, float32))
             references, parts = list[torch.Tensor](), list[torch.Tensor]()
             if isinstance(self.objective, WithReference) and self.objective.reference is not Reference.base:
                 # The reference is the model at the start of the run. Stored numbers are not used: they may be wrong.
@@ -328,6 +320,22 @@ class _Comparison:
                 for name, gradient in results[True].gradients.items():
                     gradient += results[False].gradients[name]
         return results
+
+    def _plain_frozen(self, float32: bool) -> PlainModel:
+        """The frozen model of the objective, computed by plain transformers."""
+        builder = self.builder
+        settled = settle_frozen_model(builder.config, builder.facts)
+        assert settled is not None, "the objective has a frozen model"
+        techniques, model = _plain(settled.techniques, settled.facts), settled.config.model
+        world, base = World(builder.world.device), replace(model, adapter=None)
+        prepared = assemble(techniques, base, settled.hf_config, world, builder.config.run.seed)
+        if model.adapter:
+            prepared.module = merged(prepared.module, model.adapter, model.key)
+        plain = PlainModel(prepared)
+        plain.model.eval().requires_grad_(False)
+        if float32:
+            plain.to_float32()
+        return plain
 
     def _group_batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield (number of the group's micro-batch at the configured size, a batch) for each group of the step. The
@@ -441,6 +449,18 @@ class _Comparison:
             errors = zip(self.rounding[balanced], slack, strict=True)
             loss, gradient, worst = (2 * error + rounding * factor for error, factor in errors)
         return loss, gradient, worst
+
+
+def _plain(techniques: Pipeline, facts: Facts) -> Pipeline:
+    """The techniques of BY_DESIGN only. The library transformers chooses the attention kernel itself."""
+    off = copy.deepcopy(techniques)
+    off.lora.fused = Switch.off
+    for name in OPTIONAL:
+        getattr(off, name).enabled = False
+    if facts.text.get("attn_logit_softcapping"):
+        # All other attention kernels of transformers ignore the cap.
+        off.attention = Attention(enabled=True, backend="eager")
+    return off
 
 
 def _ratio(error: float, size: float) -> float:

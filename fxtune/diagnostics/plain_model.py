@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.kernels.divergence import ChunkSums
 from fxtune.models.experts import experts_per_token
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
@@ -54,7 +55,7 @@ class PlainModel(LanguageModel):
     def __init__(
         self, prepared: PreparedModel, checkpointed: bool = False, balanced: bool = False, shares_prompts: bool = False
     ) -> None:
-        self.model: Any = prepared.module
+        self.prepared, self.model = prepared, prepared.module
         self.shares_prompts = shares_prompts
         self.routers = prepared.routers if balanced else None
         as_peft(self.model)
@@ -149,10 +150,26 @@ class PlainModel(LanguageModel):
         self.outputs = []
         return found
 
+    def head_input(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        parts = [logits.float() for logits, _ in self._supervised(batch)]
+        return torch.cat(parts), torch.Tensor.float
+
+    def sums_over_logits(self, batch: Batch, chunk_sums: ChunkSums) -> Tensor:
+        """All logits at once, and autograd computes their gradient."""
+        logits, _ = self.head_input(batch)
+        return chunk_sums(logits, slice(0, len(logits)), False)[0]
+
     def _log_probs(self, batch: Batch) -> Tensor:
-        """The log-probabilities for log_probs(). A pass with a gradient also counts the routers' choices."""
-        counts = self._counts(batch)
+        """The log-probabilities for log_probs()."""
         parts = [torch.zeros(0, device=batch.input_ids.device)]
+        for logits, targets in self._supervised(batch):
+            parts.append(-F.cross_entropy(logits.float(), targets, reduction="none"))
+        return torch.cat(parts)
+
+    def _supervised(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits and the targets of each document's supervised tokens. A pass with a gradient also counts
+        the routers' choices."""
+        counts = self._counts(batch)
         for ids, targets, first, images in self._documents(batch):
             wanted = (targets != IGNORE_INDEX).nonzero().flatten()
             # Tokens after the last target change nothing but the routers' loss, and are left out. No image is cut.
@@ -161,10 +178,9 @@ class PlainModel(LanguageModel):
             if not end:
                 continue
             logits, of_routers = self._pass(ids[:end], first, images)
-            parts.append(-F.cross_entropy(logits[wanted].float(), targets[wanted], reduction="none"))
+            yield logits[wanted], targets[wanted]
             if counts is not None:
                 self._count(of_routers, counts)
-        return torch.cat(parts)
 
     def _counts(self, batch: Batch) -> RouterCounts | None:
         """New counts, for a pass with a gradient through a model with routers. None for other passes."""

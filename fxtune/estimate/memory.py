@@ -60,6 +60,7 @@ from torch import nn
 
 from fxtune.facts.recomputation import RecomputePlan, pinned_bytes
 from fxtune.facts.run import Facts
+from fxtune.kernels.divergence import SHARE_OF_BUFFER
 from fxtune.kernels.frozen_base import padded_rank
 from fxtune.kernels.linear_attention import CHUNK
 from fxtune.kernels.linear_cross_entropy import BLOCK, BUFFER
@@ -187,6 +188,9 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     weights, trained = _bytes_of_rank(facts, shape)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
+    if facts.frozen_model:
+        frozen = Shape.of(facts.frozen_model)
+        weights += BYTES.get(facts.dtype, 4) * (frozen.linear_parameters + frozen.other_parameters)
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
@@ -521,11 +525,15 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
     number, tokens, run = number_bytes(facts), facts.tokens, facts.execution
     copies = 0 if run.fused_norms or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
+    if facts.frozen_model:
+        states += tokens * Shape.of(facts.frozen_model).hidden * number
     if facts.head != "lm":
         return max(states, 5 * copies)
-    if not run.fused_loss:
+    if not run.fused_loss and not facts.logit_tensors:
         return max(states + logits * (2 * number + 8), 5 * copies)
     # The gradient is summed in float32 and then copied to the weight's dtype.
     size = BYTES.get(facts.dtype, 4)
     head = 0 if run.adapters else (4 + size * (size < 4)) * shape.vocabulary * shape.hidden
+    if facts.logit_tensors:
+        return max(states + facts.logit_tensors * min(4 * logits, BUFFER // SHARE_OF_BUFFER) + head, 5 * copies)
     return max(states + min(logits * number, BUFFER) + 4 * min(logits, BLOCK) + head, 5 * copies)

@@ -47,6 +47,11 @@ class Facts(MachineFacts):
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     keeps_start: bool = False
     """Whether the run keeps a copy of the adapters from which it starts, as its reference."""
+    frozen_model: dict[str, Any] = field(default_factory=dict)
+    """The config of a frozen model that computes each micro-batch beside the trained model (Objective.frozen_model()).
+    Empty: there is none."""
+    logit_tensors: int = 0
+    """The float32 tensors of a chunk of logits that the loss holds at once (Objective.logit_tensors)."""
     step_rows: int = 0
     """The rows of a step, over all ranks. 0: one micro-batch on each rank."""
     in_backward: bool = False

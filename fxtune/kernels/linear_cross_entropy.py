@@ -122,7 +122,12 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(None if saved is None else _scaled(saved, factor) for saved in ctx.saved_tensors), None, None, None)
+        return (
+            *(None if saved is None else scaled_gradient(saved, factor) for saved in ctx.saved_tensors),
+            None,
+            None,
+            None,
+        )
 
 
 class _LogProbs(torch.autograd.Function):
@@ -138,7 +143,7 @@ class _LogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.trained:
-            return _scaled(ctx.saved_tensors[0], -upstream), None, None, None, None, None
+            return scaled_gradient(ctx.saved_tensors[0], -upstream), None, None, None, None, None
         inputs: tuple[Any, ...] = *ctx.saved_tensors, ctx.dtype, ctx.head, ctx.needs_input_grad[:3], -upstream
         return *_losses_and_gradients(*inputs)[1:], None, None, None
 
@@ -239,7 +244,7 @@ def _add_outer(total: Tensor, logits: Tensor, inputs: Tensor) -> None:
             rows.addmm_(part.to(total.dtype), inputs.to(total.dtype))
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def scaled_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient * factor, multiplied in float32: bfloat16 would round a factor such as 1 / (the step's tokens).
 
     `factor`: a scalar, or [rows].

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 
@@ -34,7 +34,7 @@ from fxtune.models.proof import PROOF, require_unchanged
 from fxtune.models.shipped import config_without_hub
 from fxtune.models.untrusted import inspect_config, inspect_folder, named_code
 from fxtune.system.files import remote_code
-from fxtune.system.files.hub import ModelSource, Origin, is_commit, locate_all
+from fxtune.system.files.hub import ModelSource, Origin, is_commit, locate, locate_all
 from fxtune.system.terminal.library_log import take_loggers
 from fxtune.system.terminal.progress import phase
 from fxtune.upstream.transformers import forget_conversions, read_processor
@@ -60,6 +60,8 @@ class DType(str, Enum):
 
 @dataclass
 class ModelConfig:
+    key: ClassVar[str] = "model.path"
+    """The recipe's key that gives `path`, for messages."""
     path: Optional[str] = "builtin:tiny"
     """A folder, a hub id, `builtin:tiny`, the small base model that ships with fxtune, or `builtin:tiny-vision`, which
     also reads images."""
@@ -88,6 +90,29 @@ class ModelConfig:
         """Whether `path` is a hub id."""
         path = self.path or ""
         return bool(path) and not path.startswith("builtin:") and not os.path.exists(os.path.expanduser(path))
+
+
+@dataclass
+class FrozenModelConfig(ModelConfig):
+    """A model beside the trained one, such as a teacher."""
+
+    key: ClassVar[str] = "objective.teacher"
+
+
+def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelConfig:
+    """The config of the model `name`, or of the adapter `name` over the base that its files name."""
+    file = locate(name, revision, FrozenModelConfig.key).folder / "adapter_config.json"
+    if not file.exists():
+        return FrozenModelConfig(path=name, revision=revision, dtype=dtype)
+    try:
+        options = json.loads(file.read_text())
+        base, commit = options["base_model_name_or_path"], options.get("revision")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{FrozenModelConfig.key}={name}: {file} names no base model ({first_line(error)}). Give the whole model: "
+            "`fxtune merge` writes it."
+        ) from error
+    return FrozenModelConfig(path=base, revision=commit, dtype=dtype, adapter=name)
 
 
 def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:
@@ -134,7 +159,7 @@ def load_config(model: ModelConfig, head: str | None = None) -> Any:
             f"model.path: {config.model_type} holds several text models (an encoder and a decoder), and fxtune trains "
             "a decoder alone. Use another model."
         ) from error
-    config = with_head(config, head, f"model.path={model.path}") if head else config
+    config = with_head(config, head, f"{model.key}={model.path}") if head else config
     kind, text = kind_of(config), config.get_text_config()
     if model.add_tokens or kind.pads_by_token:
         made = _read_tokenizer(found[tokenizer], model, kind, text.vocab_size)
@@ -241,7 +266,7 @@ def load_tokenizer(model: ModelConfig, hf_config: Any = None) -> Any:
     tokenizer = _read_tokenizer(locate_all([source])[source], model, kind_of(hf_config), of_base)
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
     if beyond:
-        key = "model.path" if model.tokenizer is None else "model.tokenizer"
+        key = model.key if model.tokenizer is None else "model.tokenizer"
         tokens = ",".join(f'"{token}"' for _, token in beyond)
         new = f"or add its tokens to the model: model.add_tokens=[{tokens}]. " if len(beyond) <= FEW else ""
         raise ConfigError(
@@ -323,7 +348,7 @@ def build(
     origin = None if random else _locate(model)
     if origin is not None and (origin.folder / PROOF).exists():
         weights.readable_files(origin)  # fetches the files of the hub
-        require_unchanged(origin, f"model.path={model.path}", (world.rank, world.size))
+        require_unchanged(origin, f"{model.key}={model.path}", (world.rank, world.size))
     found = None if origin is None else _read_config(origin, model)
     rows, before = hf_config.get_text_config().vocab_size, 0
     if found is not None and rows > found.get_text_config().vocab_size:
@@ -483,7 +508,7 @@ def _locate(model: ModelConfig) -> Origin:
 
 def _base(model: ModelConfig) -> ModelSource:
     assert model.path is not None
-    return ModelSource("model.path", model.path, model.revision, model.trust_remote_code)
+    return ModelSource(model.key, model.path, model.revision, model.trust_remote_code)
 
 
 def _tokenizer(model: ModelConfig) -> ModelSource:
@@ -496,7 +521,7 @@ def _read_config(origin: Origin, model: ModelConfig) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    name, file = f"model.path={model.path}", origin.folder / "config.json"
+    name, file = f"{model.key}={model.path}", origin.folder / "config.json"
     inspect_folder(origin.folder, name)
     if (origin.folder / "adapter_config.json").exists():
         raise ConfigError(f"{name} is a PEFT adapter. Put its base model in model.path and this in model.adapter.")

@@ -77,6 +77,23 @@ def load_adapter(model: Any, adapter: str, options: Mapping[str, Any]) -> None:
         say(f"model.adapter={adapter} was trained on {trained_on}; here it is over {base}, which has the same shapes.")
 
 
+def merged(model: Any, adapter: str, key: str) -> Any:
+    """`model`, a base without adapters, with the weights of `adapter` added to its own. `key`: as the user named it.
+
+    Raises ConfigError if the adapter has no options that peft can merge, StorageError if it does not fit.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    origin = locate_adapter(adapter, key)
+    fetch_adapter(origin, adapter, key)
+    if (kind := read_options(origin, adapter, key)["peft_type"]) != "LORA":
+        raise ConfigError(f"{key}={adapter} is a {kind} adapter, and fxtune merges LoRA. Give the whole model.")
+    with warnings.catch_warnings(action="ignore"):
+        adapted = get_peft_model(model, LoraConfig.from_pretrained(str(origin.folder)))
+    load_weights(adapted, origin, adapter, key)
+    return adapted.merge_and_unload()
+
+
 def require_same_options(adapter: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError if `adapter` was made with other options than `options`; see load_adapter(). Needs no
     model."""

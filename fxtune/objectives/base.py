@@ -11,7 +11,7 @@ An objective is a dataclass. Its fields are its options: `beta: float = 0.1` is 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from fxtune.data.config import DataConfig
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
+from fxtune.models.load import ModelConfig
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.registry import OBJECTIVES
@@ -41,6 +42,9 @@ class Objective:
     needs: ClassVar[Needs] = Needs()
     interface: ClassVar[type[LanguageModel]] = LanguageModel
     """The class of the model that loss() gets. It must have the head that `needs` names."""
+    logit_tensors: ClassVar[int] = 0
+    """How many float32 tensors of a chunk of logits loss() holds at once (kernels/divergence.py). 0: it reads
+    cross-entropies or scores, and no logits."""
     unit: ClassVar[str] = "mean loss"
     """The unit of a mean loss, for messages and axes."""
     metrics: ClassVar[Mapping[str, str]] = {}
@@ -92,6 +96,21 @@ class Objective:
     def forward_passes(self) -> int:
         """The number of forward passes without gradient for each training pass: one for step_values()."""
         return int(self.needs.whole_step)
+
+    def frozen_model(self, trained: ModelConfig) -> ModelConfig | None:
+        """A frozen model that computes each micro-batch beside the `trained` model; None if there is none. Its tokens
+        must be the trained model's tokens."""
+        return None
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many of the frozen model's likeliest tokens are stored for each supervised token, before the first step.
+        0: none, and the frozen model computes each micro-batch."""
+        return 0
+
+    def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
+        """Give `model`, which loss() will get, the parts that the objective adds. `build_frozen`: builds
+        frozen_model()."""
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Further figures of an evaluation, computed on the host. `means`: the means of `loss` and of each metric."""

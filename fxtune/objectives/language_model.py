@@ -14,6 +14,7 @@ With Liger's `fused_linear_cross_entropy` the logits are never stored as a whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fxtune.data.batches.batch import Batch
+from fxtune.kernels.divergence import ChunkSums, head_sums, rows_of_chunk
 from fxtune.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy,
@@ -81,6 +83,8 @@ class LanguageModel:
         self.scale = next(factors, 1.0)
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.gemm = prepared.gemm or CUBLAS
+        self.teacher: Any = None
+        """The Teacher of an objective that has one (objectives/teacher.py)."""
         self.asked_routers = False
         """Whether an objective has called router_terms()."""
         self.own_forward = False
@@ -96,6 +100,30 @@ class LanguageModel:
         """Log-probability of each supervised token, float32 [supervised], in the order of `batch.labels`; 0 for
         IGNORE_INDEX."""
         return -self._cross_entropy(batch, "none")
+
+    def sums_over_logits(self, batch: Batch, chunk_sums: ChunkSums) -> torch.Tensor:
+        """The sums of `chunk_sums` over the logits of the supervised tokens of `batch`, in chunks of rows: float32
+        [n]. Only the first sum has a gradient. The rows are in the order of `batch.labels`."""
+
+        def compute() -> torch.Tensor:
+            hidden, head = self.head_input(batch)
+            weights = () if self.own_forward else tuple(self.head.parameters())
+            return head_sums(head, hidden, weights, chunk_sums, self.chunk_rows)
+
+        return self.prepared.with_head(compute)
+
+    @property
+    def chunk_rows(self) -> int:
+        """The most rows whose logits are computed at once for a divergence."""
+        return rows_of_chunk(self.model.config.get_text_config().vocab_size)
+
+    def head_input(self, batch: Batch) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """The hidden states [supervised, d] of the supervised tokens, and the function from rows of them to float32
+        logits. If the model's own forward pass computes the logits, they take the place of the hidden states."""
+        if self.own_forward:
+            logits = self.model(**self._inputs(batch)).logits.flatten(0, 1)
+            return logits.index_select(0, batch.supervised_at), torch.Tensor.float
+        return self._hidden(batch), self._logits
 
     def total(self, batch: Batch) -> torch.Tensor:
         """The sum of the head's results for the documents with targets, in `unit`. Proofs compare this number."""
@@ -155,8 +183,7 @@ class LanguageModel:
 
     def _cross_entropy(self, batch: Batch, reduction: str) -> torch.Tensor:
         if self.own_forward:
-            logits = self.model(**self._inputs(batch)).logits.flatten(0, 1).index_select(0, batch.supervised_at)
-            return F.cross_entropy(logits.float(), batch.labels, reduction=reduction)
+            return F.cross_entropy(self.head_input(batch)[0].float(), batch.labels, reduction=reduction)
         return self.prepared.with_head(lambda: self._head_losses(self._hidden(batch), batch.labels, reduction))
 
     def _hidden(self, batch: Batch) -> torch.Tensor:

@@ -14,6 +14,7 @@ OBJECTIVES: Registry[type] = Registry(
     causal_lm="fxtune.objectives.causal_lm:CausalLM",
     classification="fxtune.objectives.classification:Classification",
     embedding="fxtune.objectives.embedding:Embedding",
+    distillation="fxtune.objectives.distillation:Distillation",
     dpo="fxtune.objectives.dpo:DPO",
     ipo="fxtune.objectives.ipo:IPO",
     kto="fxtune.objectives.kto:KTO",

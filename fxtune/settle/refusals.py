@@ -8,14 +8,19 @@ from collections.abc import Iterator
 from fxtune.config.root import Config
 from fxtune.distributed.parallel import Compression, Degrees
 from fxtune.facts.run import Facts
+from fxtune.models.load import load_tokenizer
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import freed_gradients, rows
+
+SHOWN = 3
+"""How many tokens a message names."""
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its key, why `config` cannot run under `facts`."""
     yield from optimizer_config.refusals(config.optimizer, facts)
     yield from config.objective.refusals(facts)
+    yield from _frozen_model(config)
     yield from _noise_scale(config, facts.degrees)
     yield from freed_gradients.refusals(config, facts)
     yield from rows.refusals(config, facts)
@@ -36,4 +41,23 @@ def _noise_scale(config: Config, degrees: Degrees) -> Iterator[str]:
         yield (
             "train.noise_scale: with parallel.average_every and parallel.compression=powersgd no rank sees the sum of "
             f"the gradients. Set them to their defaults, {off}"
+        )
+
+
+def _frozen_model(config: Config) -> Iterator[str]:
+    """Yield why the frozen model of the objective does not have the tokens of the trained model. Only ids count:
+    families pad their tables of tokens differently, and Qwen2.5 has 151,936 rows in small models and 152,064 in large
+    ones."""
+    model = config.objective.frozen_model(config.model)
+    if model is None:
+        return
+    own, other = (load_tokenizer(each).get_vocab() for each in (config.model, model))
+    different = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+    if different:
+        shown = ", ".join(
+            f"{token!r} has the id {number}, there {other.get(token, 'none')}" for number, token in different[:SHOWN]
+        )
+        yield (
+            f"{model.key}={model.path}: its tokens are not the tokens of the trained model. {len(different):,} of "
+            f"{len(own):,} tokens differ ({shown}). Use a teacher with the same tokenizer."
         )

@@ -31,6 +31,7 @@ from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.kinds.image_decoder.parts import for_images
+from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
@@ -42,6 +43,7 @@ from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.settle.freed_gradients import change_for
+from fxtune.settle.frozen_model import settle_frozen_model
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
 from fxtune.settle.settled import settle_here
@@ -68,6 +70,7 @@ from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_reference import store_reference
+from fxtune.training.data.stored_teacher import StoredTokens, store_teacher
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import MemoryPhase
@@ -93,7 +96,7 @@ class RunBuilder:
         of one rank, and no model can be built. `threads`, `deterministic`: for a resumed run, the number of CPU
         threads at its first start, and whether its kernels were deterministic."""
         self._compared: Sequence[Plan] = ()
-        """The plans whose documents need the stored log-probabilities of a reference."""
+        """The plans whose documents need the stored log-probabilities of a reference or of a teacher."""
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
         self.keeps_decisions = False
@@ -193,6 +196,8 @@ class RunBuilder:
         `from_base`: whether the adapters are trained already and the reference is the model without them. `documents`:
         see `only` of store_reference()."""
         objective = self.config.objective
+        if objective.stored_tokens:
+            self._compared = plans
         if not isinstance(objective, WithReference):
             return
         epochs = plans[0].epoch(plans[0].steps)
@@ -226,6 +231,8 @@ class RunBuilder:
     def build(self) -> PreparedModel:
         """The model with every technique applied."""
         start_fork_server(self.config.loader, self.world.device)
+        if self._compared and self.config.objective.stored_tokens:
+            self._store_teacher()
         with self.oom_context("Building the model"):
             return assemble(
                 self.techniques,
@@ -248,8 +255,27 @@ class RunBuilder:
                 which = self.config.objective.reference
                 if which is not Reference.stored:
                     reference = ReferenceModel(model, keeps_start=which is Reference.start)
-            made = self.config.objective.interface
-            return made(model, self.techniques.liger, self.world.context_group, reference)
+            made = self.config.objective.interface(model, self.techniques.liger, self.world.context_group, reference)
+            self.config.objective.prepare(made, self.frozen_model)
+            return made
+
+    @phase("Building the frozen model", part="model")
+    def frozen_model(self) -> LanguageModel:
+        """The frozen model of the objective, in evaluation mode. Raises ConfigError if its documents see each
+        other."""
+        settled = settle_frozen_model(self.config, self.facts)
+        assert settled is not None, "the objective has a frozen model"
+        model = settled.config.model
+        seed, base = self.config.run.seed, replace(model, adapter=None)
+        prepared = assemble(settled.techniques, base, settled.hf_config, self.world, seed)
+        if model.adapter:
+            prepared.module = merged(prepared.module, model.adapter, model.key)
+        prepared.module.eval().requires_grad_(False)
+        made = LanguageModel(prepared, settled.techniques.liger, self.world.context_group)
+        probe = make_probe(prepared.module, self.facts.packing)
+        for evidence in require_acted([*settled.techniques.attention.verify(prepared, probe), *made.evidence]):
+            say(f"{model.key}: {evidence.technique}: {evidence.observed}")
+        return made
 
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""
@@ -284,7 +310,7 @@ class RunBuilder:
             found = found or Withdrawal.of_idle(self.config.techniques, seen)
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
-                if self._compared:
+                if self._compared and isinstance(self.config.objective, WithReference):
                     self._store_reference(language_model)
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
@@ -322,6 +348,27 @@ class RunBuilder:
                 {**depends_on, "dtype": str(self.facts.dtype)},
                 self._compared_documents,
             )
+
+    def _store_teacher(self) -> None:
+        """Store the likeliest tokens of the objective's frozen model for the tables of the plans. The frozen model is
+        in memory only here."""
+        objective: Any = self.config.objective
+        with self.oom_context("Computing the teacher's likeliest tokens"):
+            model = self.frozen_model()
+            options = self.techniques.options()
+            store_teacher(
+                model,
+                self._compared,
+                self.config.data,
+                self.config.loader,
+                self.techniques.precision,
+                self.world,
+                {name: options[name] for name in ("attention", "precision") if name in options},
+                StoredTokens(objective.stored_tokens, objective.temperature, self.facts.text["vocab_size"]),
+            )
+        self._compared = ()
+        del model
+        gc.collect()
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol on the first micro-batch. Raises ConfigError if it

@@ -121,7 +121,9 @@ def train_tokenizer(
     rename_for_4(folder / "tokenizer_config.json")
 
 
-def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
+def pretrain(
+    corpus: Path, tokenizer: Path, run: Path, architecture: dict[str, Any] = ARCHITECTURE
+) -> dict[str, float]:
     """Full-parameter training on the corpus as text, one epoch, with fxtune. Returns the run's last figures."""
     from fxtune.checkpoint.manager import CheckpointConfig
     from fxtune.config.root import Config, RunConfig, TrainConfig
@@ -134,7 +136,7 @@ def pretrain(corpus: Path, tokenizer: Path, run: Path) -> dict[str, float]:
     config = Config(
         run=RunConfig(name="tiny", dir=str(run), seed=SEED),
         model=ModelConfig(
-            path=None, tokenizer=str(tokenizer), init=Init.random, architecture=ARCHITECTURE, dtype=DType.float32
+            path=None, tokenizer=str(tokenizer), init=Init.random, architecture=architecture, dtype=DType.float32
         ),
         data=DataConfig(sources=[SourceConfig(path=str(corpus))], eval_fraction=0.01, sequence_length=CONTEXT),
         train=TrainConfig(epochs=1, micro_batch_size=8, global_batch_size=8, eval_every=500, log_every=20),

@@ -268,8 +268,6 @@ def test_bad_rows_are_refused(cwd, capsys, row, message):
 @pytest.mark.parametrize(
     ("objective", "row"),
     [
-        ("embedding", {"prompt": "What?", "completion": "This."}),
-        ("embedding", {"prompt": "What?", "chosen": "This.", "rejected": "That."}),
         ("causal_lm", {"query": "What?", "positive": "This."}),
         ("dpo", {"query": "What?", "positive": "This."}),
     ],

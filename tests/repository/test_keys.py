@@ -101,6 +101,7 @@ SPIKES = f"{RISES} techniques.lora.enabled=false"
 """Trained whole, the model rises by more than the least spike."""
 PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fraction=0"
 JUDGED = PAIRS.replace("dpo", "kto").replace("pairs.jsonl", "judged.jsonl")
+DISTILLS = "objective.name=distillation objective.teacher=builtin:tiny"
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -208,6 +209,15 @@ CASES: dict[str, Case] = {
     "train.spikes": Case(spiking, "skip", SPIKES),
     "train.out_of_memory": Case(exhausted, "stop", refused="memory"),
     "objective.name": Case(batches, "other", refused="objective"),
+    "objective.teacher": Case(batches, "no/folder", DISTILLS, refused="no/folder"),
+    "objective.teacher_revision": Case(
+        batches, "main", "objective.name=distillation objective.teacher=vision", refused="revision=main"
+    ),
+    "objective.store": Case(trained, "3", DISTILLS),
+    "objective.divergence": Case(step, "reverse_kl", DISTILLS),
+    "objective.teacher_share": Case(step, "0.1", f"{DISTILLS} objective.divergence=jensen_shannon"),
+    "objective.temperature": Case(step, "2.0", DISTILLS),
+    "objective.text_weight": Case(step, "0.5", DISTILLS),
     "objective.reference": Case(step, "base", f"{PAIRS} techniques.lora.enabled=false", refused="stored"),
     "objective.beta": Case(step, "0.5", PAIRS),
     "objective.loss_type": Case(step, "hinge", PAIRS),

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from fxtune.data.batches.batch_images import BatchImages
 from fxtune.data.batches.shared_prompts import keys_of
@@ -60,6 +59,12 @@ class Batch:
     """float32 [slots]: the label of each document of `cu_seqlens`, NaN without one. None if `group_of` is None."""
     reference: torch.Tensor | None = None
     """float32 [supervised]: the log-probability of each target under the reference model, if it is stored."""
+    teacher_ids: torch.Tensor | None = None
+    """int32 [supervised, k]: the teacher's likeliest tokens in the place of each target, if they are stored."""
+    teacher_log_probs: torch.Tensor | None = None
+    """float16 [supervised, k]: the log-probabilities of these tokens."""
+    teacher_tail: torch.Tensor | None = None
+    """float32 [supervised]: the logarithm of the teacher's probability of all other tokens."""
     step_part: torch.Tensor | None = None
     """float32 [slots, numbers]: what Objective.step_parts() has computed for these documents from the whole optimizer
     step, or from all documents of an evaluation. None: the micro-batch stands alone, or needs nothing."""
@@ -140,7 +145,10 @@ class Batch:
             self,
             supervised_at=torch.cat([self.supervised_at, spare]),
             labels=torch.cat([self.labels, torch.full_like(spare, IGNORE_INDEX)]),
-            reference=None if self.reference is None else F.pad(self.reference, (0, len(spare))),
+            reference=_with_rows(self.reference, len(spare)),
+            teacher_ids=_with_rows(self.teacher_ids, len(spare)),
+            teacher_log_probs=_with_rows(self.teacher_log_probs, len(spare)),
+            teacher_tail=_with_rows(self.teacher_tail, len(spare)),
         )
 
     def _with_each_tensor(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -167,6 +175,11 @@ class Batch:
             return tensor
 
         self._with_each_tensor(record)
+
+
+def _with_rows(values: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """`values` with as many further rows of zeros."""
+    return None if values is None else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
 
 
 @dataclass(frozen=True)
@@ -215,6 +228,8 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)
     is_stored = all(table.reference is not None for table in tables)
+    has_teacher = all(table.teacher is not None for table in tables)
+    at_teacher = np.zeros((2, rows, spec.width) if has_teacher else (2, 0, 0), np.int64)
     reference = np.zeros((rows, spec.width) if is_stored else (0, 0), np.float32)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
@@ -231,6 +246,10 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
             if table.reference is not None and is_stored:
                 reference[row, at : at + length] = table.reference[start : start + length]
+            if has_teacher:
+                places, before = table.supervised_in(start, length)
+                at_teacher[0, row, at + places] = spec.source[document]
+                at_teacher[1, row, at + places] = before + np.arange(len(places))
             begins[row, at], is_first[row, at] = at - shared[document], True
             images.add(table, start, length)
             if (own := images.rope_positions(table, start, length, shared[document])) is not None:
@@ -269,6 +288,14 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     if is_stored:
         in_row, column = np.divmod(supervised_at, length)
         stored = torch.from_numpy(reference[in_row, first + column + 1])  # the target is the next token
+    taught: dict[str, torch.Tensor] = {}
+    if has_teacher:
+        in_row, column = np.divmod(supervised_at, length)
+        source, index = at_teacher[:, in_row, first + column + 1]
+        parts = np.zeros(len(index), tables[0].teacher.dtype)  # type: ignore[union-attr]
+        for number, table in enumerate(tables):
+            parts[source == number] = table.teacher[index[source == number]]  # type: ignore[index]
+        taught = {f"teacher_{name}": torch.from_numpy(parts[name].copy()) for name in parts.dtype.names or ()}
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
@@ -282,6 +309,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         group_of=group_of,
         document_labels=labels,
         reference=stored,
+        **taught,
         cu_seqlens_k=None if keys is None else torch.from_numpy(keys.cu_seqlens),
         key_index=None if keys is None else torch.from_numpy(keys.index),
         key_copies=None if keys is None else torch.from_numpy(keys.copies),

@@ -56,7 +56,7 @@ def store_reference(
     uint64, each once; None: all documents. Raises StorageError if the file cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
-    weights = sorted(set(world.gather(_checksum(model.model), "comparing weights")))
+    weights = sorted(set(world.gather(weights_checksum(model.model), "comparing weights")))
     # Packing and shared prompts are in the hash because they also decide which pairs are too long for a row.
     parts = [weights, options, data.sequence_length, data.on_long, data.packing]
     if data.shares_prompts:
@@ -159,7 +159,7 @@ def _write(table: TokenTable, name: str, values: np.ndarray) -> None:
         ) from problem
 
 
-def _checksum(model: nn.Module) -> str:
+def weights_checksum(model: nn.Module) -> str:
     """A hash of the weights and buffers that this rank holds."""
     found = hashlib.sha256()
     tensors = [*model.named_parameters(), *model.named_buffers()]

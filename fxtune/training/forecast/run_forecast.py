@@ -215,6 +215,12 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
         stored_bytes = int(4 * lengths.whole * (lengths.epoch + lengths.held_out))
         stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended, images)
+    if lengths and objective.stored_tokens and (frozen := objective.frozen_model(config.model)):
+        batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
+        supervised_tokens = supervised * (lengths.epoch + lengths.held_out)
+        stored_bytes = int((6 * objective.stored_tokens + 4) * supervised_tokens)
+        with_frozen = replace(facts, model=load_config(frozen).to_dict())
+        stored = batches / facts.degrees.data_ranks * forward_seconds(with_frozen, supervised, attended)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)

@@ -32,8 +32,8 @@ def write_vector_files(folder: Path, recipe: Mapping[str, Any] | None, source: P
     """Write the files into the export `folder`. They follow from the `recipe` of a run with objective=embedding, or
     are copied from the export `source` if there is no recipe. Without both, no file is written. Raises OSError."""
     if recipe is None:
-        for name in FILES if source is not None else ():
-            if (source / name).is_file():
+        for name in FILES:
+            if source is not None and (source / name).is_file():
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, folder / name)
         return
@@ -47,7 +47,7 @@ def write_vector_files(folder: Path, recipe: Mapping[str, Any] | None, source: P
         **{f"pooling_mode_{name}": name == pool for name in POOLING.values()},
         "include_prompt": True,
     }
-    contents = (
+    contents: tuple[Any, ...] = (
         modules,
         {"max_seq_length": text_config.max_position_embeddings, "do_lower_case": False},
         {"prompts": _prompts(recipe), "default_prompt_name": None, "similarity_fn_name": "cosine"},

@@ -31,10 +31,10 @@ from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.structure import skeleton
 from fxtune.objectives.base import GroupLosses, GroupObjective
-from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.language_model import LanguageModel, Pool
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.preferences import is_first_of_pair
-from fxtune.objectives.vector_model import Pool, VectorModel
+from fxtune.objectives.vector_model import VectorModel
 
 QUERY, POSITIVE, NEGATIVE = 1.0, 2.0, 3.0
 """The role of a document in step_values(). 0: no document."""

@@ -11,7 +11,7 @@ second pass computes the vectors of one micro-batch at a time with a graph, and 
 the memory of a step does not grow with its number of candidates, except for their vectors.
 
 False negatives are left out: a candidate with the text of the query or of its positive, positives of a query with the
-same text, and with `margin` a candidate whose score exceeds the positive's score by more than that.
+same text, and with `false_negative_margin` a candidate whose score exceeds the positive's score by more than that.
 
 A query with several positives has the mean of their losses, each without the other positives.
 """
@@ -65,10 +65,10 @@ class Embedding(GroupObjective):
     """Cosines are divided by this number. A smaller value stresses the candidates that are most similar."""
     symmetric: bool = False
     """Also find the query of each positive among all queries. The loss is the mean of both directions."""
-    margin: Optional[float] = field(default=None, metadata={"min": 0})
+    false_negative_margin: Optional[float] = field(default=None, metadata={"min": 0})
     """Leave out candidates whose cosine with the query exceeds the cosine of the positive by more than this number.
     They may be positives that nobody has marked. Null: no score makes a candidate a false negative."""
-    matryoshka: list[int] = field(default_factory=list)
+    matryoshka: list[int] = field(default_factory=list, metadata={"min": 1})
     """Smaller sizes to which vectors may be cut at use (arXiv:2205.13147). The loss is summed over these sizes and the
     whole size; vectors are normalised after the cut."""
     instruction: str = ""
@@ -147,8 +147,8 @@ class Embedding(GroupObjective):
     def _cross_entropy(self, scores: torch.Tensor, others: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """-log of the softmax at `own` [rows, 1] over own and `others`, bool [rows, columns]: [rows]."""
         right = scores.gather(1, own)
-        if self.margin is not None:
-            others = others & (scores.detach() <= right.detach() + self.margin)
+        if self.false_negative_margin is not None:
+            others = others & (scores.detach() <= right.detach() + self.false_negative_margin)
         logits = (scores / self.temperature).masked_fill(~others.scatter(1, own, True), float("-inf"))
         return logits.logsumexp(1) - right.squeeze(1) / self.temperature
 

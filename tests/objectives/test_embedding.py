@@ -15,16 +15,12 @@ from support.harness import SMALLER
 from support.rows import write_jsonl
 from support.runs import exported, figures, same_export
 from torch.nn import functional as F
-from transformers import AutoModel, AutoTokenizer
 
 from fxtune.cli.main import main
-from fxtune.config.compose import of_run
 from fxtune.data.batches.batch import Batch
-from fxtune.models.load import starting_from
 from fxtune.objectives.embedding import Embedding
 from fxtune.objectives.language_model import Pool
-from fxtune.objectives.vector_model import VectorModel, pooled
-from fxtune.training.builder import RunBuilder
+from fxtune.objectives.vector_model import VectorModel
 
 WORDS = [
     "objective=embedding",
@@ -137,8 +133,8 @@ def expected(objective: Embedding, vectors: list[torch.Tensor]) -> torch.Tensor:
                     for text, label, asked, vector in documents
                     if text not in (texts[place], texts[0]) and not (label and asked == texts[0])
                 ]
-                if objective.margin is not None:
-                    wrong = [score for score in wrong if score <= query @ positive + objective.margin]
+                if objective.false_negative_margin is not None:
+                    wrong = [score for score in wrong if score <= query @ positive + objective.false_negative_margin]
                 scores = torch.stack([query @ positive, *wrong]) / objective.temperature
                 loss = -scores.log_softmax(0)[0]
                 if objective.symmetric:
@@ -155,7 +151,12 @@ def expected(objective: Embedding, vectors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "objective",
-    [Embedding(), Embedding(symmetric=True, temperature=0.2), Embedding(matryoshka=[4, 2]), Embedding(margin=0.1)],
+    [
+        Embedding(),
+        Embedding(symmetric=True, temperature=0.2),
+        Embedding(matryoshka=[4, 2]),
+        Embedding(false_negative_margin=0.1),
+    ],
     ids=["plain", "symmetric", "matryoshka", "margin"],
 )
 def test_loss_and_gradient_are_those_of_the_definition(objective):
@@ -190,21 +191,6 @@ def test_metrics_rank_the_positive_among_all_candidates():
     # The positives of "q two" are its second, behind "p one", and one whose score is equal to many others'.
     assert found[1]["recall_at_1"].item() == 0
     assert 0.25 < found[1]["mrr_at_10"].item() < 0.5
-
-
-def test_pooling_takes_the_tokens_of_each_document_and_no_padding():
-    states = torch.arange(20.0).view(20, 1)
-    batch = Batch(
-        *[torch.zeros(2, 10, dtype=torch.long)] * 3,
-        torch.tensor([0, 10, 20], dtype=torch.int32),
-        torch.tensor([0]),
-        torch.tensor([0]),
-        tokens=14,
-        filled=torch.tensor([10, 4]),
-    )
-    assert pooled(states, batch, Pool.last).flatten().tolist() == [9, 13]
-    assert pooled(states, batch, Pool.cls).flatten().tolist() == [0, 10]
-    assert pooled(states, batch, Pool.mean).flatten().tolist() == [4.5, 11.5]
 
 
 @pytest.mark.parametrize("pool", slow_but(["last", "mean"], "last"))
@@ -298,43 +284,3 @@ def test_two_ranks_learn_what_one_process_learns(rows, ranks, cwd):
     assert ranks.run([*WORDS, word, "data.cache_dir=other", "run.dir=together"], cwd) == [0, 0]
     for one, other in zip(alone, steps("together"), strict=True):
         assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize("adapters", [True, False])
-def test_export_has_the_layout_of_sentence_transformers_and_the_trained_vectors(cwd, adapters):
-    """sentence-transformers loads transformer, pooling and prompts from these files; here plain transformers does."""
-    write_rows(Path("rows.jsonl"), 24)
-    words = [word for word in WORDS if not word.startswith(("model.", "train.max"))]
-    words = [*words, f"techniques.lora.enabled={adapters}", "train.max_steps=1", "objective.instruction='Find: '"]
-    assert main([*words, "run.dir=run"]) == 0
-    folders = [Path("run/adapter" if adapters else "run/model")]
-    if adapters:
-        assert main(["merge", "run"]) == 0
-        folders.append(Path("run/merged"))
-    found = []
-    for folder in folders:
-        modules = json.loads((folder / "modules.json").read_text())
-        assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
-        pooling = json.loads((folder / "1_Pooling/config.json").read_text())
-        assert [name for name, value in pooling.items() if value is True] == [
-            "pooling_mode_lasttoken",
-            "include_prompt",
-        ]
-        prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
-        assert prompts == {"query": "Find: ", "document": ""}
-        # With an adapter beside a config.json transformers would look for whole weights there.
-        assert (folder / "config.json").exists() == (folder.name != "adapter")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModel.from_pretrained(folder, dtype=torch.float32)
-        ids = tokenizer(prompts["query"] + "Where is order 3?", return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            found.append(F.normalize(model(input_ids=ids).last_hidden_state[0, -1], dim=0))
-    config = of_run(Path("run"))
-    builder = RunBuilder(replace(config, model=starting_from(config.model, folders[0])))
-    model, _ = builder.proven_model()
-    row = ids, torch.full_like(ids, -100), torch.arange(ids.shape[1])[None]
-    starts, none = torch.tensor([0, ids.shape[1]], dtype=torch.int32), torch.tensor([0])
-    with torch.no_grad():
-        ours = F.normalize(model.vectors(Batch(*row, starts, none, none, tokens=ids.shape[1]), Pool.last)[0], dim=0)
-    assert torch.allclose(ours, found[0], atol=1e-5)
-    assert torch.allclose(ours, found[-1], atol=0.02)  # the merged weights are rounded to the bfloat16 of the base

@@ -411,10 +411,7 @@ def write_files(place: Path) -> None:
     ]
     judged = [{**json.loads(chat), "label": number % 2 == 0} for number, chat in enumerate(chats)]
     (place / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
-    triplets = [
-        {"query": f"Where is {number}?", "positive": f"{number} is here.", "negative": "Nowhere."}
-        for number in range(40)
-    ]
+    triplets = [{"query": f"Where is {number}?", "positive": f"{number} is here."} for number in range(40)]
     (place / "triplets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     jsonl("titled.jsonl", [{"text": f"text {row}", "title": f"title {row}"} for row in range(40)])

@@ -223,7 +223,7 @@ CASES: dict[str, Case] = {
         step, "0.5", PAIRS.replace("dpo", "simpo") + " optimizer.name=sgd train.max_grad_norm=100"
     ),
     "objective.pool": Case(step, "mean", TRIPLETS),
-    "objective.temperature": Case(step, "0.5", TRIPLETS),
+    "objective.temperature": Case(step, "0.5", f"{TRIPLETS} optimizer.name=sgd train.max_grad_norm=100"),
     "objective.symmetric": Case(step, "true", TRIPLETS),
     "objective.false_negative_margin": Case(step, "0.0", TRIPLETS),
     "objective.matryoshka": Case(step, "[4]", TRIPLETS),

@@ -101,7 +101,8 @@ SPIKES = f"{RISES} techniques.lora.enabled=false"
 """Trained whole, the model rises by more than the least spike."""
 PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fraction=0"
 JUDGED = PAIRS.replace("dpo", "kto").replace("pairs.jsonl", "judged.jsonl")
-TRIPLETS = PAIRS.replace("dpo", "embedding").replace("pairs.jsonl", "triplets.jsonl")
+TRIPLETS = PAIRS.replace("dpo", "embedding").replace("pairs", "triplets") + " train.global_batch_size=8"
+"""Four queries a step: a query that is alone has no candidate but its positive."""
 PLUGIN = """
 from dataclasses import dataclass
 

@@ -25,8 +25,7 @@ from fxtune.models.experts import experts_per_token
 from fxtune.models.kinds.known import images_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
-from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.vector_model import Pool
+from fxtune.objectives.language_model import LanguageModel, Pool
 from fxtune.techniques.lora.trained_tokens import as_peft
 from fxtune.upstream.torch import remove_forward_hooks
 

@@ -11,7 +11,7 @@ second pass computes the vectors of one micro-batch at a time with a graph, and 
 the memory of a step does not grow with its number of candidates, except for their vectors.
 
 False negatives are left out: a candidate with the text of the query or of its positive, positives of a query with the
-same text, and with `margin` a candidate whose score exceeds the positive's score by more than that.
+same text, and with `false_negative_margin` a candidate whose score exceeds the positive's score by more than that.
 
 A query with several positives has the mean of their losses, each without the other positives.
 """
@@ -31,10 +31,10 @@ from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.structure import skeleton
 from fxtune.objectives.base import GroupLosses, GroupObjective
-from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.language_model import LanguageModel, Pool
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.preferences import is_first_of_pair
-from fxtune.objectives.vector_model import Pool, VectorModel
+from fxtune.objectives.vector_model import VectorModel
 
 QUERY, POSITIVE, NEGATIVE = 1.0, 2.0, 3.0
 """The role of a document in step_values(). 0: no document."""
@@ -67,10 +67,10 @@ class Embedding(GroupObjective):
     """Cosines are divided by this number. A smaller value stresses the candidates that are most similar."""
     symmetric: bool = False
     """Also find the query of each positive among all queries. The loss is the mean of both directions."""
-    margin: Optional[float] = field(default=None, metadata={"min": 0})
+    false_negative_margin: Optional[float] = field(default=None, metadata={"min": 0})
     """Leave out candidates whose cosine with the query exceeds the cosine of the positive by more than this number.
     They may be positives that nobody has marked. Null: no score makes a candidate a false negative."""
-    matryoshka: list[int] = field(default_factory=list)
+    matryoshka: list[int] = field(default_factory=list, metadata={"min": 1})
     """Smaller sizes to which vectors may be cut at use (arXiv:2205.13147). The loss is summed over these sizes and the
     whole size; vectors are normalised after the cut."""
     instruction: str = ""
@@ -109,12 +109,8 @@ class Embedding(GroupObjective):
         assert batch.group_of is not None
         role = torch.where(batch.document_labels > 0, POSITIVE, NEGATIVE)
         role = torch.where(batch.document_labels.isnan(), QUERY, role)
-        values = torch.cat([role[:, None], _hashes(batch), self._vectors(model, batch)], dim=1)
+        values = torch.cat([role[:, None], _hashes(batch), model.vectors(batch, self.pool).float()], dim=1)
         return torch.where(batch.group_of[:, None] >= 0, values, 0.0)
-
-    def _vectors(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
-        vectors: torch.Tensor = model.vectors(batch, self.pool)  # type: ignore[attr-defined]  # a VectorModel
-        return vectors.float()
 
     def step_parts(self, values: torch.Tensor) -> torch.Tensor:
         """For each query the loss and the metrics, and for each document the gradient of the step's summed loss with
@@ -153,8 +149,8 @@ class Embedding(GroupObjective):
     def _cross_entropy(self, scores: torch.Tensor, others: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """-log of the softmax at `own` [rows, 1] over own and `others`, bool [rows, columns]: [rows]."""
         right = scores.gather(1, own)
-        if self.margin is not None:
-            others = others & (scores.detach() <= right.detach() + self.margin)
+        if self.false_negative_margin is not None:
+            others = others & (scores.detach() <= right.detach() + self.false_negative_margin)
         logits = (scores / self.temperature).masked_fill(~others.scatter(1, own, True), float("-inf"))
         return logits.logsumexp(1) - right.squeeze(1) / self.temperature
 
@@ -162,7 +158,7 @@ class Embedding(GroupObjective):
         assert batch.group_of is not None
         part = self.step_part(model, batch)
         figures, gradient = part[:, : 1 + len(self.metrics)], part[:, 1 + len(self.metrics) :]
-        vectors = self._vectors(model, batch)
+        vectors = model.vectors(batch, self.pool).float()
         # Zeros whose gradient is the loss's gradient. The slot of a group's query gets their sum over the group.
         zeros = (gradient * (vectors - vectors.detach())).sum(1)
         is_query = is_first_of_pair(batch)

@@ -15,6 +15,7 @@ With Liger's `fused_linear_cross_entropy` the logits are never stored as a whole
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 TF32_TOLERANCE = 2e-3
 SMALL_ROW = 24
 """The number of tokens in the row on which the constructor compares logits."""
+
+
+class Pool(str, Enum):
+    """How the hidden states of a document become its vector."""
+
+    last = "last"
+    mean = "mean"
+    cls = "cls"
 
 
 class LanguageModel:
@@ -146,6 +155,12 @@ class LanguageModel:
     def scores(self, batch: Batch) -> torch.Tensor:
         """The only number of each document: [slots]."""
         return self.numbers(batch).squeeze(-1)
+
+    def vectors(self, batch: Batch, pool: Pool) -> torch.Tensor:
+        """The vector of each document of `batch.cu_seqlens`, float32 [slots, d], not normalised. Slots without a
+        document have undefined, finite vectors. An objective that calls this method sets `Needs.head` to `pool` and
+        gets a VectorModel."""
+        raise NotImplementedError
 
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability of each supervised token under the reference, float32 [supervised], without gradient.

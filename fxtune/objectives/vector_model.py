@@ -5,7 +5,6 @@ are, so rows may be packed."""
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import torch
@@ -16,17 +15,9 @@ from fxtune.errors import ConfigError
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, running_on_text, without_dropout
-from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel
+from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel, Pool
 from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
-
-
-class Pool(str, Enum):
-    """How the hidden states of a document become its vector."""
-
-    last = "last"
-    mean = "mean"
-    cls = "cls"
 
 
 class VectorModel(LanguageModel):
@@ -36,8 +27,6 @@ class VectorModel(LanguageModel):
     unit = "vectors"
 
     def vectors(self, batch: Batch, pool: Pool) -> torch.Tensor:
-        """The vector of each document of `batch.cu_seqlens`, float32 [slots, d], not normalised. Slots without a
-        document have undefined, finite vectors."""
         states = backbone(self.model)(**self._inputs(batch))[0]
         return pooled(states.flatten(0, 1), batch, pool)
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from fxtune.cli.main import main
 from fxtune.data.batches.batch import Batch
 from fxtune.objectives.embedding import Embedding
-from fxtune.objectives.vector_model import Pool, VectorModel, pooled
+from fxtune.objectives.language_model import Pool
+from fxtune.objectives.vector_model import VectorModel
 
 WORDS = [
     "objective=embedding",
@@ -132,8 +133,8 @@ def expected(objective: Embedding, vectors: list[torch.Tensor]) -> torch.Tensor:
                     for text, label, asked, vector in documents
                     if text not in (texts[place], texts[0]) and not (label and asked == texts[0])
                 ]
-                if objective.margin is not None:
-                    wrong = [score for score in wrong if score <= query @ positive + objective.margin]
+                if objective.false_negative_margin is not None:
+                    wrong = [score for score in wrong if score <= query @ positive + objective.false_negative_margin]
                 scores = torch.stack([query @ positive, *wrong]) / objective.temperature
                 loss = -scores.log_softmax(0)[0]
                 if objective.symmetric:
@@ -150,7 +151,12 @@ def expected(objective: Embedding, vectors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "objective",
-    [Embedding(), Embedding(symmetric=True, temperature=0.2), Embedding(matryoshka=[4, 2]), Embedding(margin=0.1)],
+    [
+        Embedding(),
+        Embedding(symmetric=True, temperature=0.2),
+        Embedding(matryoshka=[4, 2]),
+        Embedding(false_negative_margin=0.1),
+    ],
     ids=["plain", "symmetric", "matryoshka", "margin"],
 )
 def test_loss_and_gradient_are_those_of_the_definition(objective):
@@ -185,21 +191,6 @@ def test_metrics_rank_the_positive_among_all_candidates():
     # The positives of "q two" are its second, behind "p one", and one whose score is equal to many others'.
     assert found[1]["recall_at_1"].item() == 0
     assert 0.25 < found[1]["mrr_at_10"].item() < 0.5
-
-
-def test_pooling_takes_the_tokens_of_each_document_and_no_padding():
-    states = torch.arange(20.0).view(20, 1)
-    batch = Batch(
-        *[torch.zeros(2, 10, dtype=torch.long)] * 3,
-        torch.tensor([0, 10, 20], dtype=torch.int32),
-        torch.tensor([0]),
-        torch.tensor([0]),
-        tokens=14,
-        filled=torch.tensor([10, 4]),
-    )
-    assert pooled(states, batch, Pool.last).flatten().tolist() == [9, 13]
-    assert pooled(states, batch, Pool.cls).flatten().tolist() == [0, 10]
-    assert pooled(states, batch, Pool.mean).flatten().tolist() == [4.5, 11.5]
 
 
 @pytest.mark.parametrize("pool", slow_but(["last", "mean"], "last"))

@@ -215,7 +215,7 @@ def test_adapter_is_trained_further_and_others_are_refused(learned, monkeypatch,
     assert main(["objective=reward", *words, "model.adapter=simpo/adapter", "run.dir=from_simpo"]) == 2
     assert "has no head that scores documents" in " ".join(capsys.readouterr().err.split())
     assert main(["chat", "run"]) == 2
-    assert "scores documents and writes no answers" in " ".join(capsys.readouterr().err.split())
+    assert "gives a score for a document and writes no answers" in " ".join(capsys.readouterr().err.split())
 
 
 def train(run: str, *words: str) -> list[tuple[float, ...]]:

@@ -102,6 +102,8 @@ SPIKES = f"{RISES} techniques.lora.enabled=false"
 PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fraction=0"
 JUDGED = PAIRS.replace("dpo", "kto").replace("pairs.jsonl", "judged.jsonl")
 DISTILLS = "objective.name=distillation objective.teacher=builtin:tiny"
+TRIPLETS = PAIRS.replace("dpo", "embedding").replace("pairs", "triplets") + " train.global_batch_size=8"
+"""Four queries a step: a query that is alone has no candidate but its positive."""
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -153,6 +155,7 @@ CASES: dict[str, Case] = {
     "data.sources.0.columns": Case(batches, "{title: text}", "data.sources=[{path: titled.jsonl}]"),
     "data.sources.0.unused": Case(batches, "[note]", "data.sources=[{path: noted.jsonl}]"),
     "data.sources.0.text_unit": Case(batches, "line", "data.sources=[{path: book.txt}]"),
+    "data.sources.0.instruction": Case(batches, "Find", refused="instruction"),
     "data.sources.0.limit": Case(batches, "10"),
     "data.sources.0.eval_fraction": Case(batches, "0.6"),
     "data.eval_fraction": Case(batches, "0.6"),
@@ -230,6 +233,12 @@ CASES: dict[str, Case] = {
     "objective.gamma": Case(
         step, "0.5", PAIRS.replace("dpo", "simpo") + " optimizer.name=sgd train.max_grad_norm=100"
     ),
+    "objective.pool": Case(step, "mean", TRIPLETS),
+    "objective.temperature": Case(step, "0.5", f"{TRIPLETS} optimizer.name=sgd train.max_grad_norm=100"),
+    "objective.symmetric": Case(step, "true", TRIPLETS),
+    "objective.false_negative_margin": Case(step, "0.0", TRIPLETS),
+    "objective.matryoshka": Case(step, "[4]", TRIPLETS),
+    "objective.instruction": Case(batches, "Find", TRIPLETS),
     "objective.center": Case(step, "1.0", PAIRS.replace("dpo", "reward")),
     "objective.margin": Case(step, "true", PAIRS.replace("dpo", "reward")),
     "optimizer.name": Case(step, "sgd"),
@@ -413,6 +422,8 @@ def write_files(place: Path) -> None:
     ]
     judged = [{**json.loads(chat), "label": number % 2 == 0} for number, chat in enumerate(chats)]
     (place / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    triplets = [{"query": f"Where is {number}?", "positive": f"{number} is here."} for number in range(40)]
+    (place / "triplets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     jsonl("titled.jsonl", [{"text": f"text {row}", "title": f"title {row}"} for row in range(40)])
     jsonl("noted.jsonl", [{**json.loads(chat), "note": "a note"} for chat in held])

@@ -23,7 +23,7 @@ from fxtune.techniques.base import Evidence
 
 
 class Pooler(Decoder):
-    head = "pool"
+    head = "pooled"
     gives = "a vector for a document"
     adapter_task = "FEATURE_EXTRACTION"
     writes = False
@@ -74,7 +74,7 @@ class Vectors(LanguageModel):
 class Together(GroupObjective):
     """Brings the two documents of a group to one direction."""
 
-    needs: ClassVar[Needs] = Needs(head="pool", documents=(2, 2), labels=None)
+    needs: ClassVar[Needs] = Needs(head="pooled", documents=(2, 2), labels=None)
     interface: ClassVar[type[LanguageModel]] = Vectors
 
     def group_losses(self, model: Any, batch: Batch) -> GroupLosses:

@@ -113,7 +113,8 @@ def model_inputs(
 
 def _mask(model: nn.Module, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, window: int) -> torch.Tensor:
     """The mask with which the tokens of a document see each other, as the attention of `model` takes it."""
-    seen = document_mask(*input_ids.shape, cu_seqlens, window, causal=False)
+    rows, length = input_ids.shape
+    seen = document_mask(rows, length, cu_seqlens, window, causal=False)
     mask = called(attention_of(model.config)).given_mask(seen)
     assert mask is not None, "backends without bounds and masks are refused for encoders"
     return mask.to(base_dtype(model)) if mask.is_floating_point() else mask

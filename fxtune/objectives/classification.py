@@ -69,7 +69,7 @@ class Classification(GroupObjective):
     """The weight of a class; 1 for a class that is not named."""
     balanced: bool = False
     """Weigh classes by the inverse of their frequency in the rows, so that rare classes count as much as others."""
-    label_smoothing: float = field(default=0.0, metadata={"min": 0, "max": 0.99})
+    label_smoothing: float = field(default=0.0, metadata={"min": 0, "below": 0.5})
     """The share of the target that is spread over all classes."""
 
     def __post_init__(self) -> None:

@@ -102,6 +102,7 @@ SPIKES = f"{RISES} techniques.lora.enabled=false"
 PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fraction=0"
 JUDGED = PAIRS.replace("dpo", "kto").replace("pairs.jsonl", "judged.jsonl")
 DISTILLS = "objective.name=distillation objective.teacher=builtin:tiny"
+LABELLED = PAIRS.replace("dpo", "classification").replace("pairs", "labelled")
 TRIPLETS = PAIRS.replace("dpo", "embedding").replace("pairs", "triplets") + " train.global_batch_size=8"
 """Four queries a step: a query that is alone has no candidate but its positive."""
 PLUGIN = """
@@ -233,8 +234,14 @@ CASES: dict[str, Case] = {
     "objective.gamma": Case(
         step, "0.5", PAIRS.replace("dpo", "simpo") + " optimizer.name=sgd train.max_grad_norm=100"
     ),
+    "objective.problem": Case(step, "multi_label", LABELLED),
+    "objective.labels": Case(step, "[b,a]", LABELLED),
+    "objective.class_weights": Case(step, "{a: 3.0}", LABELLED),
+    "objective.balanced": Case(step, "true", LABELLED),
+    "objective.losses": Case(
+        step, "pairwise", LABELLED.replace("classification", "ranking").replace("labelled", "ranked")
+    ),
     "objective.pool": Case(step, "mean", TRIPLETS),
-    "objective.temperature": Case(step, "0.5", f"{TRIPLETS} optimizer.name=sgd train.max_grad_norm=100"),
     "objective.symmetric": Case(step, "true", TRIPLETS),
     "objective.false_negative_margin": Case(step, "0.0", TRIPLETS),
     "objective.matryoshka": Case(step, "[4]", TRIPLETS),
@@ -422,6 +429,11 @@ def write_files(place: Path) -> None:
     ]
     judged = [{**json.loads(chat), "label": number % 2 == 0} for number, chat in enumerate(chats)]
     (place / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    labelled = [{"text": f"Row {number} says so.", "label": "aab"[number % 3]} for number in range(40)]
+    (place / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    passages = [f"Answer {number} says so." for number in range(3)]
+    ranked = [{"query": f"Row {number}?", "passages": passages, "labels": [1, 0, 2]} for number in range(40)]
+    (place / "ranked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
     triplets = [{"query": f"Where is {number}?", "positive": f"{number} is here."} for number in range(40)]
     (place / "triplets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

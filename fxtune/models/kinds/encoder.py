@@ -172,9 +172,8 @@ class EncoderScorer(Encoder, Scorer):
         return FAMILIES[config.model_type].head
 
     def numbers(self, model: Any, states: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        """The head's numbers of documents; see Decoder.numbers()."""
         features, pooling = FAMILIES[model.config.model_type].features, _pooling(model.config)
-        if pooling == "late":  # EuroBERT: the mean of the tokens' numbers, which is the number of their mean
+        if pooling == "late":  # EuroBERT: the mean of the tokens' numbers, which are the numbers of the mean
             pooled = document_means(features(model, states), first, last)
         else:
             one = document_means(states, first, last).to(states.dtype) if pooling == "mean" else states[first]
@@ -184,11 +183,12 @@ class EncoderScorer(Encoder, Scorer):
             return F.linear(pooled.float(), linear.weight.float(), linear.bias.float())
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """The head's numbers for each token of a row, as if it were a document's vector."""
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        """The head's numbers for each token of a row, as if its vector were a document's."""
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         states = self.backbone(base)(**inputs)[0]
-        at = torch.arange(states[..., 0].numel(), device=states.device)
-        return self.numbers(base, states.flatten(0, 1), at, at).unflatten(0, states.shape[:2])
+        features = FAMILIES[base.config.model_type].features(base, states.flatten(0, 1))
+        numbers: Tensor = self.head_of(base)(features)  # type: ignore[misc]
+        return numbers.unflatten(0, states.shape[:2])
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
         return [name for name in missing if name.startswith(HEAD)]

@@ -76,7 +76,9 @@ def one_document_a_row(rows: int, cu_seqlens: Tensor) -> bool:
 
 
 @functools.cache
-def _attention_function(core: Core, takes_sinks: bool, takes_dropout: bool) -> Callable[..., tuple[Tensor, None]]:
+def _attention_function(
+    core: Core, takes_sinks: bool, takes_dropout: bool = False
+) -> Callable[..., tuple[Tensor, None]]:
     from transformers import AttentionInterface
 
     sdpa = AttentionInterface()["sdpa"]  # not in attention(): torch 2.11 cannot compile this import

@@ -69,7 +69,7 @@ class Proof:
         beside = {id(parameter) for parameter in beside_text(model)}
         self.trained = next(
             parameter
-            for parameter in model.parameters()
+            for parameter in (*backbone(model).parameters(), *model.parameters())  # a head may be the first module
             if parameter.requires_grad and not is_divided(parameter) and id(parameter) not in beside
         )
         self.counts = Counts([rules[level] for level in self.levels])

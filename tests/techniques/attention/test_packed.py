@@ -98,7 +98,6 @@ def test_packed_documents_of_gpt_oss_as_each_alone_in_plain_transformers():
     [
         ({"position_bias": torch.zeros(4)}, "position bias"),
         ({"dropout": 0.1}, "no dropout"),
-        ({"is_causal": False}, "is not causal"),
     ],
 )
 def test_unsupported_arguments_of_the_kernel_are_errors(what, match):

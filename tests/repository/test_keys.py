@@ -431,8 +431,8 @@ def write_files(place: Path) -> None:
     (place / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
     labelled = [{"text": f"Row {number} says so.", "label": "aab"[number % 3]} for number in range(40)]
     (place / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
-    passages = [f"Answer {number} says so." for number in range(3)]
-    ranked = [{"query": f"Row {number}?", "passages": passages, "labels": [1, 0, 2]} for number in range(40)]
+    passages = [f"Answer {number} says so." for number in range(2)]
+    ranked = [{"query": f"Row {number}?", "passages": passages, "labels": [1, 0]} for number in range(40)]
     (place / "ranked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
     triplets = [{"query": f"Where is {number}?", "positive": f"{number} is here."} for number in range(40)]
     (place / "triplets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))

@@ -104,7 +104,7 @@ def step(config: Config) -> Any:
     language_model = builder.language_model(builder.build())
     model = language_model.model
     before = _weights(model)
-    train_step = builder.train_step(language_model, config.objective)
+    train_step = builder.train_step(language_model, builder.config.objective)
     model.train()
     with closing(Loader(plan, config.loader, builder.world.device)) as loader:
         for recorder, taken in zip((operators := _Operators(), nullcontext()), loader.steps(), strict=False):

@@ -40,7 +40,7 @@ class RankingLoss(str, Enum):
 
 @dataclass
 class Ranking(GroupObjective):
-    needs: ClassVar[Needs] = Needs(documents=(2, None), labels=True, head="score", row_format="ranked")
+    needs: ClassVar[Needs] = Needs(documents=(2, None), labels=True, head="score", row_format="candidates")
     interface: ClassVar[type[LanguageModel]] = ScoreModel
     unit: ClassVar[str] = "mean loss of a query"
     metrics: ClassVar[Mapping[str, str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -214,8 +215,9 @@ def test_adapter_is_trained_further_and_others_are_refused(learned, monkeypatch,
     capsys.readouterr()
     assert main(["objective=reward", *words, "model.adapter=simpo/adapter", "run.dir=from_simpo"]) == 2
     assert "has no head that scores documents" in " ".join(capsys.readouterr().err.split())
-    assert main(["chat", "run"]) == 2
-    assert "gives a score for a document and writes no answers" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr("sys.stdin", io.StringIO("red cat please\n"))
+    assert main(["chat", "run", "--json", "said.json"]) == 0
+    assert json.loads(Path("said.json").read_text())["texts"][0]["labels"].keys() == {"score"}
 
 
 def train(run: str, *words: str) -> list[tuple[float, ...]]:

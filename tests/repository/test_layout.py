@@ -40,6 +40,7 @@ ELSEWHERE = {
     "distributed/files.py": "cli/test_options.py, with the options that name files",
     "outputs/adapter.py": "cli/test_merge.py, through the command",
     "outputs/conversation.py": "cli/test_chat.py, through the command",
+    "outputs/text_classifier.py": "objectives/test_classification.py, through `fxtune chat`",
     "outputs/evaluation.py": "cli/test_evaluate.py, through the command",
     "outputs/merge.py": "cli/test_merge.py, through the command",
     "outputs/refresh.py": "cli/test_refresh.py, through the command",

@@ -24,7 +24,7 @@ from fxtune.data.formats.preference_instruction import PreferenceInstructionForm
 from fxtune.data.formats.preference_messages import PreferenceMessagesFormat
 from fxtune.data.formats.preference_turns import PreferenceTurnsFormat
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
-from fxtune.data.formats.ranked import RankedFormat
+from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.text import TextFormat
@@ -53,7 +53,7 @@ FORMATS: dict[str, RowFormat] = {
         TokensFormat(),
         TextFormat(),  # comes late, because many chat datasets also have the rendered text
         GroupFormat(),
-        RankedFormat(),
+        CandidatesFormat(),
         LabelledFormat(),  # last: without an objective for labels, a label says nothing
     )
 }

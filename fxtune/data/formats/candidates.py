@@ -20,8 +20,8 @@ RELEVANCES = ("labels", "relevances", "scores", "is_selected")
 POSITIVES, NEGATIVES = ("positive", "positives", "pos"), ("negative", "negatives", "neg")
 
 
-class RankedFormat(RowFormat):
-    name = "ranked"
+class CandidatesFormat(RowFormat):
+    name = "candidates"
     columns = ("query", "passages", "labels")
     known_columns = frozenset((*QUERIES, *CANDIDATES, *RELEVANCES, *POSITIVES, *NEGATIVES, "query_type", "answers"))
     is_group = True

@@ -11,6 +11,7 @@ from typing import Any
 
 from fxtune.data.formats import shapes
 from fxtune.data.formats.alpaca import AlpacaFormat
+from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.chat_format import is_chat
 from fxtune.data.formats.embedding import EmbeddingFormat
 from fxtune.data.formats.group import GroupFormat
@@ -24,7 +25,6 @@ from fxtune.data.formats.preference_instruction import PreferenceInstructionForm
 from fxtune.data.formats.preference_messages import PreferenceMessagesFormat
 from fxtune.data.formats.preference_turns import PreferenceTurnsFormat
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
-from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
 from fxtune.data.formats.text import TextFormat

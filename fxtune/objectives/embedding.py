@@ -85,6 +85,11 @@ class Embedding(GroupObjective):
                 f"objective.matryoshka: {wrong[0]} is not between 1 and {size - 1}. The model's vectors have {size} "
                 "numbers, and their whole size always counts."
             )
+        if facts.techniques.compile.enabled and facts.techniques.lora.enabled and facts.techniques.lora.dropout:
+            yield (
+                "techniques.lora.dropout: objective=embedding computes each vector twice, and compiled layers may "
+                "draw other dropout the second time. Set it to 0, or techniques.compile.enabled=false."
+            )
         if self.pool is Pool.cls and _is_causal(facts):
             yield (
                 f"objective.pool=cls: in a {facts.text['model_type']} model the first token sees no other token, so "

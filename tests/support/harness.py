@@ -86,6 +86,16 @@ def write_texts(file: Path, rows: int = 90, seed: int = 0) -> Path:
     return file
 
 
+def write_companions(labelled: Path, triplets: Path, rows: int = 48, seed: int = 0) -> None:
+    """Write texts with two classes, and queries with a positive and a negative."""
+    draw, words = random.Random(seed), ["lamp", "chair", "red", "blue", "Rome", "Oslo"]
+    with labelled.open("w") as texts, triplets.open("w") as queries:
+        for number in range(rows):
+            text, other = (" ".join(draw.choices(words, k=draw.randint(2, 12))) for _ in range(2))
+            texts.write(json.dumps({"text": text, "label": "ab"[number % 2]}) + "\n")
+            queries.write(json.dumps({"query": f"{text} {number}", "positive": text, "negative": other}) + "\n")
+
+
 def write_preferences(pairs: Path, judged: Path, rows: int = 48, seed: int = 0) -> None:
     """Write `rows` pairs of answers, two to a prompt, each pair at most 128 tokens of the tiny tokenizer; and as many
     answers that are each judged good or bad."""

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.endings import Ending, Traced, effective_steps
-from support.harness import HERE, command, user_environment, write_chats, write_preferences, write_texts
+from support.harness import (
+    HERE,
+    command,
+    user_environment,
+    write_chats,
+    write_companions,
+    write_preferences,
+    write_texts,
+)
 from support.mixtures import ON_EXPERTS, QWEN3_MOE
 from support.processors import write_model, write_picture_rows
 
@@ -405,6 +413,12 @@ MODES: dict[str, tuple[str, ...]] = {
     "dpo-stored": (*PAIRS, "objective=dpo", "objective.reference=stored", "techniques.lora.enabled=false"),
     "kto": (*PAIRS, "objective=kto", "data.sources=[{path: judged.jsonl}]"),
     "reward": (*PAIRS, "objective=reward"),
+    "classifier": (*PAIRS, "objective=classification", "data.sources=[{path: labelled.jsonl}]"),
+    "embedding": (
+        *PAIRS,
+        *("objective=embedding", "data.sources=[{path: triplets.jsonl}]", "techniques.lora.dropout=0.1"),
+    ),
+    "distilled": (*LEARNS, "objective=distillation", "objective.teacher=base", "objective.text_weight=0.5"),
     "images": (
         "model.init=pretrained",
         "model.path=model",
@@ -439,6 +453,7 @@ def prepare(folder: Path, mode: str) -> list[str]:
     folder.mkdir(parents=True)
     write_chats(folder / "questions.jsonl", 4, seed=1)
     write_preferences(folder / "pairs.jsonl", folder / "judged.jsonl")
+    write_companions(folder / "labelled.jsonl", folder / "triplets.jsonl")
     if mode == "images":
         write_model("qwen2_5_vl", folder / "model")
         write_picture_rows(folder / "pictures")

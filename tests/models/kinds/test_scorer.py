@@ -84,7 +84,12 @@ def test_classifier_of_several_labels_is_refused_for_one_number(tmp_path, capsys
     config.id2label = {0: "bad", 1: "good", 2: "best"}
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "classes")
     word_tokenizer(eos_token="t1", unk_token="t0").save_pretrained(tmp_path / "classes")
-    words = [f"model.path={tmp_path / 'classes'}", "model.tokenizer=null", f"run.dir={tmp_path / 'run'}"]
+    words = [
+        f"model.path={tmp_path / 'classes'}",
+        "model.tokenizer=null",
+        "data.questions.path=null",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     assert main(["+recipe=dpo_quickstart", "objective=reward", *words]) == 2
     assert "has 3 labels" in " ".join(capsys.readouterr().err.split())
 

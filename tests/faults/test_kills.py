@@ -177,6 +177,14 @@ def test_killed_run_of_a_hybrid_on_packed_rows_equals_an_undisturbed_one(killed,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["classifier", "embedding", "distilled"])
+def test_killed_run_of_a_companion_equals_an_undisturbed_one(killed, undisturbed, mode):
+    reference = undisturbed(mode)
+    kills = killed(mode, reference, Aim("training", 4, 0.5), Aim("training", 2, 0.5))
+    assert kills[0].resumed > 0
+
+
+@pytest.mark.slow
 def test_orphaned_workers_end_and_change_no_bit(killed, undisturbed):
     """The reference runs without workers. The killed process leaves its workers behind while the next attempt starts
     its own.

@@ -413,12 +413,19 @@ MODES: dict[str, tuple[str, ...]] = {
     "dpo-stored": (*PAIRS, "objective=dpo", "objective.reference=stored", "techniques.lora.enabled=false"),
     "kto": (*PAIRS, "objective=kto", "data.sources=[{path: judged.jsonl}]"),
     "reward": (*PAIRS, "objective=reward"),
-    "classifier": (*PAIRS, "objective=classification", "data.sources=[{path: labelled.jsonl}]"),
+    "classifier": (*PAIRS, "objective=classification", "data.sources=[{path: labelled.jsonl}]", "checkpoint.every=1"),
     "embedding": (
         *PAIRS,
         *("objective=embedding", "data.sources=[{path: triplets.jsonl}]", "techniques.lora.dropout=0.1"),
+        *("data.packing=true", "data.sequence_length=256", "train.epochs=6", "checkpoint.every=1"),
     ),
-    "distilled": (*LEARNS, "objective=distillation", "objective.teacher=base", "objective.text_weight=0.5"),
+    "distilled": (
+        *LEARNS,
+        "objective=distillation",
+        "objective.teacher=base",
+        "objective.text_weight=0.5",
+        "checkpoint.every=1",
+    ),
     "images": (
         "model.init=pretrained",
         "model.path=model",

@@ -13,6 +13,7 @@ from support.harness import SMALLER
 from support.rows import write_jsonl
 from support.runs import figures, same_export
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 from fxtune.cli.main import main
 from fxtune.data.formats.candidates import CandidatesFormat
@@ -141,6 +142,7 @@ def test_a_run_shows_what_it_knew_before_and_resumes_bit_for_bit(cwd, capsys):
     write()
     assert main([*LEARNS, "run.dir=whole"]) == 0
     assert "mrr" in capsys.readouterr().out
+    assert AutoTokenizer.from_pretrained("whole/model").chat_template is None, "a CrossEncoder would write chats"
     for words in (["train.pause_after=2"], []):
         assert main([*LEARNS, "run.dir=paused", *words]) == 0
     assert figures("paused", "loss", "ndcg") == figures("whole", "loss", "ndcg")

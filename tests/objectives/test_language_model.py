@@ -84,6 +84,7 @@ def batch(lengths=(9, 14, 6), padding=3, share=0.4):
         ids=draw.integers(3, 128, total).astype(np.int32),
         supervised=draw.random(total) < share,
         reference=None,
+        teacher=None,
     )
     return build_batch(
         [table],

@@ -32,6 +32,7 @@ class Table:
     format: RowFormat = FORMATS["text"]
     whole: Table | None = None
     reference: np.ndarray | None = None
+    teacher: None = None
     sizes: np.ndarray | None = None
     """Documents of each group."""
     labels: np.ndarray | None = None

@@ -22,6 +22,7 @@ def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share
         ids=draw.integers(1, 99, rows * length),
         supervised=draw.random(rows * length) < share,
         reference=None,
+        teacher=None,
         images=None,
     )
     pieces = BatchSpec(

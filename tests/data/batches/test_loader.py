@@ -37,7 +37,7 @@ class Table:
 
     name = "table"
     fingerprint = "0"
-    split, whole, images = SplitCounts(), None, None
+    split, whole, images, teacher = SplitCounts(), None, None, None
     format, is_grouped, noun, labels, prompts, reference = FORMATS["text"], False, "documents", None, None, None
 
     def __init__(self, folder: Path) -> None:

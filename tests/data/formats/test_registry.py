@@ -104,6 +104,8 @@ def content_of(content: Content) -> Any:
     if isinstance(content, Preference):
         return [content_of(answer) for answer in content.answers]
     assert isinstance(content, (PlainText, TokenIds))
+    if isinstance(content, PlainText):
+        return content.text, content.first
     return tuple(vars(content).values())
 
 

@@ -96,4 +96,4 @@ def test_the_next_commands_are_those_that_the_run_can_take():
     config.data.questions.path, config.techniques.lora.enabled = None, False
     assert next_commands(config, Path("elsewhere/mine")) == ["fxtune chat elsewhere/mine"]
     config.data.eval_fraction, config.objective = 0.1, Reward()
-    assert next_commands(config, Path("runs/mine")) == ["fxtune eval mine"]
+    assert next_commands(config, Path("runs/mine")) == ["fxtune chat mine", "fxtune eval mine"]

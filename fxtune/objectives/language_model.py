@@ -264,14 +264,19 @@ class LanguageModel:
         hidden = backbone(self.model)(**inputs)[0].flatten(0, 1)
         return self._logits(hidden), self._head_losses(hidden, labels, "none")
 
-    def _compare(self) -> Evidence:
-        """Compare the logits and losses of a small row with the model's own forward pass, and set `own_forward`."""
+    def _small_inputs(self, changed: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids) -> dict[str, Any]:
+        """The inputs of a row of SMALL_ROW tokens, one document, for _compare(). `changed`: changes the ids."""
         device = next(self.model.parameters()).device
         row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
+        ids = changed(row["input_ids"])
         starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
         positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
-        inputs = {**row, **model_inputs(self.model, row["input_ids"], positions, starts)}
-        labels = row["input_ids"][0].roll(-1)
+        return {**row, **model_inputs(self.model, ids, positions, starts)}
+
+    def _compare(self) -> Evidence:
+        """Compare the logits and losses of a small row with the model's own forward pass, and set `own_forward`."""
+        inputs = self._small_inputs()
+        labels = inputs["input_ids"][0].roll(-1)
         with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
                 own = self.model(**inputs).logits.flatten(0, 1)

@@ -18,7 +18,6 @@ from fxtune.models.kinds.known import kind_of
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, document_numbers, running_on_text, without_dropout
 from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel
-from fxtune.techniques.attention.inputs import model_inputs
 from fxtune.techniques.base import Evidence
 
 
@@ -50,19 +49,16 @@ class ScoreModel(LanguageModel):
     def _compare(self) -> Evidence:
         """Compare the score of a small row with the score of the model's own forward pass."""
         self.fused = False
-        device = next(self.model.parameters()).device
-        row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
         padding = self.model.config.get_text_config().pad_token_id
-        ids = torch.where(row["input_ids"] == padding, (row["input_ids"] + 1) % 3, row["input_ids"])
-        starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
-        positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
-        inputs = {**row, **model_inputs(self.model, ids, positions, starts)}
+        inputs = self._small_inputs(lambda ids: torch.where(ids == padding, (ids + 1) % 3, ids))
+        ids = inputs["input_ids"]
+        ends = ids.new_tensor([0]), ids.new_tensor([SMALL_ROW - 1])
         with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
                 # An encoder's own head would read the mask of packed documents as padding.
                 alone = {"input_ids": ids} if kind_of(self.model.config).bidirectional else inputs
                 own = self.model(**alone).logits
-            scores = self.prepared.with_head(lambda: self._numbers(inputs, starts[:-1].long(), starts[1:].long() - 1))
+            scores = self.prepared.with_head(lambda: self._numbers(inputs, *ends))
         limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
         difference = relative_distance(scores, own) if own.shape == scores.shape else float("inf")
         if not difference <= limit:

@@ -5,18 +5,15 @@ are, so rows may be packed."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import Batch
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.encoder import document_means
 from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, running_on_text, without_dropout
-from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANCE, LanguageModel, Pool
-from fxtune.techniques.attention.inputs import model_inputs
+from fxtune.objectives.language_model import TF32_TOLERANCE, TOLERANCE, LanguageModel, Pool
 from fxtune.techniques.base import Evidence
 
 
@@ -43,11 +40,7 @@ class VectorModel(LanguageModel):
     def _compare(self) -> Evidence:
         """Compare the hidden states of a small row with the model's own forward pass."""
         self.fused = False
-        device = next(self.model.parameters()).device
-        row = kind_of(self.model.config).small_row(self.model, SMALL_ROW)
-        starts = torch.tensor([0, SMALL_ROW], dtype=torch.int32, device=device)
-        positions = torch.arange(SMALL_ROW, device=device).unsqueeze(0)
-        inputs: dict[str, Any] = {**row, **model_inputs(self.model, row["input_ids"], positions, starts)}
+        inputs = self._small_inputs()
         with without_dropout(self.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with running_on_text(self.model):
                 own = self.model(**inputs).last_hidden_state
@@ -67,12 +60,6 @@ def pooled(states: torch.Tensor, batch: Batch, pool: Pool) -> torch.Tensor:
     """The vector of each document from the hidden states [rows x length, d], float32 [slots, d]."""
     if pool is Pool.last:
         return states.index_select(0, batch.last_tokens()).float()
-    ends = batch.cu_seqlens[1:].long()
     if pool is Pool.cls:
-        return states.index_select(0, batch.cu_seqlens[:-1].long().clamp(max=len(states) - 1)).float()
-    document = torch.searchsorted(ends, torch.arange(len(states), device=states.device), right=True)
-    is_token = batch.is_token()
-    sums = states.new_zeros(len(ends), states.shape[1], dtype=torch.float32)
-    sums = sums.index_add(0, document, states.float() * is_token[:, None])
-    counts = is_token.new_zeros(len(ends)).index_add(0, document, is_token)
-    return sums / counts.clamp(min=1)[:, None]
+        return states.index_select(0, batch.first_tokens()).float()
+    return document_means(states, batch.first_tokens(), batch.last_tokens())

@@ -24,6 +24,7 @@ from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.parallel import ParallelConfig
+from fxtune.distributed.world import World
 from fxtune.errors import HardwareError, NumbersError
 from fxtune.models.load import ModelConfig, resolve_dtype, starting_from
 from fxtune.models.weights import bytes_of
@@ -32,11 +33,11 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
 from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
 from fxtune.system.terminal import console
-from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.precision import Precision
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.visits import visit
 
 Found = TypeVar("Found")
 Place = tuple[TokenTable, int]
@@ -222,18 +223,13 @@ def _visit(
 ) -> None:
     """Call `read` with each batch of the loader's plan, the slots of its documents, int64 [documents], and their
     places. The model does not apply dropout."""
-    plan, training = loader.plan, model.model.training
-    try:
-        model.model.eval()
-        with phase("Measuring documents", plan.steps, "batches", announce=False) as work:
-            for step in work.over(loader.steps()):
-                for micro, batch in enumerate(step.micro_batches):
-                    slots = torch.from_numpy(_slots(plan.batch_spec(step.index, micro))).to(loader.device)
-                    places = [(plan.tables[table], document) for table, document in plan.documents(step.index, micro)]
-                    with precision.context(loader.device):
-                        read(batch, slots, places)
-    finally:
-        model.model.train(training)
+    plan = loader.plan
+
+    def place(batch: Batch, step: int, position: int, _: bool) -> None:
+        slots = torch.from_numpy(_slots(plan.batch_spec(step, position))).to(loader.device)
+        read(batch, slots, [(plan.tables[table], document) for table, document in plan.documents(step, position)])
+
+    visit(model, loader, precision, World(loader.device), "Measuring documents", place)
 
 
 def _losses(model: LanguageModel, objective: Objective, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,10 +15,9 @@ from fxtune.distributed.world import World
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.process.oom import RowsPerPass
-from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
-from fxtune.training.agreement import together
 from fxtune.training.forecast.run_forecast import FORWARD
+from fxtune.training.visits import visit
 from fxtune.training.whole_step import step_parts
 
 
@@ -88,7 +87,7 @@ def evaluate(
     sums = dict[str, torch.Tensor]()
     """Sums over the batches of this rank, in float64 on the device."""
 
-    def add(batch: Batch, is_counted: bool) -> None:
+    def add(batch: Batch, step: int, position: int, is_counted: bool) -> None:
         loss, metrics, found = objective.measured(model, replace(batch, step_part=next(parts, None)))
         if is_counted and found is not None:
             values.append(found.float().cpu())
@@ -97,7 +96,7 @@ def evaluate(
             if is_counted:
                 total += value
 
-    _visit(model, add, loader, precision, world)
+    visit(model, loader, precision, world, "Evaluating", add)
     totals = world.sum(torch.stack(list(sums.values())), "adding up the held-out loss").tolist()
     normalizer = sum(objective.normalizer(plan, index) for index in range(plan.steps))
     means = {name: total / normalizer for name, total in zip(sums, totals, strict=True)}
@@ -112,44 +111,9 @@ def _step_parts(
     """The part of each batch of this rank. The documents of all batches and ranks are one step."""
     values = list[torch.Tensor]()
 
-    def collect(batch: Batch, is_counted: bool) -> None:
+    def collect(batch: Batch, step: int, position: int, is_counted: bool) -> None:
         of_batch = objective.step_values(model, batch)
         values.append(of_batch if is_counted else torch.zeros_like(of_batch))
 
-    _visit(model, collect, loader, precision, world)
+    visit(model, loader, precision, world, "Evaluating", collect)
     return step_parts(objective, values, world)
-
-
-def _visit(
-    model: LanguageModel,
-    read: Callable[[Batch, bool], None],
-    loader: Loader,
-    precision: Precision,
-    world: World,
-) -> None:
-    """Call `read` with each batch of this rank, and with whether the batch counts.
-
-    The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the evaluation of all ranks.
-    """
-    training = model.model.training
-
-    def read_next() -> bool:
-        if (following := next(batches, None)) is None:
-            return False
-        is_counted, batch = following
-        with precision.context(loader.device):
-            read(batch, is_counted)
-        return True
-
-    try:
-        model.model.eval()
-        with phase("Evaluating", loader.plan.steps, "batches", announce=False) as work:
-            batches = (
-                (step.counted is None or position < step.counted, batch)
-                for step in work.over(loader.steps())
-                for position, batch in enumerate(step.micro_batches)
-            )
-            while together(world, read_next):  # all ranks have equally many batches, so they end together
-                pass
-    finally:
-        model.model.train(training)

@@ -106,8 +106,8 @@ def test_equal_scores_rank_nothing():
 )
 def test_published_shapes_are_read(row, relevances):
     content = CandidatesFormat().read(row, LearnConfig())
-    assert content.relevances == relevances
-    assert all(text.text == "q" and text.second in "abc" for text in content.texts)
+    assert content.labels == relevances
+    assert all(text.text == "q" and text.second in "abc" for text in content.texts.values())
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,15 @@ from fxtune.data.config import DataConfig, OnRewritten
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
 from fxtune.data.formats.registry import FORMATS, row_format, with_format_names
 from fxtune.data.formats.row_format import (
-    ComparedTexts,
     Content,
     Conversation,
     Labelled,
     LearnConfig,
     PlainText,
     Preference,
-    Ranked,
     RowFormat,
     RowGroup,
+    TextGroup,
     TokenIds,
 )
 from fxtune.data.formats.shapes import OTHERS
@@ -221,13 +220,8 @@ class Encoder:
         if isinstance(content, Labelled):
             document = yield from self._document(row, content.content, self.format, folder)
             return EncodedGroup([document], [content.label])
-        if isinstance(content, Ranked):
-            self._coverage[self.format.name].check_columns(row, "")
-            for text in content.texts:
-                documents.append((yield from self._as_tokenized(text)))
-            return EncodedGroup(documents, content.relevances)
-        if isinstance(content, ComparedTexts):
-            return (yield from self._compared(row, content))
+        if isinstance(content, TextGroup):
+            return (yield from self._text_group(row, content))
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")
@@ -243,14 +237,15 @@ class Encoder:
                 raise RowError(f"documents[{index}]: {reason}") from None
         return EncodedGroup(documents, content.labels)
 
-    def _compared(self, row: Mapping[str, Any], content: ComparedTexts) -> Steps[EncodedGroup]:
-        """The documents of texts to compare, each exactly as the tokenizer encodes a text at use."""
+    def _text_group(self, row: Mapping[str, Any], content: TextGroup) -> Steps[EncodedGroup]:
+        """The documents of texts that stay together, each as the tokenizer encodes it at use."""
         self._coverage[self.format.name].check_columns(row, "")
-        documents = []
-        for index, (place, text) in enumerate(content.texts.items()):
-            text = text if index else self.instruction + text
+        documents = list[Document]()
+        for place, text in content.texts.items():
+            if self.format.is_compared and not documents:
+                text = replace(text, text=self.instruction + text.text)
             try:
-                documents.append((yield from self._as_tokenized(PlainText(text, as_tokenized=True))))
+                documents.append((yield from self._as_tokenized(text)))
             except RowError as reason:
                 raise RowError(f"{place}: {reason}") from None
         return EncodedGroup(documents, content.labels)

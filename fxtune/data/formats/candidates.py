@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, Ranked, RowFormat
+from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat, TextGroup
 from fxtune.data.formats.values import RowError, require_text, short, type_name
 
 QUERIES = ("query", "question", "anchor")
@@ -43,7 +43,8 @@ class CandidatesFormat(RowFormat):
         for index, candidate in enumerate(candidates):
             if not require_text(candidate, f"candidate {index}").strip():
                 raise RowError(f"candidate {index} is empty")
-        return Ranked([PlainText(query, second=text, as_tokenized=True) for text in candidates], relevances)
+        texts = (PlainText(query, second=text, as_tokenized=True) for text in candidates)
+        return TextGroup({f"candidate {index}": text for index, text in enumerate(texts)}, relevances)
 
 
 def _first(row: Mapping[str, Any], names: Collection[str]) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fxtune.data.formats.row_format import ComparedTexts, Content, LearnConfig, RowFormat
+from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat, TextGroup
 from fxtune.data.formats.values import RowError, require_text, type_name
 
 QUERY = ("query", "anchor")
@@ -50,7 +50,8 @@ class EmbeddingFormat(RowFormat):
             if text in positives.values():
                 raise RowError(f"{place} is also a positive of this query. Remove it from one of the two")
         labels = [math.nan, *[1.0] * len(positives), *[0.0] * len(negatives)]
-        return ComparedTexts(query | positives | negatives, labels)
+        texts = {place: PlainText(text, as_tokenized=True) for place, text in (query | positives | negatives).items()}
+        return TextGroup(texts, labels)
 
 
 def _is_numbered(name: str) -> bool:

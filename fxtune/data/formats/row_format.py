@@ -1,8 +1,8 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of eight contents: a chat, a plain
-text, token ids, answers to one prompt, a group of other rows, a text with a label, a query with candidates, or texts
-to compare. data/chat/encode.py turns the content into tokens.
+A format knows nothing of tokenizers and chat templates. It turns a row into one of seven contents: a chat, a plain
+text, token ids, answers to one prompt, a group of other rows, a text with a label, or a query with candidates.
+data/chat/encode.py turns the content into tokens.
 """
 
 from __future__ import annotations
@@ -147,24 +147,16 @@ class Labelled:
 
 
 @dataclass
-class Ranked:
-    """The documents of a query with each of its candidates, and the relevance of each candidate."""
+class TextGroup:
+    """Texts whose documents stay together, in this order: a query with its candidates."""
 
-    texts: list[PlainText]
-    relevances: list[float]
-
-
-@dataclass
-class ComparedTexts:
-    """Texts whose vectors are compared. Their documents stay together, in this order."""
-
-    texts: Mapping[str, str]
-    """{place in the row: text}. The query comes first."""
+    texts: Mapping[str, PlainText]
+    """{place in the row: text}."""
     labels: list[float]
-    """For each text, NaN for the query, 1 for a text that answers it, 0 for a text that does not."""
+    """For each text, its relevance; NaN for a query."""
 
 
-Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | Ranked | ComparedTexts
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | TextGroup
 
 
 class RowFormat(ABC):
@@ -182,7 +174,7 @@ class RowFormat(ABC):
     is_group: ClassVar[bool] = False
     """Whether a row becomes a group: documents that stay together and are never split into pieces."""
     is_compared: ClassVar[bool] = False
-    """Whether a row has texts whose vectors are compared (ComparedTexts)."""
+    """Whether vectors of the row's texts are compared. The query is then a document, and may have an instruction."""
     answers: ClassVar[tuple[str, ...]] = ()
     """The names of the answers in a row of preferences, for messages; empty if rows are not preferences. The documents
     of a row of preferences begin with the same prompt and end with an answer."""

@@ -11,6 +11,7 @@ trained, and the files that prepare images go into an export as they are.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -210,6 +211,26 @@ class Decoder:
         files = next((found for each in folders if (found := list(each.glob(PROCESSORS)))), [])
         for file in files:
             shutil.copyfile(file, folder / file.name)
+
+
+class OtherHead(Decoder):
+    """Decoders of text with another head, of which transformers has a class. `architectures` of a config names it."""
+
+    @property
+    def families(self) -> Collection[str]:
+        return self.classes.keys() & Decoder().families
+
+    def takes(self, config: Any, own_code: bool = True) -> bool:
+        known = self.classes.get(config.model_type)
+        return config.model_type in self.families and known in (config.architectures or ())
+
+    def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
+        family = config.model_type
+        if family not in self.families:
+            raise ConfigError(f"{name} is a {family} model, {self.why_not(family)}. Use another.")
+        config = copy.deepcopy(config)
+        config.architectures = [self.classes[family]]
+        return config
 
 
 def layer_lists(decoder: nn.Module, config: Any) -> list[nn.ModuleList]:

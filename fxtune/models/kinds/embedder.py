@@ -6,14 +6,12 @@ Embedding models are of this kind. The vector of a document is made from its las
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from fxtune.errors import ConfigError
-from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.decoder import OtherHead
 from fxtune.models.kinds.scorer import LM_HEADS, SCORE
 
 USE = """It gives a text a vector. Texts with similar vectors belong together.
@@ -26,7 +24,7 @@ similarities = model.similarity(model.encode_query(["a question"]), model.encode
 ```"""
 
 
-class Embedder(Decoder):
+class Embedder(OtherHead):
     head = "pool"
     gives = "a vector for a document"
     adapter_task = "FEATURE_EXTRACTION"
@@ -36,25 +34,8 @@ class Embedder(Decoder):
     mapping = "MODEL_MAPPING"
     pipeline_tag = "sentence-similarity"
 
-    @property
-    def families(self) -> Collection[str]:
-        return self.classes.keys() & Decoder().families
-
-    def takes(self, config: Any, own_code: bool = True) -> bool:
-        known = self.classes.get(config.model_type)
-        return config.model_type in self.families and known in (config.architectures or ())
-
     def why_not(self, family: str) -> str:
         return "for which fxtune makes no vectors of documents"
-
-    def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
-        if config.model_type not in self.families:
-            raise ConfigError(
-                f"{name} is a {config.model_type} model, {self.why_not(config.model_type)}. Use another."
-            )
-        config = copy.deepcopy(config)
-        config.architectures = [self.classes[config.model_type]]
-        return config
 
     def outputs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """The last hidden state of each token."""

@@ -10,7 +10,6 @@ document.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxtune.errors import ConfigError
-from fxtune.models.kinds.decoder import Decoder
+from fxtune.models.kinds.decoder import Decoder, OtherHead
 
 SCORE = "score.weight"
 SCORE_LABEL = "score"
@@ -46,7 +45,7 @@ shares = logits.softmax(-1)  # problem_type multi_label_classification: logits.s
 ```"""
 
 
-class Scorer(Decoder):
+class Scorer(OtherHead):
     head = "score"
     gives = "a score for a document"
     adapter_task = "SEQ_CLS"  # for this task peft trains the whole `score` and saves it with the adapter
@@ -57,29 +56,19 @@ class Scorer(Decoder):
     mapping = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
     pipeline_tag = "text-classification"
 
-    @property
-    def families(self) -> Collection[str]:
-        return self.classes.keys() & Decoder().families
-
-    def takes(self, config: Any, own_code: bool = True) -> bool:
-        known = self.classes.get(config.model_type)
-        return config.model_type in self.families and known in (config.architectures or ())
-
     def why_not(self, family: str) -> str:
         return f"for which transformers has no head that scores documents ({self.auto_class})"
 
     def made_from(self, config: Any, kind: Decoder, name: str) -> Any:
-        family = config.model_type
-        if family not in self.families:
-            raise ConfigError(f"{name} is a {family} model, {self.why_not(family)}. Use another.")
-        config = copy.deepcopy(config)
-        config.architectures = [self.classes[family]]
+        config = super().made_from(config, kind, name)
         config.id2label, config.label2id = {0: SCORE_LABEL}, {SCORE_LABEL: 0}
         config.problem_type = "regression"  # otherwise transformers' pipelines would return sigmoid(score)
         with torch.device("meta"):
             scores_by_linear = isinstance(self.head_of(self.auto.from_config(config)), nn.Linear)
         if not scores_by_linear:
-            raise ConfigError(f"{name} is a {family} model, which has another head for scores. Use another model.")
+            raise ConfigError(
+                f"{name} is a {config.model_type} model, which has another head for scores. Use another model."
+            )
         return config
 
     def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fxtune.data.batches.batch import IGNORE_INDEX, BatchSpec
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch, BatchSpec
 from fxtune.data.batches.build import plan_evaluation
 from fxtune.data.batches.loader import Loader, LoaderConfig
 from fxtune.data.batches.plan import Plan
@@ -30,9 +30,8 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import not_written
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
-from fxtune.training.agreement import together
+from fxtune.training.visits import visit
 
 COLUMNS = 1024
 """The number of columns in which the checksum of a tensor adds up its 32-bit words."""
@@ -101,30 +100,13 @@ def _computed(model: LanguageModel, loader: Loader, precision: Precision, world:
     rank's share."""
     plan, device = loader.plan, loader.device
     numbers = [np.zeros(len(table.ids), np.float32) for table in plan.tables]
-    was_training = model.model.training
 
-    def compute_next() -> bool:
-        if (following := next(batches, None)) is None:
-            return False
-        step, position, batch, is_counted = following
-        with precision.context(device), torch.no_grad():
-            values = model.log_probs(batch)[batch.labels != IGNORE_INDEX].cpu().numpy()
+    def compute(batch: Batch, step: int, position: int, is_counted: bool) -> None:
+        values = model.log_probs(batch)[batch.labels != IGNORE_INDEX].cpu().numpy()
         if is_counted:
             _scatter(plan.batch_spec(step, position), plan.tables, values, numbers)
-        return True
 
-    try:
-        model.model.eval()
-        with phase("Computing the reference's log-probabilities", plan.steps, "batches") as work:
-            batches = (
-                (step.index, position, batch, step.counted is None or position < step.counted)
-                for step in work.over(loader.steps())
-                for position, batch in enumerate(step.micro_batches)
-            )
-            while together(world, compute_next):
-                pass
-    finally:
-        model.model.train(was_training)
+    visit(model, loader, precision, world, "Computing the reference's log-probabilities", compute, shown=True)
     if world.size == 1:
         return numbers
     sums = (world.sum(torch.from_numpy(values).to(device), "adding up the reference") for values in numbers)

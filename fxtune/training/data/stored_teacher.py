@@ -31,11 +31,10 @@ from fxtune.distributed.world import World
 from fxtune.errors import StorageError, not_written
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.system.terminal.console import say
-from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.units import format_bytes
 from fxtune.techniques.precision import Precision
-from fxtune.training.agreement import together
 from fxtune.training.data.stored_reference import weights_checksum
+from fxtune.training.visits import visit
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,8 @@ def _compute(
         for table in plan.tables
     ]
 
-    def compute_next() -> bool:
-        if (following := next(batches, None)) is None:
-            return False
-        step, position, batch, is_counted = following
-        with precision.context(loader.device), torch.no_grad():
-            entries = _entries(model, batch, stored)
+    def compute(batch: Batch, step: int, position: int, is_counted: bool) -> None:
+        entries = _entries(model, batch, stored)
         spec, done = plan.batch_spec(step, position), 0
         for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
             places, before = plan.tables[source].supervised_in(start, length)
@@ -164,16 +159,8 @@ def _compute(
             if is_counted and file is not None:
                 file[before : before + len(places)] = entries[done : done + len(places)]
             done += len(places)
-        return True
 
-    with phase("Computing the teacher's likeliest tokens", plan.steps, "batches") as work:
-        batches = (
-            (step.index, position, batch, step.counted is None or position < step.counted)
-            for step in work.over(loader.steps())
-            for position, batch in enumerate(step.micro_batches)
-        )
-        while together(world, compute_next):
-            pass
+    visit(model, loader, precision, world, "Computing the teacher's likeliest tokens", compute, shown=True)
     for file in files:
         if file is not None:
             file.flush()

@@ -6,7 +6,7 @@
     2_Normalize/                       no options
     config_sentence_transformers.json  prompts, and cosine as the similarity
 
-The names are those of sentence-transformers 3, which later versions also read.
+The names come from sentence-transformers 3. Later versions read them, too.
 """
 
 from __future__ import annotations

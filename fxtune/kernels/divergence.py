@@ -12,7 +12,7 @@ So `head_sums` goes from a chunk of hidden states to gradients in the forward pa
 and the next chunk takes the memory. Statistics and gradients are in float32, because in bfloat16 rounding makes
 divergences negative (ms-swift#10156).
 
-The Jensen-Shannon divergence is the one of GKD (arXiv:2306.13649): with beta near 0 it is beta times the forward KL,
+The Jensen-Shannon divergence is GKD's (arXiv:2306.13649): with beta near 0 it is beta times the forward KL,
 with beta near 1 it is 1 - beta times the reverse KL, and at both ends it is 0. TRL gives its ends another meaning: 0
 is the forward KL and 1 the reverse KL. Here the ends are refused, and both KLs have names. Hinton et al.
 (arXiv:1503.02531) multiply the divergence by temperature^2; this is not done here.

@@ -35,9 +35,9 @@ from fxtune.objectives.needs import Needs
 from fxtune.objectives.score_model import ScoreModel
 
 MOST_SHOWN = 12
-"""Classes of which messages and the confusion matrix show at most this many."""
+"""Messages and the confusion matrix show at most this many classes."""
 BINS = 10
-"""Bins of the expected calibration error."""
+"""The number of bins of the expected calibration error."""
 ALL_ABOVE = 0.5
 """The threshold of a class until an evaluation has chosen one."""
 

@@ -159,7 +159,7 @@ class Encoder:
         """The ids that the tokenizer puts before each text."""
         eos: int | None = tokenizer.eos_token_id
         self._end = end or ([] if eos is None else [eos])
-        """The ids after each plain text: those that the tokenizer puts there ([SEP] of BERT), else its end of text."""
+        """The ids after each plain text: the tokenizer's own closing ids ([SEP] of BERT), else its end of text."""
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._borders = BorderFinder(self._tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder)
         self.templates = ChatTemplates(self._tokenizer, chat_template, self.variables, template_time, system)

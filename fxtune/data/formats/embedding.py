@@ -48,7 +48,7 @@ class EmbeddingFormat(RowFormat):
             if text == asked:
                 raise RowError(f"{place} is equal to {query_place}: a query cannot be a wrong answer to itself")
             if text in positives.values():
-                raise RowError(f"{place} is also a positive of this query. Remove it from one of the two")
+                raise RowError(f"{place} is also a positive of this query. Keep it as a positive or as a negative")
         labels = [math.nan, *[1.0] * len(positives), *[0.0] * len(negatives)]
         texts = {place: PlainText(text, as_tokenized=True) for place, text in (query | positives | negatives).items()}
         return TextGroup(texts, labels)

@@ -28,7 +28,7 @@ PAIRS = (
     *(("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2")),
     *(("question", "sentence"), ("question", "passage"), ("text1", "text2"), ("query", "passage")),
 )
-"""Names of the columns of two texts, those of GLUE and SuperGLUE among them."""
+"""Names of the columns of two texts, as in GLUE, SuperGLUE and sentence-transformers."""
 TEXTS = ("text", "sentence", "content", "review", "comment", "comment_text", "tweet", "question", "title")
 """Names of the column of one text; the first one counts."""
 CHATS = (MessagesFormat(), ShareGPTFormat())

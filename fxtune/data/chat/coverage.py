@@ -89,6 +89,8 @@ class Coverage:
             fault = f"{columns} {'is' if len(lost) == 1 else 'are'} not read"
             if any(isinstance(row[column], list) and _is_of_numbers(row[column]) for column in unknown):
                 fault += " (`train: false` in a message says that it is not learned)"
+            if {"label", "labels"}.issuperset(lost):
+                fault += " (objective=classification learns it)"
             raise RowError(preferences or self._message(fault, ", ".join(lost[:SHOWN])))
 
     def check_conversation(

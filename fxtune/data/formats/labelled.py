@@ -50,7 +50,7 @@ class LabelledFormat(RowFormat):
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
         given = next((row[name] for name in LABELS if row.get(name) is not None), None)
         if given is None:
-            raise RowError("the row has no `label` (the source's `columns` can rename a column to it)")
+            raise RowError(f"the row has no `label`; {_renaming(row)}")
         label = label_name(given)
         chat = next((chat for chat in CHATS if chat.fits(row)), None)
         if chat is not None:
@@ -58,7 +58,7 @@ class LabelledFormat(RowFormat):
             assert isinstance(content, Conversation)
             return Labelled(content, label)
         if not (names := _texts(row)):
-            raise RowError("the row has no `text` (the source's `columns` can rename a column to it)")
+            raise RowError(f"the row has no `text`; {_renaming(row)}")
         texts = [require_text(row[name], name) for name in names]
         for name, text in zip(names, texts, strict=True):
             if not text.strip():
@@ -71,6 +71,10 @@ def _texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns of the row's texts: two, one or none."""
     pair = next((names for names in PAIRS if all(isinstance(row.get(name), str) for name in names)), ())
     return pair or tuple(name for name in TEXTS if isinstance(row.get(name), str))[:1]
+
+
+def _renaming(row: Mapping[str, Any]) -> str:
+    return f"its columns are {', '.join(map(short, row))}, and the source's `columns` renames columns"
 
 
 def label_name(label: Any) -> str:

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import Batch
+from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig
 from fxtune.data.formats.labelled import NUMBER, classes_of
 from fxtune.data.tokenized.table import TokenTable
@@ -124,6 +125,16 @@ class Classification(GroupObjective):
             for side in (tables, held_out)
         ]
         return sides[0], sides[1]
+
+    def plan_notes(self, plan: Plan) -> Iterator[str]:
+        for table in plan.tables:
+            assert table.labels is not None
+            pairs = np.unique(
+                np.stack([table.digests, np.asarray(table.labels, np.float32).view(np.uint32).astype(np.uint64)]),
+                axis=1,
+            )
+            if count := pairs.shape[1] - len(np.unique(pairs[0])):
+                yield f"{table.name}: {count:,} texts have several rows with different labels. Keep one label of each."
 
     def informed(self, tables: Sequence[TokenTable]) -> tuple[Objective, list[str]]:
         names = tables[0].label_names

@@ -292,6 +292,16 @@ def test_rows_of_a_csv_file_by_the_names_of_its_columns(cwd):
     assert json.loads(Path("csv/about.json").read_text())["objective"]["labels"] == ["0", "1"]
 
 
+def test_a_run_says_what_it_cuts_and_which_texts_have_two_labels(cwd, capsys):
+    rows = write(["a", "b"])
+    long = {"text": " ".join(WORDS * 9), "label": "a"}
+    write_jsonl(Path("rows.jsonl"), [*rows, long, {"text": "twice", "label": "a"}, {"text": "twice", "label": "b"}])
+    run("data.eval_fraction=0")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "rows.jsonl: 1 documents longer than 64 tokens were truncated" in out
+    assert "rows.jsonl: 1 texts have several rows with different labels" in out
+
+
 def test_mistakes_are_refused_with_the_change(cwd, capsys):
     write(["a"])
     assert "nothing to tell apart" in error(capsys)

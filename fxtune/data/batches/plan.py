@@ -343,7 +343,7 @@ class Plan:
                 if table.split.dropped:
                     what = "answers alone are" if table.by_row.images is None else "answers, with the images, are"
                     dropped = f"were left out, because their {what} too long. Raise data.sequence_length"
-            elif table.split.chats:
+            elif table.split.chats and not table.format.as_tokenized:
                 split += " at their turns, each with its system prompt"
                 cut = f"of these were cut, because an answer with its question is {over}"
                 lost += f" ({table.split.lost_supervised:,} supervised). Raise data.sequence_length to keep them"

@@ -36,7 +36,7 @@ class SplitCounts:
     """Counts of what became of a source's long chats, or of its long rows of preferences."""
 
     chats: int = 0
-    """Long chats, or long rows of preferences."""
+    """Long chats, long rows of preferences, or texts that are cut."""
     pieces: int = 0
     truncated: int = 0
     """Pieces whose last turn is cut off; in preferences, rows that lose the beginning of their prompt."""

@@ -328,10 +328,8 @@ def encode_shard(shard: Shard, encoder: Encoder) -> EncodedShard:
                 if encoder.format.answers:
                     end = prompt_tokens(first)
                     prompt = _digest(first.ids[:end], [image for image in first.images if image.start < end])
-                split += SplitCounts(
-                    truncated=sum(document.lost > 0 for document in documents),
-                    lost_tokens=sum(document.lost for document in documents),
-                )
+                cut = [document.lost for document in documents if document.lost]
+                split += SplitCounts(chats=len(cut), truncated=len(cut), lost_tokens=sum(cut))
                 if encoder.format.answers and encoder.is_long(documents):
                     found = encoder.shorten(documents)
                     documents, split = found.pieces, split + found.counts

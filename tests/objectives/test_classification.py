@@ -168,7 +168,7 @@ def learned(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("classifier")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["+recipe=classify_quickstart", "train.epochs=1", "run.dir=run", "run.report=false"]) == 0
+        assert main(["+recipe=classify_quickstart", "run.dir=run", "run.report=false"]) == 0
         assert main(["merge", "run"]) == 0
     return folder
 
@@ -177,10 +177,11 @@ def test_it_learns_and_says_what_it_knew_before(learned):
     rows = history(learned / "run")
     before = next(row for row in rows if "before/accuracy" in row)
     after = [row for row in rows if "eval/accuracy" in row][-1]
-    assert before["before/accuracy"] < 0.6 < 0.8 < after["eval/accuracy"]
+    assert before["before/accuracy"] < 0.6
+    assert after["eval/accuracy"] > 0.9
     matrix = [after[f"eval/confusion/{a}/{b}"] for a in ("fine", "spam", "insult") for b in ("fine", "spam", "insult")]
-    assert sum(matrix) == 240
-    assert sum(matrix[::4]) / 240 == pytest.approx(after["eval/accuracy"])
+    assert sum(matrix) > 150
+    assert sum(matrix[::4]) / sum(matrix) == pytest.approx(after["eval/accuracy"])
 
 
 def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeypatch, capsys):

@@ -66,7 +66,7 @@ class Classification(GroupObjective):
     single_label."""
     labels: list[str] = field(default_factory=list)
     """The names of the classes, in the order of the head's numbers. Empty: those of the rows, sorted."""
-    class_weights: dict[str, float] = field(default_factory=dict)
+    class_weights: dict[str, float] = field(default_factory=dict, metadata={"min": 0})
     """The weight of a class; 1 for a class that is not named."""
     balanced: bool = False
     """Weigh classes by the inverse of their frequency in the rows, so that rare classes count as much as others."""

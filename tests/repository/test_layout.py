@@ -77,6 +77,7 @@ ELSEWHERE = {
     "training/data/stored_teacher.py": "objectives/test_distillation.py, by whole runs",
     "training/steps.py": "test_trainer.py and faults/test_memory.py, by whole runs",
     "training/trial.py": "test_step_monitor.py, with runs that are not finite",
+    "training/visits.py": "test_evaluation.py of its folder",
     "upstream/fla.py": "techniques/smoke_tests.py: needs a GPU",
     "upstream/flash_attn.py": "test_flash4.py of tests/gpu: needs a GPU",
 }

@@ -111,11 +111,12 @@ class Decoder:
 
         return getattr(transformers, self.mapping)[config_class]
 
-    def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
-        """The tokenizer in `folder`. Raises whatever error transformers raises."""
+    def read_tokenizer(self, folder: Path, trust_remote_code: bool, **options: Any) -> Any:
+        """The tokenizer in `folder`, with these `options`. Raises whatever error transformers raises."""
         import transformers
 
-        return getattr(transformers, self.tokenizer_class).from_pretrained(folder, trust_remote_code=trust_remote_code)
+        read = getattr(transformers, self.tokenizer_class).from_pretrained
+        return read(folder, trust_remote_code=trust_remote_code, **options)
 
     def backbone(self, model: Any) -> nn.Module:
         """The part of a model without adapters that makes hidden states of tokens: its decoder, without a head."""

@@ -20,12 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxtune.models.kinds.beside import Beside
 from fxtune.models.kinds.decoder import Decoder, layer_lists
+from fxtune.models.kinds.embedder import Embedder
 from fxtune.models.kinds.scorer import CLASSIFIER_USE, SCORE_LABEL, Scorer, active
 
 HEAD = ("classifier.", "head.", "dense.", "bert.pooler.")
 """Beginnings of the names of a head's weights. A base may lack them."""
+POOLER = "pooler."
+"""Beginning of the names of weights that no vector of `objective.pool` needs."""
+INPUTS = ["input_ids", "attention_mask"]
+"""The outputs of tokenizer(text, second). BERT's token types are no inputs here, so exported tokenizers give none."""
 UNUSED = ("cls.", "lm_head.", "decoder.")
 """Beginnings of the names of heads over a vocabulary."""
 UNUSED_PARTS = ("pooler.", "embeddings.position_ids")
@@ -87,17 +91,11 @@ score = model(**tokenizer(text, return_tensors="pt")).logits[0, 0]
 ```"""
 
 
-class Encoder(Decoder):
-    """An encoder without a head, as a base: its config may name a head over the vocabulary, which is left out."""
+class Encoder(Embedder):
+    """An encoder that gives vectors, or an encoder as a base: its config may name a head over the vocabulary, which is
+    left out."""
 
-    head = "states"
-    gives = "vectors of tokens"
-    adapter_task = "FEATURE_EXTRACTION"
-    writes = False
     bidirectional = True
-    auto_class = "AutoModel"
-    mapping = "MODEL_MAPPING"
-    pipeline_tag = "feature-extraction"
 
     @property
     def families(self) -> Collection[str]:
@@ -105,6 +103,9 @@ class Encoder(Decoder):
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
         return config.model_type in FAMILIES and not getattr(config, "is_decoder", False)
+
+    def read_tokenizer(self, folder: Path, trust_remote_code: bool, **options: Any) -> Any:
+        return super().read_tokenizer(folder, trust_remote_code, model_input_names=INPUTS)
 
     def first_position(self, config: Any) -> int:
         return first_position(config.to_dict())
@@ -126,30 +127,23 @@ class Encoder(Decoder):
         return None
 
     def beside_text(self, model: Any) -> list[nn.Parameter]:
-        return []
-
-    def beside(self, model: Any) -> Beside:
-        return Beside()
-
-    def outputs(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        states: Tensor = self.backbone(base)(**inputs)[0]
-        return states
+        pooler = getattr(model, "pooler", None)
+        return [] if pooler is None else list(pooler.parameters())
 
     def unused_weights(self, unexpected: Collection[str]) -> list[str]:
-        return [name for name in unexpected if name.startswith(UNUSED) or any(part in name for part in UNUSED_PARTS)]
+        unused = UNUSED if self.trains_head else UNUSED + HEAD
+        return [name for name in unexpected if name.startswith(unused) or any(part in name for part in UNUSED_PARTS)]
+
+    def drawn_weights(self, missing: Collection[str]) -> list[str]:
+        return [name for name in missing if name.startswith(POOLER)]
 
 
-class EncoderScorer(Encoder, Scorer):
+class EncoderScorer(Scorer, Encoder):
     """An encoder whose head gives numbers for a document."""
 
-    head = "score"
-    gives = Scorer.gives
-    adapter_task = Scorer.adapter_task
     pads_by_token = False
-    auto_class = Scorer.auto_class
-    mapping = Scorer.mapping
-    pipeline_tag = Scorer.pipeline_tag
+    read_tokenizer = Encoder.read_tokenizer
+    unused_weights = Encoder.unused_weights
 
     def takes(self, config: Any, own_code: bool = True) -> bool:
         known = self.classes.get(config.model_type)
@@ -157,9 +151,6 @@ class EncoderScorer(Encoder, Scorer):
 
     def use(self, labels: list[str]) -> str:
         return USE if labels == [SCORE_LABEL] else CLASSIFIER_USE
-
-    def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
-        return Decoder.read_tokenizer(self, folder, trust_remote_code)
 
     def head_of(self, model: Any) -> nn.Module | None:
         head: Any = model

@@ -37,6 +37,7 @@ from fxtune.models.peft_adapter import lost_on_loading, matching_modules
 from fxtune.models.prepared import AdapterTargets, kinds
 from fxtune.models.structure import (
     backbone,
+    beside_text,
     decoder_layers,
     head_parts,
     hooked,
@@ -505,10 +506,12 @@ class _Places:
         self.decoder = _path(model, backbone(model))
         self._projectors = [_path(model, part) for part in projectors(model)]
         self._encoders = [_path(model, part) for part in vision_encoders(model)]
+        unread = {id(weight) for weight in beside_text(model)}
+        self._unread = {name.rpartition(".")[0] for name, weight in model.named_parameters() if id(weight) in unread}
 
     def is_known(self, path: str) -> bool:
         """Whether tokens or images reach the module."""
-        return any(_is_below(path, part) for part in (self.decoder, *self._projectors, *self._encoders))
+        return self.is_beside(path) or (_is_below(path, self.decoder) and path not in self._unread)
 
     def is_beside(self, path: str) -> bool:
         """Whether images alone reach the module."""

@@ -78,7 +78,14 @@ def test_flash4_trains_like_eager(family):
         )
         ids = np.random.default_rng(1).integers(1, 128, 24)
         batch = build_batch(
-            [type("Table", (), {"ids": ids, "supervised": ids > 0, "reference": None, "images": None})], pieces
+            [
+                type(
+                    "Table",
+                    (),
+                    {"ids": ids, "supervised": ids > 0, **dict.fromkeys(["reference", "teacher", "images"])},
+                )
+            ],
+            pieces,
         )
         losses, gradients = [], []
         for backend in ("eager", "flash4"):

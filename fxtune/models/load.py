@@ -27,6 +27,7 @@ from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
 from fxtune.models.kinds.known import families, kind_of, why_none, with_head, with_head_of_task
+from fxtune.models.kinds.scorer import SCORE_WORDS
 from fxtune.models.mtp import mtp_tensors
 from fxtune.models.peft_adapter import CONFIG
 from fxtune.models.prepared import PreparedModel
@@ -389,6 +390,7 @@ def build(
     )
     if empty:
         _fill_head(model, hf_config, prepared, world, seed)
+    vars(built.config).pop(SCORE_WORDS, None)
     return prepared
 
 
@@ -405,8 +407,9 @@ def _fill_head(model: ModelConfig, hf_config: Any, built: PreparedModel, world: 
         )
         heads[name] = tuple(weight.shape)
     drawn = set() if model.init is Init.random or not heads else heads.keys() - weights.names(_found(model, built))
-    for number, name in enumerate(sorted(drawn)):
-        weights.draw_weight(name, built.module.get_parameter(name), hf_config, seed + number)
+    fill = {name: built.module.get_parameter(name) for name in sorted(drawn)}
+    weights.start_head(fill, hf_config, seed, None if model.init is Init.random else _found(model, built))
+    for name in drawn:
         del heads[name]
     if heads:
         each_weight(

@@ -14,6 +14,7 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.models.kinds.decoder import Decoder
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.kinds.scorer import LM_HEADS, SCORE_WORDS
 from fxtune.system.files.hub import Origin, fetch
 from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.upstream.transformers import forget_conversions
@@ -63,6 +64,7 @@ def unpacks(origin: Origin, hf_config: Any) -> bool:
 
 def draw(hf_config: Any, dtype: torch.dtype, world: World, seed: int, code: bool) -> Any:
     """A model with random weights."""
+    start_head({}, hf_config, seed, None)
     cards = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cards), world.device:
         torch.manual_seed(seed)
@@ -115,8 +117,8 @@ def read(
             f"{place} do not fit its config.json ({hf_config.model_type}): {troubles}. transformers would continue "
             "with random weights. Use a complete copy."
         )
-    for number, name in enumerate(sorted(kind.drawn_weights(set(report["missing_keys"])))):
-        draw_weight(name, built.get_parameter(name), hf_config, seed + number)
+    drawn = {name: built.get_parameter(name) for name in sorted(kind.drawn_weights(set(report["missing_keys"])))}
+    start_head(drawn, hf_config, seed, origin)
     if unpacked:
         forget_conversions(built)  # otherwise save_pretrained would give these tensors the packed names
         for name, weight in built.named_parameters():
@@ -141,6 +143,34 @@ def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
         ("weights have another shape", shapes),
         ("errors", report["error_msgs"]),
     )
+
+
+def start_head(drawn: dict[str, torch.Tensor], hf_config: Any, seed: int, origin: Origin | None) -> None:
+    """Fill the weights of a head that the base lacks, `drawn`, with random numbers, or with the difference of two rows
+    of the base's head over the vocabulary, if objective.words names their words. Raises ConfigError if these words
+    say nothing here."""
+    for number, (name, weight) in enumerate(drawn.items()):
+        draw_weight(name, weight, hf_config, seed + number)
+    if not (words := getattr(hf_config, SCORE_WORDS, [])):
+        return
+    if not drawn or origin is None:
+        raise ConfigError("objective.words: the model has no logits of words, for it has a score or random weights.")
+    tokenizer = kind_of(hf_config).read_tokenizer(origin.folder, trust_remote_code=False)
+    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    for word, found in zip(words, ids, strict=True):
+        if len(found) != 1:
+            raise ConfigError(
+                f"objective.words: {word!r} is {len(found)} tokens of this model. Name words of one token."
+            )
+    size = hf_config.get_text_config().vocab_size
+    rows = {
+        name: [opened.get_slice(name)[found[0]].float() for found in ids]
+        for _, name, opened in stored(readable_files(origin))
+        if name.startswith(LM_HEADS) or opened.get_slice(name).get_shape()[0] == size
+    }
+    first, second = rows[max(rows, key=lambda name: name.startswith(LM_HEADS))]
+    with torch.no_grad():
+        next(iter(drawn.values())).copy_(second - first)
 
 
 @torch.no_grad()

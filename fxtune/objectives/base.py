@@ -21,7 +21,9 @@ from omegaconf import OmegaConf
 
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.data.chat.template_source import template_of_pairs
 from fxtune.data.config import DataConfig
+from fxtune.data.formats.registry import FORMATS
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
@@ -123,6 +125,12 @@ class Objective:
     def from_rows(self) -> dict[str, Any]:
         """The options that informed() has set. They are kept with the run, for commands that read other rows."""
         return {}
+
+    def set_template(self, tokenizer: Any, data: DataConfig) -> None:
+        """Give `tokenizer` the chat template of the run and of its export. Raises DataError for a wrong file."""
+        form = FORMATS.get(self.needs.row_format)
+        if form is not None and form.writes_pairs:
+            tokenizer.chat_template = template_of_pairs(tokenizer, data.chat_template)
 
     def configured(self, hf_config: Any) -> Any:
         """The config of the model to build. Raises ConfigError if the base has a head for something else."""

@@ -12,10 +12,11 @@ a candidate: tokenizer(query, candidate).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -23,6 +24,8 @@ from torch.nn import functional as F
 from fxtune.data.batches.batch import Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
+from fxtune.models.dims import Shape
+from fxtune.models.kinds.scorer import SCORE_WORDS
 from fxtune.objectives.base import GroupLosses, GroupObjective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs, one_number_refusals
@@ -51,10 +54,20 @@ class Ranking(GroupObjective):
     compared: ClassVar[tuple[str, ...]] = ("first", "mrr", "ndcg")
     losses: RankingLoss = RankingLoss.listwise
     """`pointwise`, `pairwise` or `listwise`."""
+    words: list[str] = field(default_factory=list)
+    """`[no, yes]`: the score starts as the base's logit of the second word minus its logit of the first one, after the
+    last token. Such a base has learned to answer with these words, as Qwen3-Reranker. Empty: the head is drawn."""
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
         yield from one_number_refusals("a relevance", facts)
+        if self.words and (len(self.words) != 2 or not Shape.of(facts.model).causal):
+            yield "objective.words: name two words, and a decoder in model.path, whose head predicts the next word."
+
+    def configured(self, hf_config: Any) -> Any:
+        config = copy.deepcopy(hf_config)
+        setattr(config, SCORE_WORDS, self.words)
+        return config
 
     def plan_refusals(self, plan: Plan) -> Iterator[str]:
         labels = plan.stream.labels()

@@ -64,6 +64,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     hf_config = config.objective.configured(models.load_config(source, config.objective.needs.head))
     set_attention(hf_config, "eager")  # the attention kernels that the config names may not be installed
     tokenizer = models.load_tokenizer(source, hf_config)
+    config.objective.set_template(tokenizer, config.data)
     model = assemble(pipeline, source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model.module)
     add_end_tokens(model, _ends(run, config))

@@ -22,7 +22,6 @@ from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO, template_time_now
-from fxtune.data.formats.registry import FORMATS
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
@@ -153,9 +152,7 @@ class RunBuilder:
         tokenizer = self.world.main_first(
             partial(models.load_tokenizer, config.model, self.settled.hf_config), "waiting for the tokenizer"
         )
-        form = FORMATS.get(config.objective.needs.row_format)
-        if form is not None and form.drops_template:
-            tokenizer.chat_template = None
+        config.objective.set_template(tokenizer, config.data)
         read_images = partial(
             image_processor, config.model, config.data, tokenizer, self.settled.hf_config, self.facts.dtype
         )

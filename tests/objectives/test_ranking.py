@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from sklearn.metrics import ndcg_score
 from support.harness import SMALLER
 from support.rows import write_jsonl
-from support.runs import figures, same_export
+from support.runs import figures, history, same_export
 from torch.nn import functional as F
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import fxtune
 from fxtune.cli.main import main
 from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.row_format import LearnConfig
@@ -147,3 +149,71 @@ def test_a_run_shows_what_it_knew_before_and_resumes_bit_for_bit(cwd, capsys):
         assert main([*LEARNS, "run.dir=paused", *words]) == 0
     assert figures("paused", "loss", "ndcg") == figures("whole", "loss", "ndcg")
     assert same_export("whole", "paused")
+
+
+TEMPLATE = """{{ bos_token }}Judge.{% for message in messages if message.role == 'system' %} {{ message.content }}{% endfor %}
+<Query>: {{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}
+<Document>: {{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }}
+Answer: """
+JUDGES = [
+    *("objective=ranking", "objective.words=[n,y]", "model=tiny", "model.dtype=float32", "data.sequence_length=512"),
+    *("data.sources=[{path: builtin:retrieval_train}]", "data.eval_sources=[{path: held.jsonl}]", "run.report=false"),
+    *("data.system=Be fair.", "data.chat_template=pairs.jinja", "data.cache_dir=cache", "tracking.display=plain"),
+    *("train.micro_batch_size=2", "train.global_batch_size=2", "train.max_steps=2", "run.device=cpu"),
+]
+
+
+def listwise(score, tokenizer, rows) -> float:
+    """The mean loss of `rows`. `score`: a function of the ids that the template gives."""
+    template, found = Path("pairs.jinja").read_text(), []
+    for row in rows:
+        scores = []
+        for text in (row["positive"], *row["negative"]):
+            turns = {"system": "Be fair.", "query": row["query"], "document": text}
+            messages = [{"role": role, "content": content} for role, content in turns.items()]
+            ids = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
+            with torch.no_grad():
+                scores.append(score(torch.tensor([ids])))
+        found.append(F.cross_entropy(torch.stack(scores), torch.tensor([1.0, *[0.0] * (len(scores) - 1)]).softmax(0)))
+    return torch.stack(found).mean().item()
+
+
+def test_scores_start_as_the_logits_of_two_words_in_a_template_of_pairs(cwd):
+    Path("pairs.jinja").write_text(TEMPLATE)
+    builtin = Path(fxtune.__file__).parent / "assets"
+    rows = [json.loads(line) for line in (builtin / "data/retrieval_test.jsonl").read_text().splitlines()[:6]]
+    write_jsonl(Path("held.jsonl"), rows)
+    assert main([*JUDGES, "techniques.lora.enabled=true", "run.dir=run"]) == 0
+    before, after = (
+        next(line[f"{when}/loss"] for line in history(Path("run")) if f"{when}/loss" in line)
+        for when in ("before", "eval")
+    )
+    tokenizer = AutoTokenizer.from_pretrained("run/adapter")
+    assert tokenizer.chat_template == Path("pairs.jinja").read_text(), "a CrossEncoder writes pairs with it"
+    base = AutoModelForCausalLM.from_pretrained(builtin / "tiny", dtype=torch.float32).eval()
+    n, y = (tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in "ny")
+    wanted = listwise(lambda ids: base(ids).logits[0, -1, y] - base(ids).logits[0, -1, n], tokenizer, rows)
+    assert before == pytest.approx(wanted, abs=1e-5)
+    assert "score_words" not in json.loads(Path("run/adapter/config.json").read_text())
+    config = AutoConfig.from_pretrained("run/adapter")
+    plain = AutoModelForSequenceClassification.from_pretrained(builtin / "tiny", config=config, dtype=torch.float32)
+    trained = PeftModel.from_pretrained(plain, "run/adapter").eval()
+    assert after == pytest.approx(listwise(lambda ids: trained(ids).logits[0, 0], tokenizer, rows), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["objective.words=[no,y]"], 2, "'no' is 2 tokens of this model"),
+        (["objective.words=[y]"], 2, "name two words"),
+        (["model.init=random", f"model.architecture={SMALLER}"], 2, "no logits of words"),
+        (["data.chat_template=other.jinja"], 3, "does not name the roles"),
+        (["data.sequence_length=20", "data.on_long=truncate"], 3, "the chat template and the query alone"),
+    ],
+)
+def test_words_and_templates_that_say_nothing_are_refused(cwd, capsys, words, code, reason):
+    Path("pairs.jinja").write_text(TEMPLATE)
+    Path("other.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    write_jsonl(Path("held.jsonl"), [{"query": "q", "positive": "a", "negative": "b"}])
+    assert main([*JUDGES, *words]) == code
+    assert reason in " ".join(capsys.readouterr().err.split())

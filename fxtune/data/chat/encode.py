@@ -163,6 +163,7 @@ class Encoder:
         self._tokenizer = _with_exact_offsets(tokenizer)
         self._borders = BorderFinder(self._tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder)
         self.templates = ChatTemplates(self._tokenizer, chat_template, self.variables, template_time, system)
+        self._template_of_pairs = format.writes_pairs and bool(tokenizer.chat_template)
         if format.needs_template:
             self.templates.get(with_tools=False)
             self.templates.require_variables(self.variables)
@@ -290,6 +291,8 @@ class Encoder:
     def _as_tokenized(self, content: PlainText) -> Steps[Document]:
         """The document that the tokenizer makes of a text or of two, with at most `longest` tokens: the end of the
         longer text is cut, as with `truncation=True`."""
+        if content.second is not None and self._template_of_pairs:
+            return (yield from self._as_pair(content.text, content.second))
         frame = self._frames[content.second is not None]
         parts = [list((yield content.text)[0])]
         if content.second is not None:
@@ -301,6 +304,21 @@ class Encoder:
             max(parts, key=len).pop()
         ids = [*frame[0], *parts[0], *frame[1] * (len(parts) > 1), *parts[-1] * (len(parts) > 1), *frame[2]]
         return Document(ids, [True] * len(ids), lost=lost)
+
+    def _as_pair(self, query: str, candidate: str) -> Steps[Document]:
+        """The document that the chat template makes of a query and a candidate, as sentence-transformers does. The end
+        of the candidate is cut at `longest` tokens."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages += [{"role": "query", "content": query}, {"role": "document", "content": candidate}]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        ids, offsets = yield text
+        begin = text.rfind(candidate)
+        end = sum(start < begin + len(candidate) for start, _ in offsets)
+        lost = max(len(ids) - (self.longest or sys.maxsize), 0)
+        if lost and offsets[end - lost][0] <= begin:
+            raise RowError("the chat template and the query alone have more tokens than data.sequence_length")
+        kept = [*ids[: end - lost], *ids[end:]]
+        return Document(kept, [True] * len(kept), lost=lost)
 
     def _plain_text(self, content: PlainText, remarks: tuple[str, ...]) -> Steps[Document]:
         ids, offsets = yield content.text
@@ -427,7 +445,7 @@ class Encoder:
 
     def remarks(self) -> list[str]:
         """Remarks for the user on the chat template or on the tokenizer, before training."""
-        if self.templates.are_used:
+        if self.templates.are_used or self._template_of_pairs:
             return [
                 *(
                     f"the chat template writes the time, as {text}, in each document; data.template_time=TIME sets "

@@ -49,6 +49,18 @@ def read_template(path: str) -> str:
     return source
 
 
+def template_of_pairs(tokenizer: Any, path: str | None) -> str | None:
+    """The chat template that writes messages of the roles `query` and `document`, as rerankers have it: the file
+    `path` (data.chat_template), or the template of `tokenizer`. None if the tokenizer has no such template. Raises
+    DataError if the file has none."""
+    source = read_template(path) if path else str(tokenizer.chat_template or "")
+    if all(re.search(rf"""['"]{role}['"]""", source) for role in ("query", "document")):
+        return source
+    if path:
+        raise DataError(f"data.chat_template={path}: it does not name the roles `query` and `document`. Add them.")
+    return None
+
+
 class ChatTemplates:
     """The chat templates of an encoder. Each set of variables that rows give has a template for rows with tools and a
     template for rows without tools. Picklable.

@@ -26,7 +26,7 @@ class CandidatesFormat(RowFormat):
     known_columns = frozenset((*QUERIES, *CANDIDATES, *RELEVANCES, *POSITIVES, *NEGATIVES, "query_type", "answers"))
     is_group = True
     as_tokenized = True
-    drops_template = True
+    writes_pairs = True
     is_question = False
     nothing_learned = "no row has a candidate"
 

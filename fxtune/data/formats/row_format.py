@@ -182,8 +182,9 @@ class RowFormat(ABC):
     """Whether each row needs a chat template."""
     as_tokenized: ClassVar[bool] = False
     """Whether texts become what the tokenizer makes of them at use, and are cut to the length of a row."""
-    drops_template: ClassVar[bool] = False
-    """Whether an export has no chat template, because sentence-transformers would write texts as chats with it."""
+    writes_pairs: ClassVar[bool] = False
+    """Whether a chat template counts only if it has the roles `query` and `document`. An export then has no other
+    template, because sentence-transformers would write texts as chats with it."""
     is_question: ClassVar[bool] = True
     """Whether a row has a question for the model and a reference answer (data.questions)."""
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxtune.models.kinds.decoder import Decoder, layer_lists
+from fxtune.models.kinds.decoder import layer_lists
 from fxtune.models.kinds.embedder import Embedder
 from fxtune.models.kinds.scorer import CLASSIFIER_USE, SCORE_LABEL, Scorer, active
 

@@ -24,6 +24,8 @@ from fxtune.models.kinds.decoder import Decoder, OtherHead
 SCORE = "score.weight"
 SCORE_LABEL = "score"
 """The label of a head with one number."""
+SCORE_WORDS = "score_words"
+"""The entry of a config that build() takes out: the two words of objective.words, or nothing."""
 LM_HEADS = ("lm_head.", "embed_out.")
 """Beginnings of the names of heads over a vocabulary."""
 

@@ -61,7 +61,14 @@ def conversations(name: str) -> list[tuple[str, dict]]:
 
 
 def test_data_equals_the_output_of_its_script(tmp_path):
-    for name in ("make_quickstart", "make_preferences", "make_moderation", "make_retrieval", "make_vision"):
+    for name in (
+        "make_quickstart",
+        "make_preferences",
+        "make_moderation",
+        "make_retrieval",
+        "make_support",
+        "make_vision",
+    ):
         subprocess.run([sys.executable, SCRIPTS / f"{name}.py", "--out", tmp_path], check=True)
     written = sorted(file.name for file in tmp_path.iterdir())
     assert written == sorted(file.name for file in DATA.iterdir())

@@ -241,6 +241,12 @@ CASES: dict[str, Case] = {
     "objective.losses": Case(
         step, "pairwise", LABELLED.replace("classification", "ranking").replace("labelled", "ranked")
     ),
+    "objective.words": Case(
+        step,
+        "[n,y]",
+        LABELLED.replace("classification", "ranking").replace("labelled", "ranked"),
+        refused="no logits of words",  # of random weights; tests/objectives/test_ranking.py shows how it acts
+    ),
     "objective.pool": Case(step, "mean", TRIPLETS),
     "objective.symmetric": Case(step, "true", TRIPLETS),
     "objective.false_negative_margin": Case(step, "0.0", TRIPLETS),

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.bad_steps import interrupt_at
 from support.optimizers import CASES, YES, backward, make
+from transformers import LlamaConfig
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, HardwareError, Stopped
@@ -261,6 +262,8 @@ def test_only_the_weights_of_one_part_are_copied_to_undo_a_step():
 
 def test_proof_counts_the_gradients_that_exist_at_once():
     class Parts(torch.nn.Module):
+        config = LlamaConfig()
+
         def __init__(self):
             super().__init__()
             self.one, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)

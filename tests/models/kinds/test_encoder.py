@@ -13,8 +13,10 @@ from support.architectures import CPU
 from support.cases import slow_but
 from support.rows import write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn import functional as F
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -274,3 +276,50 @@ def test_a_trained_encoder_scores_in_plain_transformers_what_tokenizer_text_give
     figures = of_output("run")
     assert figures["eval/reward_chosen"] == pytest.approx(chosen.mean().item(), abs=near)
     assert figures["eval/reward_rejected"] == pytest.approx(rejected.mean().item(), abs=near)
+
+
+@pytest.mark.parametrize(
+    ("family", "pool", "options"),
+    slow_but(
+        [
+            ("bert", "mean", ["techniques.lora.enabled=true"]),
+            ("xlm-roberta", "cls", ["optimizer.lr=1e-3"]),
+            (
+                "modernbert",
+                "cls",
+                [
+                    *("techniques.lora.enabled=true", "data.packing=false"),
+                    *("train.micro_batch_size=3", "train.global_batch_size=9"),
+                ],
+            ),
+            ("modernbert", "mean", ["optimizer.lr=1e-3"]),
+            ("eurobert late", "last", ["optimizer.lr=1e-3"]),
+        ],
+        ("bert", "mean", ["techniques.lora.enabled=true"]),
+    ),
+)
+def test_vectors_of_a_trained_encoder_are_those_of_plain_transformers(family, pool, options, cwd):
+    keys = {**ENCODERS[family], "initializer_range": 0.3}
+    AutoModelForMaskedLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).save_pretrained("base")
+    encoder_tokenizer().save_pretrained("base")
+    for file, count, seed in (("pairs.jsonl", 96, 0), ("held.jsonl", 12, 1)):
+        draw, rows = np.random.default_rng(seed), []
+        for _ in range(count):
+            query, other = (draw.choice(WORDS, 5).tolist() for _ in range(2))
+            rows.append({"query": " ".join(query), "positive": " ".join(query[::-1]), "negative": " ".join(other)})
+        write_jsonl(Path(file), rows)
+    words = [*TRAINS[1:], "objective=embedding", f"objective.pool={pool}", *options, "train.max_steps=6"]
+    assert main(words) == 0
+    folder = Path("run/adapter" if "techniques.lora.enabled=true" in options else "run/model")
+    plain = AutoModel.from_pretrained("base" if folder.name == "adapter" else folder)
+    model = (PeftModel.from_pretrained(plain, folder) if folder.name == "adapter" else plain).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert "token_type_ids" not in tokenizer("red", "blue")
+
+    def vector(text: str) -> torch.Tensor:
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        return F.normalize({"mean": states.mean(0), "cls": states[0], "last": states[-1]}[pool], dim=0)
+
+    similarity = torch.stack([vector(row["query"]) @ vector(row["positive"]) for row in rows]).mean()
+    assert of_output("run")["eval/similarity_positive"] == pytest.approx(similarity.item(), abs=1e-5)

@@ -103,9 +103,11 @@ class Classification(GroupObjective):
         for table in both:
             unknown = {one for name in table.label_names for one in classes_of(name)} - set(classes)
             if unknown:
-                where = "objective.labels has" if self.labels else "the rows to train on have"
+                where, change = "the rows to train on have", "Add rows"
+                if self.labels:  # of the recipe, or of the run that a refresh goes on with
+                    where, change = "objective.labels has", "Train a new run on all rows, with all classes in this key"
                 raise ConfigError(
-                    f"{table.name}: {where} no class {_list(_sorted(unknown))}. Add rows, or correct the labels."
+                    f"{table.name}: {where} no class {_list(_sorted(unknown))}. {change}, or correct the labels."
                 )
         if tables and (unseen := [one for one in classes if one not in seen]):
             raise ConfigError(f"objective.labels: no row to train on has the class {_list(unseen)}. Remove it.")
@@ -184,6 +186,11 @@ class Classification(GroupObjective):
         config.problem_type = kinds.get(self.problem, "regression")
         return config
 
+    def conclude(self, hf_config: Any, figures: Mapping[str, float]) -> None:
+        if self.problem is Problem.multi_label:
+            names = {one: f"eval/threshold/{one}" for one in self.labels}
+            hf_config.thresholds = {one: figures[name] for one, name in names.items() if name in figures}
+
     def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         numbers, labels = model.numbers(batch), batch.document_labels
         assert labels is not None
@@ -258,19 +265,14 @@ class Classification(GroupObjective):
         for at in mixed:
             precision, recall, thresholds = metrics.precision_recall_curve(truth[:, at], shares[:, at])
             f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
-            found[f"threshold/{self.labels[at]}"] = float(thresholds[f1[:-1].argmax()])
+            best = f1[:-1].argmax()  # halfway to the next lower share, so that rounding does not change the classes
+            found[f"threshold/{self.labels[at]}"] = float(thresholds[max(best - 1, 0) : best + 1].mean())
         return found
 
     def verdict(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
         yield from super().verdict(before, after)
         if "f1" not in after and self.problem is not Problem.regression:
             yield "F1, AUC and the confusion matrix need scikit-learn: pip install 'fxtune[metrics]'"
-        if f"confusion/{self.labels[0]}/{self.labels[0]}" in after:
-            width = max(len(one) for one in (*self.labels, "true \\ predicted")) + 2
-            yield "true \\ predicted".ljust(width) + "".join(one.rjust(width) for one in self.labels)
-            for true in self.labels:
-                cells = (f"{after[f'confusion/{true}/{one}']:.0f}".rjust(width) for one in self.labels)
-                yield true.ljust(width) + "".join(cells)
 
 
 def _problem(names: Iterator[str] | Sequence[str]) -> Problem:

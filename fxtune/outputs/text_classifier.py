@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fxtune.models.kinds.scorer import Scorer
+from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
 from fxtune.outputs.conversation import load_tuned
 from fxtune.outputs.run_output import RunOutput
@@ -32,7 +33,12 @@ class TextClassifier:
     """`model`: of AutoModelForSequenceClassification. `tokenizer`: makes the same tokens as in training."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, config = model.eval(), tokenizer, model.config
+        self.chosen: dict[str, float] = getattr(config, "thresholds", None) or {}
+        """The thresholds that an evaluation has chosen."""
+        several = config.id2label.values() if config.problem_type == MULTI else ()
+        self.thresholds = dict.fromkeys(several, ALL_ABOVE) | self.chosen
+        """The share from which on a text has a class. Empty if a text has one class, or a score."""
 
     @classmethod
     def open(cls, output: RunOutput, trust_remote_code: bool = False) -> TextClassifier:

@@ -84,7 +84,7 @@ def run(
 def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
     """Print the classes, or the score, of each line of standard input."""
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        classifier = TextClassifier.open(output, trust_remote_code)
+        classifier = TextClassifier(output, trust_remote_code)
     thresholds = classifier.thresholds
     if unknown := [name for name in thresholds if name not in classifier.chosen]:
         say(plain(f"No evaluation has chosen a threshold for {', '.join(unknown)}: it is {ALL_ABOVE}."))

@@ -36,6 +36,10 @@ WIDE = ("Loss", "Gradient norm")
 """Charts that may have a logarithmic scale."""
 
 
+def _sides(metric: str) -> dict[str, str]:
+    return {f"train/{metric}": "training", f"eval/{metric}": "held out"}
+
+
 def _both(metric: str) -> dict[str, str]:
     """The metrics of chosen and rejected answers, in training and held out, with their names."""
     parts = {"train": "", "eval": ", held out"}
@@ -47,7 +51,7 @@ def _both(metric: str) -> dict[str, str]:
 
 
 CHARTS = (
-    ("Loss", "a supervised token", {"train/loss": "training", "eval/loss": "held out"}),
+    ("Loss", "a supervised token", _sides("loss")),
     ("Learning rate", "", {"train/lr": "learning rate"}),
     ("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}),
     ("Speed", "tokens/s", {"train/tokens_per_second": "tokens/s"}),
@@ -58,16 +62,8 @@ CHARTS = (
 )
 """(title, unit, the name of each metric) for each chart."""
 PREFERENCES = (
-    (
-        "Reward accuracy",
-        "share of the rows",
-        {"train/reward_accuracy": "training", "eval/reward_accuracy": "held out"},
-    ),
-    (
-        "Reward margin",
-        "of rewards",
-        {"train/reward_margin": "training", "eval/reward_margin": "held out"},
-    ),
+    ("Reward accuracy", "share of the rows", _sides("reward_accuracy")),
+    ("Reward margin", "of rewards", _sides("reward_margin")),
     ("Rewards", "", _both("reward")),
     ("Log-probabilities", "nats a token of the answer", _both("log_probs")),
     ("Length of answers", "tokens", _both("length")),
@@ -201,14 +197,9 @@ def _grouped(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any
     """(names of the runs with this value, value) for each distinct value; the name is empty if all runs agree."""
     if all(value == values[0] for value in values):
         return [("", values[0])]
-    groups: list[tuple[list[str], Any]] = []
-    for name, value in zip(names, values, strict=True):
-        own = next((group for group, common in groups if common == value), None)
-        if own is None:
-            groups.append(([name], value))
-        else:
-            own.append(name)
-    return [(", ".join(group), value) for group, value in groups]
+    distinct = [value for at, value in enumerate(values) if value not in values[:at]]
+    runs = list(zip(names, values, strict=True))
+    return [(", ".join(name for name, own in runs if own == value), value) for value in distinct]
 
 
 def _lengths(runs: Sequence[RunFiles], names: list[str]) -> list[tuple[str, list[tuple[str, int, float]]]]:
@@ -293,7 +284,7 @@ def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], li
     recorded = {metric for run in runs for metric in run.curves}
     measured = measures(run.last for run in runs)
     of_objective = [chart for chart in PREFERENCES if recorded & chart[2].keys()]
-    of_objective += [(name, "", {f"train/{name}": "training", f"eval/{name}": "held out"}) for name in measured]
+    of_objective += [(name, "", _sides(name)) for name in measured]
     loss = (CHARTS[0][0], "a row", CHARTS[0][2]) if of_objective else CHARTS[0]
     for title, unit, metrics in (loss, *of_objective, *CHARTS[1:]):
         lines = [

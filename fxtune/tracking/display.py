@@ -258,17 +258,13 @@ HIDDEN = (
     *(
         "time/",
         "startup/",
-        "eval/confusion/",
-        "before/confusion/",
-        "eval/threshold/",
-        "before/threshold/",
         "train/forward_backward_seconds",
         "train/update_seconds",
     ),
     *(
         f"{part}/{name}"
-        for part in ("train", "eval")
-        for name in ("reward_chosen", "reward_rejected", "log_probs_rejected", "length_")
+        for part in ("train", "eval", "before")
+        for name in ("reward_chosen", "reward_rejected", "log_probs_rejected", "length_", "confusion/", "threshold/")
     ),
 )
 """The beginnings of the names of metrics that only reports and trackers show."""

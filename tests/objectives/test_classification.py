@@ -311,7 +311,7 @@ def test_a_refresh_keeps_the_classes_of_its_run(cwd, capsys):
     assert main([*words, "data.sources=[{path: new.jsonl}]"]) in (2, 3)
     said = " ".join(capsys.readouterr().err.split())
     assert "new.jsonl: objective.labels has no class z" in said
-    assert "Train a new run" in said
+    assert "train a new run" in said
     rows = write(["c", "a"], "new.jsonl", 50)
     write_jsonl(Path("new.jsonl"), [{**row, "text": f"now {row['text']}"} for row in rows])
     assert main([*words, "data.sources=[{path: new.jsonl}]", "--force"]) == 0

@@ -15,6 +15,8 @@ The model of a classifier or a reward model prints the classes, or the score, of
     echo "you have won a prize" | fxtune chat classify_quickstart
     spam 0.993, fine 0.005, insult 0.002
 
+If a text may have several classes, the line begins with the classes whose share reaches their threshold.
+
 `/image FILE` shows a file to a model that reads images. The image belongs to the prompt on the same line. On a line
 without a prompt, it belongs to the next prompt:
 
@@ -39,6 +41,7 @@ from rich.table import Column, Table
 from fxtune.cli.answer import ANSWER
 from fxtune.data.formats.values import RowError
 from fxtune.errors import Stopped
+from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.outputs.conversation import Conversation
 from fxtune.outputs.run_output import RunOutput, find_output
 from fxtune.outputs.text_classifier import TextClassifier, scores_texts
@@ -81,15 +84,22 @@ def run(
 def _read_texts(output: RunOutput, trust_remote_code: bool) -> None:
     """Print the classes, or the score, of each line of standard input."""
     with progress.shown("auto" if console().is_terminal else "none"), progress.phase("Loading the model"):
-        classifier = TextClassifier.open(output, trust_remote_code)
+        classifier = TextClassifier(output, trust_remote_code)
+    thresholds = classifier.thresholds
+    if unknown := [name for name in thresholds if name not in classifier.chosen]:
+        say(plain(f"No evaluation has chosen a threshold for {', '.join(unknown)}: it is {ALL_ABOVE}."))
     if sys.stdin.isatty():
         say("A text a line; Ctrl-D ends.")
     read: list[dict[str, Any]] = []
     for line in sys.stdin:
         if text := line.strip():
             found = classifier.read(text)
-            say(plain(", ".join(f"{name} {number:.3f}" for name, number in list(found.items())[:CLASSES])))
+            shares = ", ".join(f"{name} {number:.3f}" for name, number in list(found.items())[:CLASSES])
             read.append({"text": text, "labels": found})
+            if thresholds:
+                chosen = [name for name, share in found.items() if share >= thresholds[name]]
+                read[-1]["classes"], shares = chosen, f"{', '.join(chosen) or 'no class'} ({shares})"
+            say(plain(shares))
             ANSWER.put({"texts": read})
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from fxtune.cli.answer import ANSWER
 from fxtune.config.root import Config
 from fxtune.outputs.evaluation import Evaluation, evaluate, evaluate_output
+from fxtune.reports.held_out import CLASSES, class_tables
 from fxtune.system.terminal.console import answers_table, say, table
 
 
@@ -34,7 +35,7 @@ def run(config: Config, trust_remote_code: bool = False) -> dict[str, float]:
 def _show(found: Evaluation) -> dict[str, float]:
     answered = [{"question": asked.label, "right": asked.answer, "answer": answer} for asked, answer in found.answers]
     ANSWER.put({"model": found.model, "figures": found.figures, "answers": answered, "notes": found.notes})
-    rows = [[name, f"{value:.4f}"] for name, value in found.figures.items()]
+    rows = [[name, f"{value:.4f}"] for name, value in found.figures.items() if not name.startswith(CLASSES)]
     if found.supervised_tokens is not None:
         rows.insert(0, ["supervised tokens", f"{found.supervised_tokens:,}"])
     if found.answers:
@@ -44,5 +45,7 @@ def _show(found: Evaluation) -> dict[str, float]:
     for note in found.notes:
         say(note)
     say(table(f"Evaluation of {found.model}", ["figure", "value"], rows))
+    for content in class_tables(found.figures):
+        say(table(*content))
     found.require_finite()
     return found.figures

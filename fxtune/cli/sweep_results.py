@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.checkpoint.run_folder import write_json
+from fxtune.reports.held_out import measures
 from fxtune.system.terminal import console
 
 FILE = "sweep.json"
@@ -18,7 +19,8 @@ COLUMNS = {
     "exact match": ("questions/exact_match",),
     "training loss": ("train/loss",),
 }
-"""The figures that each column may show. A column shows the first figure that a run has."""
+"""The figures that each column may show. A column shows the first figure that a run has. The measures of the objective
+follow under their own names."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class SweepRun:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def value(self, column: str) -> float | None:
-        found = (self.figures.get(name) for name in COLUMNS[column])
+        found = (self.figures.get(name) for name in COLUMNS.get(column, (f"eval/{column}",)))
         return next((value for value in found if isinstance(value, (int, float))), None)
 
     def order(self) -> tuple[float, ...]:
@@ -43,7 +45,8 @@ def show_results(runs: list[SweepRun], folder: Path) -> None:
     """Print the table and write sweep.json to `folder`. Runs without a held-out loss follow the others, in the order
     of their training loss. Failed runs are last. Raises StorageError."""
     runs = sorted(runs, key=lambda run: (run.error is not None, *run.order()))
-    shown = [column for column in COLUMNS if any(run.value(column) is not None for run in runs)]
+    columns = *COLUMNS, *measures(run.figures for run in runs)
+    shown = [column for column in columns if any(run.value(column) is not None for run in runs)]
     failed = ["failed", *[""] * (len(shown) - 1)]
     rows = [
         [run.changes, *([_text(run.value(column)) for column in shown] if run.error is None else failed), run.folder]

@@ -236,8 +236,9 @@ def with_changes_of(adapter: Origin, config: Any) -> Any:
     if kind_of(whole).trains_head:
         scaled = with_head(scaled, kind_of(whole).head)
         scaled.get_text_config().pad_token_id = trained.pad_token_id
-        for name in ("id2label", "label2id", "problem_type"):
-            setattr(scaled, name, copy.deepcopy(getattr(whole, name)))
+        for name in ("id2label", "label2id", "problem_type", "thresholds"):
+            if hasattr(whole, name):
+                setattr(scaled, name, copy.deepcopy(getattr(whole, name)))
     for name in ("rope_parameters", "max_position_embeddings"):
         if hasattr(trained, name):
             setattr(scaled.get_text_config(), name, copy.deepcopy(getattr(trained, name)))

@@ -136,6 +136,9 @@ class Objective:
         """The config of the model to build. Raises ConfigError if the base has a head for something else."""
         return hf_config
 
+    def conclude(self, hf_config: Any, figures: Mapping[str, float]) -> None:
+        """Write into the config of a trained model what its evaluation has decided. `figures`: eval/loss and so on."""
+
     def measured(
         self, model: LanguageModel, batch: Batch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:

@@ -80,17 +80,12 @@ class Classification(GroupObjective):
     def accept(
         self, tables: Sequence[TokenTable], held_out: Sequence[TokenTable], data: DataConfig
     ) -> tuple[list[TokenTable], list[TokenTable]]:
-        both = [*tables, *held_out]
-        if missing := [table.name for table in both if not table.label_names]:
-            raise ConfigError(
-                f"{', '.join(missing)}: its rows are no texts with a `label`, and objective={self.name} learns from "
-                "labels. Rename its columns to `text` and `label` (the source's `columns`)."
-            )
-        problem = self.problem
+        super().accept(tables, held_out, data)
+        both, problem = [*tables, *held_out], self.problem
         if problem is Problem.auto:
-            problem = _problem(name for table in tables for name in table.label_names)
+            problem = _problem([name for table in tables for name in table.label_names])
         if problem is Problem.regression:
-            return [_with_numbers(table) for table in tables], [_with_numbers(table) for table in held_out]
+            return [*map(_with_numbers, tables)], [*map(_with_numbers, held_out)]
         if problem is Problem.single_label:
             for table in both:
                 if several := next((name for name in table.label_names if name.startswith("[")), None):
@@ -103,9 +98,12 @@ class Classification(GroupObjective):
         for table in both:
             unknown = {one for name in table.label_names for one in classes_of(name)} - set(classes)
             if unknown:
-                where = "objective.labels has" if self.labels else "the rows to train on have"
+                where, change = "the rows to train on have", "Add rows"
+                if self.labels:
+                    where = "objective.labels has"
+                    change = "Add it there (a refresh keeps the classes of its run: train a new run on all rows)"
                 raise ConfigError(
-                    f"{table.name}: {where} no class {_list(_sorted(unknown))}. Add rows, or correct the labels."
+                    f"{table.name}: {where} no class {_list(_sorted(unknown))}. {change}, or correct the labels."
                 )
         if tables and (unseen := [one for one in classes if one not in seen]):
             raise ConfigError(f"objective.labels: no row to train on has the class {_list(unseen)}. Remove it.")
@@ -120,19 +118,13 @@ class Classification(GroupObjective):
         if problem is Problem.multi_label:
             names = sorted({name for table in both for name in table.label_names})
         self._names, index = names, {name: at for at, name in enumerate(names)}
-        sides = [
-            [table.relabelled(_mapped(table, [index[name] for name in table.label_names]), names) for table in side]
-            for side in (tables, held_out)
-        ]
-        return sides[0], sides[1]
+        found = [_relabelled(table, [index[name] for name in table.label_names], names) for table in both]
+        return found[: len(tables)], found[len(tables) :]
 
     def plan_notes(self, plan: Plan) -> Iterator[str]:
         for table in plan.tables:
-            assert table.labels is not None
-            pairs = np.unique(
-                np.stack([table.digests, np.asarray(table.labels, np.float32).view(np.uint32).astype(np.uint64)]),
-                axis=1,
-            )
+            labels = np.asarray(table.labels, np.float32).view(np.uint32)
+            pairs = np.unique(np.stack([table.digests, labels.astype(np.uint64)]), axis=1)
             if count := pairs.shape[1] - len(np.unique(pairs[0])):
                 yield f"{table.name}: {count:,} texts have several rows with different labels. Keep one label of each."
 
@@ -142,11 +134,9 @@ class Classification(GroupObjective):
         if problem is Problem.regression:
             return replace(self, problem=problem, labels=[SCORE_LABEL]), ["labels: numbers, learned by regression"]
         counts: Counter[str] = Counter()
-        for table in tables:
-            assert table.labels is not None
-            found = np.bincount(np.asarray(table.labels, np.int64), minlength=len(names))
-            for name, count in zip(names, found.tolist(), strict=True):
-                counts.update(dict.fromkeys(classes_of(name), count))
+        indices = np.concatenate([np.asarray(table.labels, np.int64) for table in tables])
+        for name, count in zip(names, np.bincount(indices, minlength=len(names)).tolist(), strict=True):
+            counts.update(dict.fromkeys(classes_of(name), count))
         classes = self.labels or _sorted(counts) if problem is Problem.multi_label else names
         weights = dict(self.class_weights)
         if self.balanced:
@@ -154,22 +144,19 @@ class Classification(GroupObjective):
             weights = {one: total / (len(classes) * counts[one]) * weights.get(one, 1.0) for one in classes}
         made = replace(self, problem=problem, labels=list(classes), class_weights=weights, balanced=False)
         made._names = names
-        shown = ", ".join(f"{one} ({counts[one]:,})" for one in classes[:MOST_SHOWN])
-        more = f" and {len(classes) - MOST_SHOWN:,} more" if len(classes) > MOST_SHOWN else ""
+        shown = _list([f"{one} ({counts[one]:,})" for one in classes])
         same = '; 1 and "1" are one label' if any(map(NUMBER.fullmatch, classes)) else ""
-        lines = [f"labels: {len(classes):,} classes, {shown}{more}{same}"]
+        lines = [f"labels: {len(classes):,} classes, {shown}{same}"]
         if lone := [one for one in classes if counts[one] == 1]:
             lines.append(f"labels: one row alone has the class {_list(lone)}: nothing of it can be held out")
         return made, lines
 
     def from_rows(self) -> dict[str, Any]:
-        weights = {"class_weights": self.class_weights, "balanced": False}
-        return {"problem": self.problem.value, "labels": self.labels, **weights}
+        return dict(problem=self.problem.value, labels=self.labels, class_weights=self.class_weights, balanced=False)
 
     def configured(self, hf_config: Any) -> Any:
         present = list(hf_config.id2label.values())
-        is_new = present == [SCORE_LABEL]
-        if not is_new and present != self.labels:
+        if present not in ([SCORE_LABEL], self.labels):
             raise ConfigError(
                 f"model.path: its head has the labels {_list(present)}, and the rows {_list(self.labels)}. Set "
                 "objective.labels to the model's labels in their order, or use a model without this head."
@@ -177,12 +164,13 @@ class Classification(GroupObjective):
         config = copy.deepcopy(hf_config)
         config.id2label = dict(enumerate(self.labels))
         config.label2id = {name: index for index, name in config.id2label.items()}
-        kinds = {
-            Problem.single_label: "single_label_classification",
-            Problem.multi_label: "multi_label_classification",
-        }
-        config.problem_type = kinds.get(self.problem, "regression")
+        config.problem_type = self.problem.value + "_classification" * (self.problem is not Problem.regression)
         return config
+
+    def conclude(self, hf_config: Any, figures: Mapping[str, float]) -> None:
+        if self.problem is Problem.multi_label:
+            names = {one: f"eval/threshold/{one}" for one in self.labels}
+            hf_config.thresholds = {one: figures[name] for one, name in names.items() if name in figures}
 
     def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         numbers, labels = model.numbers(batch), batch.document_labels
@@ -198,7 +186,7 @@ class Classification(GroupObjective):
                 losses = losses * self._weights(numbers)[index]
             right = numbers.argmax(-1) == index
         else:
-            targets = self._targets(numbers)[index]
+            targets = self._targets().to(numbers, non_blocking=True)[index]
             smooth = targets + self.label_smoothing * (0.5 - targets)
             each = F.binary_cross_entropy_with_logits(numbers, smooth, reduction="none")
             losses = (each * self._weights(numbers) if self.class_weights else each).mean(-1)
@@ -206,12 +194,12 @@ class Classification(GroupObjective):
         return GroupLosses(counted, losses, {"accuracy": right.float()}, values)
 
     def _weights(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_tensor([self.class_weights.get(one, 1.0) for one in self.labels])
+        return torch.tensor([self.class_weights.get(one, 1.0) for one in self.labels]).to(like, non_blocking=True)
 
-    def _targets(self, like: torch.Tensor) -> torch.Tensor:
-        """For each name of a label, 1 for its classes and 0 for others: [names, classes]."""
+    def _targets(self) -> torch.Tensor:
+        """For each name of a label, 1 for its classes and 0 for others: float32 [names, classes]."""
         sets = [set(classes_of(name)) for name in self._names]
-        return like.new_tensor([[float(one in each) for one in self.labels] for each in sets])
+        return torch.tensor([[float(one in each) for one in self.labels] for each in sets])
 
     def judge(self, values: np.ndarray) -> dict[str, float]:
         labels, numbers = values[:, 0], values[:, 1:]
@@ -223,9 +211,7 @@ class Classification(GroupObjective):
             return {"r2": float(metrics.r2_score(labels, numbers[:, 0]))} if len(labels) > 1 else {}
         index = labels.astype(np.int64)
         if self.problem is Problem.multi_label:
-            sets = [set(classes_of(name)) for name in self._names]
-            truth = np.array([[one in each for one in self.labels] for each in sets])[index]
-            return self._judge_several(truth, 1 / (1 + np.exp(-numbers)))
+            return self._judge_several(self._targets().numpy()[index] > 0, 1 / (1 + np.exp(-numbers)))
         shares = np.exp(numbers - numbers.max(1, keepdims=True))
         shares /= shares.sum(1, keepdims=True)
         chosen = shares.argmax(1)
@@ -258,24 +244,18 @@ class Classification(GroupObjective):
         for at in mixed:
             precision, recall, thresholds = metrics.precision_recall_curve(truth[:, at], shares[:, at])
             f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
-            found[f"threshold/{self.labels[at]}"] = float(thresholds[f1[:-1].argmax()])
+            best = f1[:-1].argmax()  # halfway to the next lower share, so that rounding does not change the classes
+            found[f"threshold/{self.labels[at]}"] = float(thresholds[max(best - 1, 0) : best + 1].mean())
         return found
 
     def verdict(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[str]:
         yield from super().verdict(before, after)
         if "f1" not in after and self.problem is not Problem.regression:
             yield "F1, AUC and the confusion matrix need scikit-learn: pip install 'fxtune[metrics]'"
-        if f"confusion/{self.labels[0]}/{self.labels[0]}" in after:
-            width = max(len(one) for one in (*self.labels, "true \\ predicted")) + 2
-            yield "true \\ predicted".ljust(width) + "".join(one.rjust(width) for one in self.labels)
-            for true in self.labels:
-                cells = (f"{after[f'confusion/{true}/{one}']:.0f}".rjust(width) for one in self.labels)
-                yield true.ljust(width) + "".join(cells)
 
 
-def _problem(names: Iterator[str] | Sequence[str]) -> Problem:
+def _problem(names: Sequence[str]) -> Problem:
     """The problem that labels of these names pose."""
-    names = list(names)
     if any(name.startswith("[") for name in names):
         return Problem.multi_label
     numbers = all(map(NUMBER.fullmatch, names))
@@ -292,13 +272,12 @@ def _with_numbers(table: TokenTable) -> TokenTable:
             f"{table.name}: a row has the label {word}, which is no number, and objective.problem=regression learns "
             "numbers. Correct it, or set objective.problem=single_label."
         ) from None
-    return table.relabelled(_mapped(table, numbers), [])
+    return _relabelled(table, numbers, [])
 
 
-def _mapped(table: TokenTable, values: Sequence[float]) -> np.ndarray:
-    """float32 [documents]: the value of each document's label. `values`: one for each name of the table."""
-    assert table.labels is not None
-    return np.asarray(values, np.float32)[np.asarray(table.labels, np.int64)]
+def _relabelled(table: TokenTable, values: Sequence[float], names: list[str]) -> TokenTable:
+    """`table` with other `names`, and with `values` for its label_names."""
+    return table.relabelled(np.asarray(values, np.float32)[np.asarray(table.labels, np.int64)], names)
 
 
 def _sorted(names: set[str] | Counter[str]) -> list[str]:
@@ -315,5 +294,4 @@ def _calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
     """The expected calibration error (Guo et al., arXiv:1706.04599): the mean distance of confidence and accuracy over
     bins of equal width, weighted by their documents."""
     bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    gaps = [abs(confidence[bins == at].sum() - right[bins == at].sum()) for at in range(BINS)]
-    return float(sum(gaps) / max(len(confidence), 1))
+    return float(np.abs(np.bincount(bins, confidence - right)).sum() / len(confidence))

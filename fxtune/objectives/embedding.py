@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import Batch
-from fxtune.data.config import DataConfig
+from fxtune.data.config import DataConfig, SourceConfig
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.structure import skeleton
@@ -90,7 +90,8 @@ class Embedding(GroupObjective):
                 "techniques.lora.dropout: objective=embedding computes each vector twice, and compiled layers may "
                 "draw other dropout the second time. Set it to 0, or techniques.compile.enabled=false."
             )
-        if self.pool is Pool.cls and _is_causal(facts):
+        model = skeleton(facts.model) if self.pool is Pool.cls else None
+        if model is not None and any(getattr(module, "is_causal", False) for module in model.modules()):
             yield (
                 f"objective.pool=cls: in a {facts.text['model_type']} model the first token sees no other token, so "
                 "all texts would have one vector. Set objective.pool=last or mean."
@@ -99,14 +100,11 @@ class Embedding(GroupObjective):
     def data_config(self, data: DataConfig) -> DataConfig:
         if not self.instruction:
             return data
-        sources, held_out = (
-            [
-                source if source.instruction is not None else replace(source, instruction=self.instruction)
-                for source in side
-            ]
-            for side in (data.sources, data.eval_sources)
-        )
-        return replace(data, sources=sources, eval_sources=held_out)
+
+        def asked(source: SourceConfig) -> SourceConfig:
+            return source if source.instruction is not None else replace(source, instruction=self.instruction)
+
+        return replace(data, sources=[*map(asked, data.sources)], eval_sources=[*map(asked, data.eval_sources)])
 
     def step_values(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         """For each document its role, the hash of its text, and its vector."""
@@ -124,19 +122,18 @@ class Embedding(GroupObjective):
             vectors = values[:, 1 + WORDS :].clone().requires_grad_()
             step = _Step.of(values[:, 0], values[:, 1 : 1 + WORDS])
             figures = vectors.new_zeros(len(vectors), 1 + len(self.metrics))
-            gradient = torch.zeros_like(vectors)
             for size in [*self.matryoshka, vectors.shape[1]]:
                 unit = F.normalize(vectors[:, :size], dim=1)
                 cut = unit.detach().requires_grad_()
-                for rows in step.rows():
+                figures[:, 1:] = 0  # metrics are of the whole size, which comes last
+                for rows in step.at.split(max(CELLS // len(step.at), 1)):
                     losses, metrics = self._losses(step, cut, rows)
-                    found = torch.stack([losses.detach(), *(metrics if size == vectors.shape[1] else [])], dim=1)
-                    found = F.pad(found, (0, figures.shape[1] - found.shape[1]))
+                    found = torch.stack([losses.detach(), *metrics], dim=1)
                     figures = figures.index_add(0, step.query[rows], found * step.weight[rows, None])
                     (losses * step.weight[rows]).sum().backward()
-                assert cut.grad is not None
-                gradient += torch.autograd.grad(unit, vectors, cut.grad)[0]
-        return torch.cat([figures, gradient], dim=1)
+                unit.backward(cut.grad)
+        assert vectors.grad is not None
+        return torch.cat([figures, vectors.grad], dim=1)
 
     def _losses(self, step: _Step, unit: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The loss and the metrics of each positive among `rows`. Other rows have finite numbers without meaning.
@@ -161,8 +158,7 @@ class Embedding(GroupObjective):
 
     def group_losses(self, model: LanguageModel, batch: Batch) -> GroupLosses:
         assert batch.group_of is not None
-        part = self.step_part(model, batch)
-        figures, gradient = part[:, : 1 + len(self.metrics)], part[:, 1 + len(self.metrics) :]
+        figures, gradient = self.step_part(model, batch).tensor_split([1 + len(self.metrics)], dim=1)
         vectors = model.vectors(batch, self.pool).float()
         # Zeros whose gradient is the loss's gradient. The slot of a group's query gets their sum over the group.
         zeros = (gradient * (vectors - vectors.detach())).sum(1)
@@ -199,10 +195,6 @@ class _Step:
         positives = torch.zeros_like(role).index_add(0, query, is_positive)
         return _Step(at, role, text, query, is_positive / positives[query].clamp(min=1))
 
-    def rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows in parts, so that a part has few scores."""
-        return self.at.split(max(CELLS // len(self.at), 1))
-
     def others(self, rows: torch.Tensor) -> torch.Tensor:
         """bool [len(rows), all rows]: the candidates that are wrong for the query of each positive of `rows`."""
         asked = self.text[self.query]
@@ -231,12 +223,6 @@ def _ranking(scores: torch.Tensor, others: torch.Tensor, own: torch.Tensor) -> l
         positive.squeeze(1),
         torch.where(others, scores, 0.0).sum(1) / others.sum(1).clamp(min=1),
     ]
-
-
-def _is_causal(facts: Facts) -> bool:
-    """Whether a token of the model sees no later token."""
-    model = skeleton(facts.model)
-    return model is not None and any(getattr(module, "is_causal", False) for module in model.modules())
 
 
 def _hashes(batch: Batch) -> torch.Tensor:

@@ -21,10 +21,29 @@ from fxtune.objectives.language_model import SMALL_ROW, TF32_TOLERANCE, TOLERANC
 from fxtune.techniques.base import Evidence
 
 
-class ScoreModel(LanguageModel):
-    """A LanguageModel that has scores() in place of losses of tokens. The constructor raises ConfigError if scores()
-    differs from the model's own forward pass."""
+class DocumentModel(LanguageModel):
+    """A LanguageModel that gives numbers of documents in place of losses of tokens. The constructor raises ConfigError
+    if a small row has other numbers in the model's own forward pass."""
 
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _equal(self, found: torch.Tensor, own: torch.Tensor, why_not: str, what: str, asked: str) -> Evidence:
+        """Evidence that `found` is the model's `own` result. `why_not`: what the model does if it is not."""
+        limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
+        difference = relative_distance(found, own) if own.shape == found.shape else float("inf")
+        if not difference <= limit:
+            raise ConfigError(
+                f"model.path: {type(self.model).__name__} {why_not} (relative difference {difference:.1e}). Use "
+                "another model."
+            )
+        return Evidence("loss", asked, f"{what} of a small row within {difference:.1e} of the model's own", True)
+
+
+class ScoreModel(DocumentModel):
     unit = "score"
 
     def numbers(self, batch: Batch) -> torch.Tensor:
@@ -33,12 +52,6 @@ class ScoreModel(LanguageModel):
 
     def total(self, batch: Batch) -> torch.Tensor:
         return self.numbers(batch)[batch.document_of_target().unique()].sum()
-
-    def summed_loss(self, batch: Batch) -> torch.Tensor:
-        raise NotImplementedError
-
-    def log_probs(self, batch: Batch) -> torch.Tensor:
-        raise NotImplementedError
 
     def _numbers(self, inputs: dict[str, Any], first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Numbers [documents, numbers]. `first`, `last`: the flattened positions of each document's first and last
@@ -59,12 +72,5 @@ class ScoreModel(LanguageModel):
                 alone = {"input_ids": ids} if kind_of(self.model.config).bidirectional else inputs
                 own = self.model(**alone).logits
             scores = self.prepared.with_head(lambda: self._numbers(inputs, *ends))
-        limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
-        difference = relative_distance(scores, own) if own.shape == scores.shape else float("inf")
-        if not difference <= limit:
-            raise ConfigError(
-                f"model.path: {type(self.model).__name__} does not score a row by a linear over its last hidden state "
-                f"(relative difference {difference:.1e}). Use another model."
-            )
-        found = f"the score of a small row within {difference:.1e} of the model's own"
-        return Evidence("loss", "scores of documents in float32", found, True)
+        why_not = "does not score a row by a linear over its last hidden state"
+        return self._equal(scores, own, why_not, "the score", "scores of documents in float32")

@@ -9,18 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from fxtune.data.batches.batch import Batch
-from fxtune.errors import ConfigError
 from fxtune.models.kinds.encoder import document_means
-from fxtune.models.probe import relative_distance
 from fxtune.models.structure import backbone, running_on_text, without_dropout
-from fxtune.objectives.language_model import TF32_TOLERANCE, TOLERANCE, LanguageModel, Pool
+from fxtune.objectives.language_model import Pool
+from fxtune.objectives.score_model import DocumentModel
 from fxtune.techniques.base import Evidence
 
 
-class VectorModel(LanguageModel):
-    """A LanguageModel that has vectors() in place of losses of tokens. The constructor raises ConfigError if its
-    hidden states differ from those of the model's own forward pass."""
-
+class VectorModel(DocumentModel):
     unit = "vectors"
 
     def vectors(self, batch: Batch, pool: Pool) -> torch.Tensor:
@@ -31,12 +27,6 @@ class VectorModel(LanguageModel):
         vectors = F.normalize(self.vectors(batch, Pool.mean), dim=1)
         return vectors[batch.document_of_target().unique()].abs().sum()
 
-    def summed_loss(self, batch: Batch) -> torch.Tensor:
-        raise NotImplementedError
-
-    def log_probs(self, batch: Batch) -> torch.Tensor:
-        raise NotImplementedError
-
     def _compare(self) -> Evidence:
         """Compare the hidden states of a small row with the model's own forward pass."""
         self.fused = False
@@ -45,15 +35,9 @@ class VectorModel(LanguageModel):
             with running_on_text(self.model):
                 own = self.model(**inputs).last_hidden_state
             states = backbone(self.model)(**inputs)[0]
-        limit = TF32_TOLERANCE if own.is_cuda and own.dtype is torch.float32 else TOLERANCE[own.dtype]
-        difference = relative_distance(states, own) if own.shape == states.shape else float("inf")
-        if not difference <= limit:
-            raise ConfigError(
-                f"model.path: {type(self.model).__name__} changes the hidden states of its decoder (relative "
-                f"difference {difference:.1e}), and fxtune makes vectors from these. Use another model."
-            )
-        found = f"the hidden states of a small row within {difference:.1e} of the model's own"
-        return Evidence("loss", "vectors in float32, from the tokens of each document", found, True)
+        why_not = "changes the hidden states of its decoder, from which fxtune makes vectors"
+        asked = "vectors in float32, from the tokens of each document"
+        return self._equal(states, own, why_not, "the hidden states", asked)
 
 
 def pooled(states: torch.Tensor, batch: Batch, pool: Pool) -> torch.Tensor:

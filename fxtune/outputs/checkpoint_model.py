@@ -67,6 +67,7 @@ def exported_model(checkpoint: Path, trust_remote_code: bool = False) -> tuple[P
     config.objective.set_template(tokenizer, config.data)
     model = assemble(pipeline, source, hf_config, World(torch.device("cpu")), config.run.seed)
     state = load_checkpoint(checkpoint, model.module)
+    config.objective.conclude(model.module.config, state.figures)
     add_end_tokens(model, _ends(run, config))
     card = {
         "data": state.data_fingerprint,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fxtune.models.kinds.scorer import Scorer
+from fxtune.objectives.classification import ALL_ABOVE
 from fxtune.objectives.registry import OBJECTIVES
 from fxtune.outputs.conversation import load_tuned
 from fxtune.outputs.run_output import RunOutput
@@ -29,16 +30,16 @@ def scores_texts(output: RunOutput) -> bool:
 
 
 class TextClassifier:
-    """`model`: of AutoModelForSequenceClassification. `tokenizer`: makes the same tokens as in training."""
+    """The model of a run's output. Raises the errors of loading it."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model.eval(), tokenizer
-
-    @classmethod
-    def open(cls, output: RunOutput, trust_remote_code: bool = False) -> TextClassifier:
-        """The model of a run's output. Raises the errors of loading it."""
-        model, tokenizer, *_ = load_tuned(output, trust_remote_code=trust_remote_code)
-        return cls(model, tokenizer)
+    def __init__(self, output: RunOutput, trust_remote_code: bool = False) -> None:
+        model, self.tokenizer, *_ = load_tuned(output, trust_remote_code=trust_remote_code)
+        self.model, config = model.eval(), model.config
+        self.chosen: dict[str, float] = getattr(config, "thresholds", None) or {}
+        """The thresholds that an evaluation has chosen."""
+        several = config.id2label.values() if config.problem_type == MULTI else ()
+        self.thresholds = dict.fromkeys(several, ALL_ABOVE) | self.chosen
+        """The share from which on a text has a class. Empty if a text has one class, or a score."""
 
     @torch.inference_mode()
     def read(self, text: str) -> dict[str, float]:
@@ -47,7 +48,7 @@ class TextClassifier:
         numbers, config = self.model(input_ids=ids).logits[0].float(), self.model.config
         if config.problem_type == SINGLE:
             numbers = numbers.softmax(-1)
-        elif config.problem_type == MULTI:
+        elif self.thresholds:
             numbers = numbers.sigmoid()
-        named = {config.id2label[index]: number for index, number in enumerate(numbers.tolist())}
-        return dict(sorted(named.items(), key=lambda pair: -pair[1]))
+        named = zip(config.id2label.values(), numbers.tolist(), strict=True)
+        return dict(sorted(named, key=lambda pair: -pair[1]))

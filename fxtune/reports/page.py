@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from fxtune import __version__
 from fxtune.errors import StorageError
 from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
+from fxtune.reports.held_out import class_tables, measures
 from fxtune.reports.run_difference import NAMES, flat
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION, RunFiles, as_written
 from fxtune.reports.time_shares import TimeShare, time_shares
@@ -32,6 +34,10 @@ from fxtune.system.files.atomic_files import replace_text
 
 WIDE = ("Loss", "Gradient norm")
 """Charts that may have a logarithmic scale."""
+
+
+def _sides(metric: str) -> dict[str, str]:
+    return {f"train/{metric}": "training", f"eval/{metric}": "held out"}
 
 
 def _both(metric: str) -> dict[str, str]:
@@ -45,7 +51,7 @@ def _both(metric: str) -> dict[str, str]:
 
 
 CHARTS = (
-    ("Loss", "a supervised token", {"train/loss": "training", "eval/loss": "held out"}),
+    ("Loss", "a supervised token", _sides("loss")),
     ("Learning rate", "", {"train/lr": "learning rate"}),
     ("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}),
     ("Speed", "tokens/s", {"train/tokens_per_second": "tokens/s"}),
@@ -56,16 +62,8 @@ CHARTS = (
 )
 """(title, unit, the name of each metric) for each chart."""
 PREFERENCES = (
-    (
-        "Reward accuracy",
-        "share of the rows",
-        {"train/reward_accuracy": "training", "eval/reward_accuracy": "held out"},
-    ),
-    (
-        "Reward margin",
-        "of rewards",
-        {"train/reward_margin": "training", "eval/reward_margin": "held out"},
-    ),
+    ("Reward accuracy", "share of the rows", _sides("reward_accuracy")),
+    ("Reward margin", "of rewards", _sides("reward_margin")),
     ("Rewards", "", _both("reward")),
     ("Log-probabilities", "nats a token of the answer", _both("log_probs")),
     ("Length of answers", "tokens", _both("length")),
@@ -107,6 +105,8 @@ class Page:
     title: str
     runs: list[RunView]
     results: Table
+    classes: list[tuple[str, Table]]
+    """(title, confusion matrix or thresholds) of each run with a classifier."""
     charts: list[Chart]
     missing: list[str]
     differences: Table
@@ -157,6 +157,11 @@ def collect(runs: Sequence[RunFiles]) -> Page:
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}",
         runs=[_view(run, name, index) for index, (run, name) in enumerate(zip(runs, names, strict=True))],
         results=_results(runs, names),
+        classes=[
+            (f"{title}{f', {name}' * (len(runs) > 1)}", Table(columns, rows))
+            for run, name in zip(runs, names, strict=True)
+            for title, columns, rows in class_tables(run.last)
+        ],
         charts=charts,
         missing=missing,
         differences=_differences(runs, names),
@@ -192,14 +197,9 @@ def _grouped(names: Sequence[str], values: Sequence[Any]) -> list[tuple[str, Any
     """(names of the runs with this value, value) for each distinct value; the name is empty if all runs agree."""
     if all(value == values[0] for value in values):
         return [("", values[0])]
-    groups: list[tuple[list[str], Any]] = []
-    for name, value in zip(names, values, strict=True):
-        own = next((group for group, common in groups if common == value), None)
-        if own is None:
-            groups.append(([name], value))
-        else:
-            own.append(name)
-    return [(", ".join(group), value) for group, value in groups]
+    distinct = [value for at, value in enumerate(values) if value not in values[:at]]
+    runs = list(zip(names, values, strict=True))
+    return [(", ".join(name for name, own in runs if own == value), value) for value in distinct]
 
 
 def _lengths(runs: Sequence[RunFiles], names: list[str]) -> list[tuple[str, list[tuple[str, int, float]]]]:
@@ -223,6 +223,7 @@ def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
         ("State", _state),
         ("Loss", lambda run: run.last.get("train/loss")),
         ("Held-out loss", _held_out),
+        *((f"Held-out {name}", partial(_before_and_after, name)) for name in measures(run.last for run in runs)),
         ("Held-out reward accuracy", lambda run: _percent(run.last.get("eval/reward_accuracy"))),
         ("Held-out reward margin", lambda run: run.last.get("eval/reward_margin")),
         ("Exact match", _exact_match),
@@ -259,6 +260,11 @@ def _held_out(run: RunFiles) -> str | None:
     return f"{curve[max(curve)]:.4g}" + ("" if best == max(curve) else f" (best {curve[best]:.4g}, step {best:,})")
 
 
+def _before_and_after(name: str, run: RunFiles) -> str | None:
+    sides = (run.last.get(f"{side}/{name}") for side in ("before", "eval"))
+    return " → ".join(f"{value:.4g}" for value in sides if value is not None) or None
+
+
 def _exact_match(run: RunFiles) -> str | None:
     curve = run.curves.get("questions/exact_match")
     if not curve:
@@ -276,14 +282,16 @@ def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], li
     """The charts, and a sentence for each metric that a run did not record. Several runs share a chart."""
     charts, missing = [], []
     recorded = {metric for run in runs for metric in run.curves}
-    of_pairs = [chart for chart in PREFERENCES if recorded & chart[2].keys()]
-    loss = (CHARTS[0][0], "a row", CHARTS[0][2]) if of_pairs else CHARTS[0]
-    for title, unit, metrics in (loss, *of_pairs, *CHARTS[1:]):
+    measured = measures(run.last for run in runs)
+    of_objective = [chart for chart in PREFERENCES if recorded & chart[2].keys()]
+    of_objective += [(name, "", _sides(name)) for name in measured]
+    loss = (CHARTS[0][0], "a row", CHARTS[0][2]) if of_objective else CHARTS[0]
+    for title, unit, metrics in (loss, *of_objective, *CHARTS[1:]):
         lines = [
             [Line(label, run.curves.get(metric, {}), index) for index, (metric, label) in enumerate(metrics.items())]
             for run in runs
         ]
-        if title == "Exact match" and all(len(line.points) <= 2 for own in lines for line in own):
+        if title in ("Exact match", *measured) and all(len(line.points) <= 2 for own in lines for line in own):
             continue  # at most two values, before and after training: the results show them
         without = [name for name, own in zip(names, lines, strict=True) if not any(line.points for line in own)]
         if without:

@@ -49,8 +49,8 @@ class Display:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the `metrics` after `step` steps. They have the tracker's names."""
 
-    def note(self, text: str) -> None:
-        """Show a message."""
+    def note(self, text: RenderableType) -> None:
+        """Show a message or a table."""
 
     def evidence(self, seen: Iterable[Evidence]) -> None: ...
 
@@ -127,7 +127,7 @@ class PlainDisplay(Display):
             words["left"] = clock_time(left)
         say(" ".join(f"{name}={text}" for name, text in words.items()))
 
-    def note(self, text: str) -> None:
+    def note(self, text: RenderableType) -> None:
         say(text)
 
     def evidence(self, seen: Iterable[Evidence]) -> None:
@@ -258,17 +258,13 @@ HIDDEN = (
     *(
         "time/",
         "startup/",
-        "eval/confusion/",
-        "before/confusion/",
-        "eval/threshold/",
-        "before/threshold/",
         "train/forward_backward_seconds",
         "train/update_seconds",
     ),
     *(
         f"{part}/{name}"
-        for part in ("train", "eval")
-        for name in ("reward_chosen", "reward_rejected", "log_probs_rejected", "length_")
+        for part in ("train", "eval", "before")
+        for name in ("reward_chosen", "reward_rejected", "log_probs_rejected", "length_", "confusion/", "threshold/")
     ),
 )
 """The beginnings of the names of metrics that only reports and trackers show."""

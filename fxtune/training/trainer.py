@@ -456,7 +456,9 @@ class Trainer:
         state, checkpoints = self.state, self.run_state.checkpoints
         finite = partial(self.trial.all_finite, self.plan)
         self.monitor.refuse_broken_weights(self.plan.steps, checkpoints.folder, finite)
-        step = self.run_state.load_best() if self.config.run.export is Export.best else state.step
+        step, measured = state.step, state.figures
+        if self.config.run.export is Export.best:
+            step, measured = self.run_state.load_best()
         self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
@@ -473,6 +475,7 @@ class Trainer:
                 self.run_state.make_room(export_all=kind == "model")
             card = {"weights": note, "figures": figures, "config": self.recipe}
             prepared, output = self.language_model.prepared, self.folder.path / kind
+            self.objective.conclude(prepared.module.config, measured)
             proof = export(self.builder, prepared, self.tokenizer, self.data, self.ends, output, card)
         figures |= proof.figures()
         exported = f"The {kind} is in {output}" + f": the {note}" * bool(note)

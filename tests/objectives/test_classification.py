@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ def error(capsys, *words: str) -> str:
     [
         *(("spam", "spam"), (" spam ", "spam"), (1, "1"), ("1", "1"), (1.0, "1"), ("1.0", "1"), (0.25, "0.25")),
         *((True, "true"), (-3, "-3"), ("007", "007"), (["b", "a", "b"], '["a", "b"]'), ('["b", 1]', '["1", "b"]')),
-        *(([], "[]"),),
+        *(([], "[]"), (1e-5, "0.00001"), ("1e-05", "0.00001")),
     ],
 )
 def test_a_label_has_one_name_however_it_is_written(given, name):
@@ -158,7 +159,7 @@ def test_each_class_of_several_has_its_threshold():
     objective._names = ['["a"]', '["a", "b"]', "[]"]
     values = np.array([[0, 2, -3], [1, 1, -1], [2, 0.5, -2], [1, 3, -1]], np.float32)  # b: above -1 or so
     found = objective.judge(values)
-    assert 1 / (1 + np.exp(2)) < found["threshold/b"] <= 1 / (1 + np.exp(1))
+    assert 1 / (1 + np.exp(2)) < found["threshold/b"] < 1 / (1 + np.exp(1))  # between the shares of two documents
     assert found["auc"] == 1
 
 
@@ -212,6 +213,17 @@ def test_plain_libraries_load_it_and_chat_shows_the_same_shares(learned, monkeyp
     assert "id2label" in Path("run/merged/README.md").read_text()
 
 
+def test_the_report_shows_figures_before_and_after_and_the_confusion_matrix(learned, monkeypatch):
+    monkeypatch.chdir(learned)
+    assert main(["report", "run", "--output", "page.html"]) == 0
+    page = " ".join(re.sub("<[^>]*>", " ", Path("page.html").read_text()).split())
+    result = json.loads(Path("run/result.json").read_text())
+    assert f"Held-out accuracy {result['before/accuracy']:.4g} → {result['eval/accuracy']:.4g}" in page
+    classes = ["fine", "insult", "spam"]
+    cells = [[a, *(f"{result[f'eval/confusion/{a}/{b}']:.0f}" for b in classes)] for a in classes]
+    assert f"true \\ predicted fine insult spam {' '.join(' '.join(row) for row in cells)}" in page
+
+
 def test_eval_of_a_run_judges_as_the_run_did(learned, monkeypatch, capsys):
     monkeypatch.chdir(learned)
     after = [row for row in history(Path("run")) if "eval/accuracy" in row][-1]
@@ -249,6 +261,62 @@ def test_a_run_resumes_bit_for_bit(cwd, labels):
     run("run.dir=paused")
     assert figures("paused", "loss", "accuracy") == figures("whole", "loss", "accuracy")
     assert same_export("whole", "paused")
+
+
+def shares_of(folder: str, texts: list[str], monkeypatch) -> list[dict]:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{text}\n" for text in texts)))
+    assert main(["chat", folder, "--json", "said.json"]) == 0
+    return json.loads(Path("said.json").read_text())["texts"]
+
+
+def test_the_exported_thresholds_are_those_of_its_step_and_decide_at_use(cwd, monkeypatch, capsys):
+    rows = write([["a"], ["a", "b"], [], ["c", "b"]])
+    words = ["model=tiny", "techniques=lora", "objective=classification", *MODEL[2:], SOURCE, "data.eval_fraction=0.3"]
+    assert main([*words, "run.dir=run", "train.eval_every=1", "optimizer.lr=0.1"]) == 0
+    step = json.loads(Path("run/result.json").read_text())["export/step"]
+    (judged,) = (row for row in history(Path("run")) if "eval/f1" in row and row["train/step"] == step)
+    expected = {one: judged[f"eval/threshold/{one}"] for one in "abc"}
+    checkpoint = next(Path("run/checkpoints").glob(f"step-*{step}"))
+    assert main(["merge", "run"]) == 0
+    assert main(["merge", str(checkpoint), "step"]) == 0
+    for folder in ("run/adapter", "run/merged", "step"):
+        assert json.loads((Path(folder) / "config.json").read_text())["thresholds"] == pytest.approx(expected)
+    assert "model.config.thresholds" in Path("run/adapter/README.md").read_text()
+    assert main(["report", "run"]) == 0
+    assert f"{expected['b']:.3f}" in Path("run/report.html").read_text()
+    capsys.readouterr()
+    for folder in ("run", str(checkpoint), "run/merged"):
+        for entry in shares_of(folder, [row["text"] for row in rows[:9]], monkeypatch):
+            chosen = {one for one, share in entry["labels"].items() if share >= expected[one]}
+            assert set(entry["classes"]) == chosen
+    assert "No evaluation" not in capsys.readouterr().out
+
+
+def test_without_held_out_rows_a_class_counts_from_one_half(cwd, monkeypatch, capsys):
+    rows = write([["a"], ["a", "b"], []])
+    run("run.dir=run", "data.eval_fraction=0")
+    capsys.readouterr()
+    for entry in shares_of("run", [row["text"] for row in rows[:9]], monkeypatch):
+        assert set(entry["classes"]) == {one for one, share in entry["labels"].items() if share >= 0.5}
+    assert "No evaluation has chosen a threshold for a, b" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_refresh_keeps_the_classes_of_its_run(cwd, capsys):
+    write(["c", "a", "b"], count=120)
+    run("run.dir=run")
+    words = ["refresh", "run", "refresh.alpha=0.2", "refresh.epochs=0.2", "data.cache_dir=cache"]
+    write(["a", "z"], "new.jsonl", 50)
+    capsys.readouterr()
+    assert main([*words, "data.sources=[{path: new.jsonl}]"]) in (2, 3)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "new.jsonl: objective.labels has no class z" in said
+    assert "train a new run" in said
+    rows = write(["c", "a"], "new.jsonl", 50)
+    write_jsonl(Path("new.jsonl"), [{**row, "text": f"now {row['text']}"} for row in rows])
+    assert main([*words, "data.sources=[{path: new.jsonl}]", "--force"]) == 0
+    config = json.loads(Path("run.refresh/run-1/model/config.json").read_text())
+    assert list(config["id2label"].values()) == ["a", "b", "c"]
 
 
 @pytest.mark.slow

@@ -56,6 +56,20 @@ def test_a_run_is_shown_with_what_it_recorded(tmp_path):
     assert shown.tags.count("path") > 10
 
 
+def test_a_classifier_has_its_measures_and_tables(tmp_path):
+    names = ["a/b", "b", EVIL]
+    counts = {f"eval/confusion/{true}/{one}": float(len(one)) for true in names for one in names}
+    before = {"time": 1.7e9, "train/step": 0, "before/loss": 2.0, "before/f1": 0.25, "before/confusion/b/b": 7}
+    after = {"time": 1.8e9, "train/step": 40, "eval/f1": 0.75, "eval/threshold/a/b": 0.4321, **counts}
+    folder = record(tmp_path / "mine", lines=[before, after])
+    shown = page(folder)
+    assert "Held-out f1 0.25 → 0.75" in shown.text
+    assert f"true \\ predicted a/b b {EVIL} a/b 3 1 {len(EVIL)} b 3 1 {len(EVIL)}" in shown.text
+    assert "class share a/b 0.432" in shown.text
+    both = page(folder, record(tmp_path / "other"), at=tmp_path / "both.html")
+    assert "Held-out f1 0.25 → 0.75 –" in both.text
+
+
 def test_the_page_loads_nothing(tmp_path):
     shown = page(record(tmp_path / "mine"))
     assert shown.addresses == ["data:,"]

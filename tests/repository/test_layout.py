@@ -41,6 +41,7 @@ ELSEWHERE = {
     "outputs/adapter.py": "cli/test_merge.py, through the command",
     "outputs/conversation.py": "cli/test_chat.py, through the command",
     "outputs/text_classifier.py": "objectives/test_classification.py, through `fxtune chat`",
+    "reports/held_out.py": "test_page.py, and objectives/test_classification.py, through the commands",
     "outputs/evaluation.py": "cli/test_evaluate.py, through the command",
     "outputs/merge.py": "cli/test_merge.py, through the command",
     "outputs/refresh.py": "cli/test_refresh.py, through the command",

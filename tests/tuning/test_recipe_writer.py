@@ -24,6 +24,7 @@ DELTAS = {
 
 SOURCES = [QUICKSTART, "data.sources=[{path: 'a b.jsonl'}, {path: c}]"]
 TWO_RECIPES = ["+recipe=[llama_lora,quickstart]", "tracking=wandb_offline"]
+OTHER_OBJECTIVE = ["objective=ranking", "objective.losses=pairwise", "data.sources=[{path: x.jsonl}]"]
 OWN_RECIPE = ["+recipe=elsewhere/mine.yaml", "techniques=lora"]
 
 
@@ -42,10 +43,13 @@ OWN_RECIPE = ["+recipe=elsewhere/mine.yaml", "techniques=lora"]
             TWO_RECIPES,
             OWN_RECIPE,
             ["model.path=builtin:tiny", "data.sources=[{path: x.jsonl}]"],
+            OTHER_OBJECTIVE,
+            [QUICKSTART, "objective=dpo", "objective.beta=0.2"],
         ],
         SOURCES,
         TWO_RECIPES,
         OWN_RECIPE,
+        OTHER_OBJECTIVE,
     ),
 )
 def test_the_recipe_gives_the_config_that_was_measured(cwd, overrides):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat, TextGroup
-from fxtune.data.formats.values import RowError, require_text, short, type_name
+from fxtune.data.formats.values import RowError, require_text, require_words, short, type_name
 
 QUERIES = ("query", "question", "anchor")
 CANDIDATES = ("passages", "documents", "candidates", "docs")
@@ -40,11 +40,11 @@ class CandidatesFormat(RowFormat):
             raise RowError("the row has fewer than two candidates, so there is nothing to rank")
         if len(set(relevances)) < 2:
             raise RowError(f"all candidates have the relevance {relevances[0]:g}, so there is nothing to rank")
+        texts = {}
         for index, candidate in enumerate(candidates):
-            if not require_text(candidate, f"candidate {index}").strip():
-                raise RowError(f"candidate {index} is empty")
-        texts = (PlainText(query, second=text, as_tokenized=True) for text in candidates)
-        return TextGroup({f"candidate {index}": text for index, text in enumerate(texts)}, relevances)
+            place = f"candidate {index}"
+            texts[place] = PlainText(query, second=require_words(candidate, place), as_tokenized=True)
+        return TextGroup(texts, relevances)
 
 
 def _first(row: Mapping[str, Any], names: Collection[str]) -> Any:

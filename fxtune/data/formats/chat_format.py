@@ -20,7 +20,16 @@ from typing import Any, ClassVar
 from fxtune.data.formats import image_parts
 from fxtune.data.formats.image_parts import place_images, read_content
 from fxtune.data.formats.row_format import BEGUN, OPEN, ChatRole, Content, Conversation, LearnConfig, RowFormat
-from fxtune.data.formats.values import RowError, parse_json, require_text, short, spelled, type_name, without_nulls
+from fxtune.data.formats.values import (
+    RowError,
+    parse_json,
+    require_text,
+    require_words,
+    short,
+    spelled,
+    type_name,
+    without_nulls,
+)
 
 ROLES = tuple(role.value for role in ChatRole)
 
@@ -156,9 +165,7 @@ def add_answer(chat: Conversation, answer: Any, column: str) -> None:
 def add_prompt(chat: Conversation, prompt: Any) -> None:
     """Add a prompt: the text of a question, or a list of messages. Raises RowError."""
     if isinstance(prompt, str):
-        if not require_text(prompt, "prompt").strip():
-            raise RowError("prompt is empty")
-        chat.add({"role": "user", "content": prompt}, "prompt")
+        chat.add({"role": "user", "content": require_words(prompt, "prompt")}, "prompt")
     elif isinstance(prompt, (list, tuple)):
         add_turns(chat, prompt, "prompt")
     else:

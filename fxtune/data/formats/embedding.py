@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat, TextGroup
-from fxtune.data.formats.values import RowError, require_text, type_name
+from fxtune.data.formats.values import RowError, require_text, require_words, type_name
 
 QUERY = ("query", "anchor")
 POSITIVE = ("positive", "pos", "positives", "positive_passages")
@@ -73,7 +73,5 @@ def _texts(row: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
                 value = " ".join(require_text(part, place) for part in parts)
             elif not isinstance(value, str):
                 raise RowError(f"{place} is {type_name(value)}, not a text")
-            if not require_text(value, place).strip():
-                raise RowError(f"{place} is empty")
-            found[place] = value
+            found[place] = require_words(value, place)
     return found

@@ -17,11 +17,13 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from fxtune.data.formats.chat_format import LIST_KEYS
 from fxtune.data.formats.messages import MessagesFormat
 from fxtune.data.formats.row_format import Content, Conversation, Labelled, LearnConfig, PlainText, RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
-from fxtune.data.formats.values import RowError, parse_json, require_text, short, type_name
+from fxtune.data.formats.values import RowError, parse_json, require_text, require_words, short, type_name
 
 LABELS = ("label", "labels")
 PAIRS = (
@@ -32,7 +34,7 @@ PAIRS = (
 TEXTS = ("text", "sentence", "content", "review", "comment", "comment_text", "tweet", "question", "title")
 """Names of the column of one text; the first one counts."""
 CHATS = (MessagesFormat(), ShareGPTFormat())
-NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
 class LabelledFormat(RowFormat):
@@ -59,10 +61,7 @@ class LabelledFormat(RowFormat):
             return Labelled(content, label)
         if not (names := _texts(row)):
             raise RowError(f"the row has no `text`; {_renaming(row)}")
-        texts = [require_text(row[name], name) for name in names]
-        for name, text in zip(names, texts, strict=True):
-            if not text.strip():
-                raise RowError(f"{name} is empty")
+        texts = [require_words(row[name], name) for name in names]
         second = texts[1] if len(texts) > 1 else None
         return Labelled(PlainText(texts[0], second=second, as_tokenized=True), label)
 
@@ -87,18 +86,16 @@ def label_name(label: Any) -> str:
         return str(label).lower()
     if isinstance(label, str):
         text = require_text(label, "label").strip()
-        if text.lower() == "nan":
-            raise RowError("label is NaN: a row needs a label")
+        if not text or text.lower() == "nan":
+            raise RowError(f"label is {text or 'empty'}: a row needs a number or a word")
         if not NUMBER.fullmatch(text):
-            if not text:
-                raise RowError("label is empty")
             return text
         label = float(text)
     if not isinstance(label, (int, float)):
         raise RowError(f"label is {type_name(label)}, not a word, a number or a list of them")
     if not math.isfinite(label):
         raise RowError(f"label is {short(label)}: a row needs a finite number or a word")
-    return str(int(label)) if label == int(label) else repr(float(label))
+    return str(int(label)) if label == int(label) else np.format_float_positional(label)
 
 
 def classes_of(name: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxtune.data.formats.chat_format import LIST_KEYS
 from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat
-from fxtune.data.formats.values import RowError, require_text
+from fxtune.data.formats.values import require_words
 
 
 class TextFormat(RowFormat):
@@ -22,7 +22,4 @@ class TextFormat(RowFormat):
         return isinstance(row.get("text"), str)
 
     def read(self, row: Mapping[str, Any], learn: LearnConfig, unused: Collection[str] = ()) -> Content:
-        text = require_text(row.get("text"), "text")
-        if not text.strip():
-            raise RowError("text is empty")
-        return PlainText(text)
+        return PlainText(require_words(row.get("text"), "text"))

@@ -47,6 +47,13 @@ def require_text(value: Any, where: str) -> str:
     return value
 
 
+def require_words(value: Any, where: str) -> str:
+    """require_text(), which also raises RowError for a text without a visible character."""
+    if not require_text(value, where).strip():
+        raise RowError(f"{where} is empty")
+    return str(value)
+
+
 def parse_json(text: str, where: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=unique_keys)

@@ -44,7 +44,10 @@ CLASSIFIER_USE = """It gives a text a number for each class; `model.config.id2la
 inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, second, ...), as in training
 logits = model(input_ids=inputs["input_ids"]).logits[0]  # several rows: pad with tokenizer.pad_token
 shares = logits.softmax(-1)  # problem_type multi_label_classification: logits.sigmoid(); regression: the number itself
-```"""
+```
+
+With multi_label_classification a text has each class whose share is at least `model.config.thresholds[class]`, and 0.5
+for a class without a threshold."""
 
 
 class Scorer(OtherHead):

@@ -214,21 +214,22 @@ class RunState:
             self.save()
         self.checkpoints.wait()
 
-    def load_best(self) -> int:
-        """Load the best weights by train.stop.metric for the export. Returns their step, or the last step if they have
-        no checkpoint. Nothing is saved after this.
+    def load_best(self) -> tuple[int, dict[str, Any]]:
+        """Load the best weights by train.stop.metric for the export. Returns their step and its figures. If they have
+        no checkpoint, the last weights stay. Nothing is saved after this.
         """
         step, best = self.state.step, self.state.best_step
         self.use_averages()
         if best in (None, step) or not self.checkpoints.config.keep_best:
-            return step
+            return step, self.state.figures
         try:
-            copy_weights(self.checkpoints.read(best, self.weights()).weights, self.weights())
+            found = self.checkpoints.read(best, self.weights())
+            copy_weights(found.weights, self.weights())
         except ValueError as reason:
             self.note(f"The best checkpoint, of step {best}, cannot be read ({reason}), so the last one is exported.")
-            return step
+            return step, self.state.figures
         self._holds_best = True
-        return best
+        return best, found.state.figures
 
     def use_averages(self) -> None:
         """Replace the weights by the optimizer's averages of weights, if it has any. Nothing is saved after this."""

@@ -104,6 +104,7 @@ def test_equal_scores_rank_nothing():
         ({"query": "q", "passages": {"passage_text": ["a", "b"], "is_selected": [1, 0]}}, [1, 0]),
         ({"query": "q", "positive": "a", "negative": "b"}, [1, 0]),
         ({"anchor": "q", "pos": ["a"], "neg": ["b", "c"]}, [1, 0, 0]),
+        ({"query": "q", "positive": "a", "negative_1": "b", "negative_2": "c"}, [1, 0, 0]),
     ],
 )
 def test_published_shapes_are_read(row, relevances):
@@ -119,7 +120,9 @@ def test_published_shapes_are_read(row, relevances):
         ({"query": "q", "passages": ["a", "b"], "labels": [1, 1]}, "nothing to rank"),
         ({"query": "q", "passages": ["a", "b"], "labels": [1]}, "as many `labels`"),
         ({"query": "q", "passages": ["a", "b"], "labels": [1, None]}, "labels[1] is null"),
-        ({"query": "q", "positive": None, "negative": "b"}, "no positive"),
+        ({"query": "q", "passages": None, "positive": [], "negative": "b"}, "no positive"),
+        ({"query": "q", "positive": "a", "negative": "q"}, "negative is equal to query"),
+        ({"query": "q", "positive": "a", "negative": ["a", "b"]}, "negative[0] is also a positive"),
     ],
 )
 def test_mistakes_name_the_row(cwd, capsys, row, reason):

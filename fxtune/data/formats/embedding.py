@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from fxtune.data.formats.row_format import Content, LearnConfig, PlainText, RowFormat, TextGroup
 from fxtune.data.formats.values import RowError, require_text, require_words, type_name
 
-QUERY = ("query", "anchor")
+QUERY = ("query", "question", "anchor")
 POSITIVE = ("positive", "pos", "positives", "positive_passages")
 NEGATIVE = ("negative", "neg", "negatives", "negative_passages")
 NUMBERED = "negative_"
@@ -21,7 +21,7 @@ class EmbeddingFormat(RowFormat):
     `title` (Tevatron). The documents of a row: the query, its positives (label 1), its negatives (label 0)."""
 
     name = "embedding"
-    columns = ("query", "positive")
+    columns: ClassVar[tuple[str, ...]] = ("query", "positive")
     known_columns = frozenset((*QUERY, *POSITIVE, *NEGATIVE, "pos_scores", "neg_scores", *("prompt", "text")))
     is_group = True
     is_question = False

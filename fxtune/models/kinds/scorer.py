@@ -76,8 +76,8 @@ class Scorer(OtherHead):
             )
         return config
 
-    def read_tokenizer(self, folder: Path, trust_remote_code: bool) -> Any:
-        tokenizer = super().read_tokenizer(folder, trust_remote_code)
+    def read_tokenizer(self, folder: Path, trust_remote_code: bool, **options: Any) -> Any:
+        tokenizer = super().read_tokenizer(folder, trust_remote_code, **options)
         if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
             tokenizer.pad_token = _padding(tokenizer)
         separate_texts(tokenizer)

@@ -23,6 +23,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
+from fxtune.facts.options import WeightFormat
 from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
@@ -97,13 +98,17 @@ class FrozenModelConfig(ModelConfig):
     """A model beside the trained one, such as a teacher."""
 
     key: ClassVar[str] = "objective.teacher"
+    quantize: WeightFormat | None = None
+    """The format of its linears. None: they keep `dtype`."""
 
 
-def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelConfig:
+def frozen_model(
+    name: str, revision: str | None, dtype: DType, quantize: WeightFormat | None = None
+) -> FrozenModelConfig:
     """The config of the model `name`, or of the adapter `name` over the base that its files name."""
     file = locate(name, revision, FrozenModelConfig.key).folder / "adapter_config.json"
     if not file.exists():
-        return FrozenModelConfig(path=name, revision=revision, dtype=dtype)
+        return FrozenModelConfig(path=name, revision=revision, dtype=dtype, quantize=quantize)
     try:
         options = json.loads(file.read_text())
         base, commit = options["base_model_name_or_path"], options.get("revision")
@@ -112,7 +117,7 @@ def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelCo
             f"{FrozenModelConfig.key}={name}: {file} names no base model ({first_line(error)}). Give the whole model: "
             "`fxtune merge` writes it."
         ) from error
-    return FrozenModelConfig(path=base, revision=commit, dtype=dtype, adapter=name)
+    return FrozenModelConfig(path=base, revision=commit, dtype=dtype, adapter=name, quantize=quantize)
 
 
 def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:

@@ -41,7 +41,7 @@ from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.rows import decide_rows
-from fxtune.settle.settled import settle
+from fxtune.settle.settled import settle, settle_frozen_model
 from fxtune.settle.stages import Stage
 from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.pipeline import Pipeline
@@ -215,12 +215,11 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
         batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
         stored_bytes = int(4 * lengths.whole * (lengths.epoch + lengths.held_out))
         stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended, images)
-    if lengths and objective.stored_tokens and (frozen := objective.frozen_model(config.model)):
+    if lengths and objective.stored_tokens and (frozen := settle_frozen_model(config, facts)):
         batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
         supervised_tokens = supervised * (lengths.epoch + lengths.held_out)
         stored_bytes = int((6 * objective.stored_tokens + 4) * supervised_tokens)
-        with_frozen = replace(facts, model=load_config(frozen).to_dict())
-        stored = batches / facts.degrees.data_ranks * forward_seconds(with_frozen, supervised, attended)
+        stored = batches / facts.degrees.data_ranks * forward_seconds(frozen.facts, supervised, attended)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)

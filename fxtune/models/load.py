@@ -102,13 +102,11 @@ class FrozenModelConfig(ModelConfig):
     """The format of its linears. None: they keep `dtype`."""
 
 
-def frozen_model(
-    name: str, revision: str | None, dtype: DType, quantize: WeightFormat | None = None
-) -> FrozenModelConfig:
+def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelConfig:
     """The config of the model `name`, or of the adapter `name` over the base that its files name."""
     file = locate(name, revision, FrozenModelConfig.key).folder / "adapter_config.json"
     if not file.exists():
-        return FrozenModelConfig(path=name, revision=revision, dtype=dtype, quantize=quantize)
+        return FrozenModelConfig(path=name, revision=revision, dtype=dtype)
     try:
         options = json.loads(file.read_text())
         base, commit = options["base_model_name_or_path"], options.get("revision")
@@ -117,7 +115,7 @@ def frozen_model(
             f"{FrozenModelConfig.key}={name}: {file} names no base model ({first_line(error)}). Give the whole model: "
             "`fxtune merge` writes it."
         ) from error
-    return FrozenModelConfig(path=base, revision=commit, dtype=dtype, adapter=name, quantize=quantize)
+    return FrozenModelConfig(path=base, revision=commit, dtype=dtype, adapter=name)
 
 
 def starting_from(model: ModelConfig, folder: Path | str) -> ModelConfig:

@@ -15,7 +15,7 @@ and the divergence keeps the student from forgetting what the base could do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Optional
 
 import torch
@@ -88,7 +88,8 @@ class Distillation(Objective):
     def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
         if self.teacher in ("", BASE):
             return None
-        return frozen_model(self.teacher, self.teacher_revision, trained.dtype, self.teacher_quantize)
+        model = frozen_model(self.teacher, self.teacher_revision, trained.dtype)
+        return replace(model, quantize=self.teacher_quantize)
 
     @property
     def stored_tokens(self) -> int:
@@ -117,8 +118,8 @@ class Distillation(Objective):
             )
         if self.teacher == BASE and self.teacher_quantize:
             yield (
-                "objective.teacher_quantize: with objective.teacher=base the teacher has the student's own weights. Set "
-                "techniques.quantize.enabled=true to quantize both, or set this to null."
+                "objective.teacher_quantize: with objective.teacher=base the teacher has the student's own weights. "
+                "Set techniques.quantize.enabled=true to quantize both, or set this to null."
             )
         if self.teacher == BASE and not self.text_weight:
             yield (

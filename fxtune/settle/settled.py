@@ -138,14 +138,10 @@ def settle_frozen_model(config: Config, facts: Facts) -> Settled | None:
     model = config.objective.frozen_model(config.model)
     if model is None:
         return None
-    changed = {
-        name: replace(technique, enabled=False)
-        for name, technique in config.techniques.enabled()
-        if name not in OF_FROZEN
-    }
-    changed["quantize"] = Quantize(enabled=True, type=model.quantize) if model.quantize else Quantize()
-    techniques = replace(config.techniques, **changed)
-    alone = replace(config, model=model, objective=CausalLM(), techniques=techniques)
+    techniques = config.techniques
+    off = {name: replace(each, enabled=False) for name, each in techniques.enabled() if name not in OF_FROZEN}
+    off["quantize"] = Quantize(enabled=True, type=model.quantize) if model.quantize else Quantize()
+    alone = replace(config, model=model, objective=CausalLM(), techniques=replace(techniques, **off))
     return settle(alone, facts, facts.degrees.ranks, checks=False)
 
 

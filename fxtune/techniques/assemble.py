@@ -136,8 +136,7 @@ def assemble_frozen(
     if model.adapter:
         built.module = merged(built.module, model.adapter, model.key)
         if quantize.enabled:
-            with techniques.precision.context(world.device):
-                quantize.apply(built, world)
+            quantize.apply(built, world)
     built.module.eval().requires_grad_(False)
     return built
 

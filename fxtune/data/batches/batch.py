@@ -248,7 +248,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
                 reference[row, at : at + length] = table.reference[start : start + length]
             if has_teacher:
                 places, before = table.supervised_in(start, length)
-                of_teacher.append(table.teacher[before : before + len(places)])  # type: ignore[index]
+                of_teacher.append(table.teacher[before : before + len(places)])
             begins[row, at], is_first[row, at] = at - shared[document], True
             images.add(table, start, length)
             if (own := images.rope_positions(table, start, length, shared[document])) is not None:

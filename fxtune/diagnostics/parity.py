@@ -50,11 +50,10 @@ from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, MemoryShortError
 from fxtune.facts.options import RopeType, Switch
 from fxtune.facts.run import Facts
-from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.objectives.reference import Reference, WithReference
-from fxtune.settle.frozen_model import settle_frozen_model
-from fxtune.techniques.assemble import assemble
+from fxtune.settle.settled import settle_frozen_model
+from fxtune.techniques.assemble import assemble, assemble_frozen
 from fxtune.techniques.attention.technique import Attention
 from fxtune.techniques.float8 import Float8
 from fxtune.techniques.pipeline import Pipeline
@@ -326,13 +325,9 @@ class _Comparison:
         builder = self.builder
         settled = settle_frozen_model(builder.config, builder.facts)
         assert settled is not None, "the objective has a frozen model"
-        techniques, model = _plain(settled.techniques, settled.facts), settled.config.model
-        world, base = World(builder.world.device), replace(model, adapter=None)
-        prepared = assemble(techniques, base, settled.hf_config, world, builder.config.run.seed)
-        if model.adapter:
-            prepared.module = merged(prepared.module, model.adapter, model.key)
-        plain = PlainModel(prepared)
-        plain.model.eval().requires_grad_(False)
+        techniques, world = _plain(settled.techniques, settled.facts), World(builder.world.device)
+        model, seed = settled.config.model, builder.config.run.seed
+        plain = PlainModel(assemble_frozen(techniques, model, settled.hf_config, world, seed))
         if float32:
             plain.to_float32()
         return plain

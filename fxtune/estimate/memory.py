@@ -188,9 +188,8 @@ def forecast(facts: Facts, plan: RecomputePlan) -> Need:
     weights, trained = _bytes_of_rank(facts, shape)
     if facts.keeps_start:
         weights += 4 * trained_parameters(facts)  # adapters are in float32 and whole on each rank
-    if facts.frozen_model:
-        frozen = Shape.of(facts.frozen_model)
-        weights += BYTES.get(facts.dtype, 4) * (frozen.linear_parameters + frozen.other_parameters)
+    if facts.frozen:
+        weights += _frozen_bytes(facts.frozen, Shape.of(facts.frozen.model))
     held_on = facts.accumulates or run.holds_gradients
     freed, undone = facts.in_backward, _undone_bytes(facts, trained)
     staying = held = most = below = 0.0
@@ -407,9 +406,7 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
     """Bytes of weights, and of gradients and moments, if nothing is divided over ranks."""
     number, run, kept = BYTES.get(facts.dtype, 4), facts.execution, facts.optimizer
     moment = kept.size or number
-    total, end = shape.linear_parameters + shape.other_parameters, shape.vocabulary * shape.hidden
-    beside = beside_of(facts)
-    adapters, quantized = run.adapters, run.quantized
+    total, beside, adapters = shape.linear_parameters + shape.other_parameters, beside_of(facts), run.adapters
     if adapters is None:
         total += beside.trained(facts)
         frozen = beside.parameters - beside.trained(facts)
@@ -423,7 +420,19 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
         end = number * shape.largest_table
         trained = Trained(int(total * kept.moments * moment + extra), number * total, layers, end)
         return number * (total + frozen) + copies, trained
-    linear, around = float(number), shape.other_parameters * number
+    # Fused adapters have copies in the dtype of matmuls beside the frozen weights, or with quantized weights beside
+    # the experts only.
+    copied = adapters.experts if run.quantized else adapters.all - adapters.images
+    packed = number * copied if run.fused else 0
+    size = 4 * adapters.all
+    trained = Trained(int(size * kept.moments), size, (size // shape.layers,) * len(shape.kinds), 0)
+    return _frozen_bytes(facts, shape) + packed + size, trained
+
+
+def _frozen_bytes(facts: Facts, shape: Shape) -> int:
+    """Bytes of the weights of a frozen model or base."""
+    number, quantized = BYTES.get(facts.dtype, 4), facts.execution.quantized
+    linear, around, end = float(number), shape.other_parameters * number, shape.vocabulary * shape.hidden
     if quantized:
         linear = quantized.bytes
         if not quantized.experts:
@@ -434,14 +443,8 @@ def _parameter_bytes(facts: Facts, shape: Shape) -> tuple[int, Trained]:
             around -= end * (number - 1) * (quantized.head + quantized.embeddings)
         else:  # one byte a weight replaces the shared tensor, or a head in fp8 becomes a second tensor
             around += end * ((1 - number) if quantized.embeddings else int(quantized.head))
-    around += beside.parameters * number
-    # Fused adapters have copies in the dtype of matmuls beside the frozen weights, or with quantized weights beside
-    # the experts only.
-    copied = adapters.experts if quantized else adapters.all - adapters.images
-    packed = number * copied if run.fused else 0
-    size = 4 * adapters.all
-    trained = Trained(int(size * kept.moments), size, (size // shape.layers,) * len(shape.kinds), 0)
-    return int(shape.linear_parameters * linear + around + packed) + size, trained
+    around += beside_of(facts).parameters * number
+    return int(shape.linear_parameters * linear + around)
 
 
 def shape_of(facts: Facts) -> Shape:
@@ -525,8 +528,8 @@ def _loss_bytes(facts: Facts, shape: Shape) -> int:
     number, tokens, run = number_bytes(facts), facts.tokens, facts.execution
     copies = 0 if run.fused_norms or number == 4 else 4 * tokens * shape.hidden
     states, logits = tokens * shape.hidden * number * 3 + copies, tokens * shape.vocabulary
-    if facts.frozen_model:
-        states += tokens * Shape.of(facts.frozen_model).hidden * number
+    if facts.frozen:
+        states += tokens * Shape.of(facts.frozen.model).hidden * number
     if facts.head != "lm":
         return max(states, 5 * copies)
     if not run.fused_loss and not facts.logit_tensors:

@@ -185,8 +185,8 @@ def micro_batch_seconds(
     if beside_of(facts).recomputes(facts, plan):
         training += image_seconds(facts, images, trains=False)
     reference = forward_seconds(facts, supervised, attended, images) if forward_passes else 0.0
-    if facts.frozen_model:
-        frozen = replace(facts, model=facts.frozen_model, frozen_model={})
+    if facts.frozen:
+        frozen = replace(facts, model=facts.frozen.model, techniques=facts.frozen.techniques, frozen=None)
         training += forward_seconds(frozen, supervised, attended)
     return training + forward_passes * reference
 

@@ -47,9 +47,10 @@ class Facts(MachineFacts):
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     keeps_start: bool = False
     """Whether the run keeps a copy of the adapters from which it starts, as its reference."""
-    frozen_model: dict[str, Any] = field(default_factory=dict)
-    """The config of a frozen model that computes each micro-batch beside the trained model (Objective.frozen_model()).
-    Empty: there is none."""
+    is_frozen: bool = False
+    """Whether this is a frozen model beside the trained model (Objective.frozen_model())."""
+    frozen: Facts | None = None
+    """The facts of the frozen model that computes each micro-batch beside the trained model. None: there is none."""
     logit_tensors: int = 0
     """The float32 tensors of a chunk of logits that the loss holds at once (Objective.logit_tensors)."""
     step_rows: int = 0

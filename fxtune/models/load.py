@@ -23,6 +23,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
+from fxtune.facts.options import WeightFormat
 from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
@@ -98,6 +99,8 @@ class FrozenModelConfig(ModelConfig):
     """A model beside the trained one, such as a teacher."""
 
     key: ClassVar[str] = "objective.teacher"
+    quantize: WeightFormat | None = None
+    """The format of its linears. None: they keep `dtype`."""
 
 
 def frozen_model(name: str, revision: str | None, dtype: DType) -> FrozenModelConfig:

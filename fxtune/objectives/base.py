@@ -27,7 +27,7 @@ from fxtune.data.formats.registry import FORMATS
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError
 from fxtune.facts.run import Facts
-from fxtune.models.load import ModelConfig
+from fxtune.models.load import FrozenModelConfig, ModelConfig
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.registry import OBJECTIVES
@@ -99,7 +99,7 @@ class Objective:
         """The number of forward passes without gradient for each training pass: one for step_values()."""
         return int(self.needs.whole_step)
 
-    def frozen_model(self, trained: ModelConfig) -> ModelConfig | None:
+    def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
         """A frozen model that computes each micro-batch beside the `trained` model; None if there is none. Its tokens
         must be the trained model's tokens."""
         return None

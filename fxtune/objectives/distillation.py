@@ -15,16 +15,17 @@ and the divergence keeps the student from forgetting what the base could do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Optional
 
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
+from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import Divergence, Measure
-from fxtune.models.load import ModelConfig, frozen_model
+from fxtune.models.load import FrozenModelConfig, ModelConfig, frozen_model
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
@@ -41,11 +42,15 @@ class Distillation(Objective):
         "kl": "KL(teacher | student) of the next token in nats, at objective.temperature, whatever the divergence is",
         "text_loss": "cross-entropy of the text's own tokens in nats: the loss of objective=causal_lm",
     }
+    compared: ClassVar[tuple[str, ...]] = ("kl",)
     teacher: str = ""
     """The model that teaches: a folder, a hub id, or `builtin:NAME`, of a model or of an adapter, with the student's
     tokens. `base`: the student without its adapters, so that tuning on the text forgets less."""
     teacher_revision: Optional[str] = None
     """Commit, tag or branch of a teacher from the hub."""
+    teacher_quantize: Optional[WeightFormat] = None
+    """Store the teacher's linears in `nf4`, `int8` or `fp8`, or its experts in `mxfp4` (see techniques.quantize.type).
+    The student is not quantized by this. null: the teacher's weights keep model.dtype."""
     divergence: Measure = Measure.forward_kl
     """`forward_kl`: KL(teacher | student). `reverse_kl`: KL(student | teacher). `jensen_shannon`: between both."""
     teacher_share: float = field(default=0.5, metadata={"above": 0, "below": 1})
@@ -80,10 +85,11 @@ class Distillation(Objective):
     def forward_passes(self) -> int:
         return super().forward_passes + (self.teacher == BASE)
 
-    def frozen_model(self, trained: ModelConfig) -> ModelConfig | None:
+    def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
         if self.teacher in ("", BASE):
             return None
-        return frozen_model(self.teacher, self.teacher_revision, trained.dtype)
+        model = frozen_model(self.teacher, self.teacher_revision, trained.dtype)
+        return replace(model, quantize=self.teacher_quantize)
 
     @property
     def stored_tokens(self) -> int:
@@ -109,6 +115,11 @@ class Distillation(Objective):
             yield (
                 "objective.teacher=base: full fine-tuning has no adapters to switch off. Set objective.teacher to the "
                 "model of model.path, which is then loaded a second time."
+            )
+        if self.teacher == BASE and self.teacher_quantize:
+            yield (
+                "objective.teacher_quantize: with objective.teacher=base the teacher has the student's own weights. "
+                "Set techniques.quantize.enabled=true to quantize both, or set this to null."
             )
         if self.teacher == BASE and not self.text_weight:
             yield (

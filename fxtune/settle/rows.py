@@ -25,8 +25,6 @@ def decide_rows(
     the reason for each `auto` that became false, and the facts of one of `ranks` ranks. No technique is resolved in
     these facts."""
     data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
-    objective = config.objective
-    frozen = None if objective.stored_tokens else objective.frozen_model(config.model)
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),
@@ -47,7 +45,7 @@ def decide_rows(
         degrees=Degrees(replicate=ranks),
         keeps_start=config.objective.keeps_start(config.techniques.lora.enabled, config.train.epochs or 1.0),
         logit_tensors=config.objective.logit_tensors,
-        frozen_model=models.load_config(frozen).to_dict() if frozen else {},
+        is_frozen=isinstance(config.model, models.FrozenModelConfig),
         sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,
     )

@@ -23,6 +23,7 @@ from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import load_config
+from fxtune.objectives.causal_lm import CausalLM
 from fxtune.optim import config as optimizer_config
 from fxtune.settle import determinism, freed_gradients
 from fxtune.settle.degrees import with_degrees
@@ -34,9 +35,12 @@ from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.attention import isolation
 from fxtune.techniques.package_checks import Heads, import_ahead, unusable
 from fxtune.techniques.pipeline import Pipeline
+from fxtune.techniques.quantize.technique import Quantize
 
 Tries = Callable[[MachineFacts, Iterable[str], Heads], dict[str, str]]
 """A function (machine, packages, heads of the model) -> the packages that do not work on the machine, with reasons."""
+OF_FROZEN = ("attention", "precision", "liger", "apex", "compile")
+"""The techniques of the recipe that also act on a frozen model."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Settled:
         not to check."""
         facts = replace(self.facts, techniques=self.config.techniques)
         try:
-            self.config.techniques.resolved(facts, list(refusals(self.config, facts)))
+            self.config.techniques.resolved(facts, _refusals(self.config, facts))
         except ConfigError as error:
             return [str(error)]
         return []
@@ -107,8 +111,10 @@ def settle(
     facts, note = freed_gradients.decide(config, with_degrees(facts, degrees))
     facts = facts if deterministic is None else replace(facts, deterministic=deterministic)
     notes += [note] if note else []
+    if (frozen := settle_frozen_model(config, facts)) and not config.objective.stored_tokens:
+        facts = replace(facts, frozen=frozen.facts)
     if checks:
-        techniques, decided = config.techniques.resolved(facts, list(refusals(config, facts)))
+        techniques, decided = config.techniques.resolved(facts, _refusals(config, facts))
     else:
         techniques, decided = config.techniques.decided(facts)
     if deterministic is None and config.run.deterministic == AUTO:
@@ -123,6 +129,34 @@ def settle(
         )
     remarks = _remarks(config, techniques, facts, hf_config, decided)
     return Settled(config, hf_config, techniques, facts, (*notes, *remarks, *decided))
+
+
+def settle_frozen_model(config: Config, facts: Facts) -> Settled | None:
+    """The frozen model of the objective of `config`, such as the teacher of distillation, with its techniques decided;
+    None if there is none. It gets the rows of the trained model, and runs with the same attention, kernels and
+    precision, without adapters. `facts`: the facts of the trained model. Raises the errors of load_config()."""
+    model = config.objective.frozen_model(config.model)
+    if model is None:
+        return None
+    techniques = config.techniques
+    off = {name: replace(each, enabled=False) for name, each in techniques.enabled() if name not in OF_FROZEN}
+    off["quantize"] = Quantize(enabled=True, type=model.quantize) if model.quantize else Quantize()
+    alone = replace(config, model=model, objective=CausalLM(), techniques=replace(techniques, **off))
+    return settle(alone, facts, facts.degrees.ranks, checks=False)
+
+
+def _refusals(config: Config, facts: Facts) -> list[str]:
+    """refusals(), and the reasons for which the frozen model cannot run with the rows of `config`."""
+    reasons = list(refusals(config, facts))
+    if frozen := settle_frozen_model(config, facts):
+        model = frozen.config.model
+        for name, technique in frozen.config.techniques.enabled():
+            for reason in technique.check(frozen.facts):
+                if name == "quantize":  # one option of the objective stands for all options of the technique
+                    reasons.append(f"{model.key}_quantize:{reason.partition(':')[2]}")
+                else:
+                    reasons.append(f"{model.key}={model.path}: techniques.{name}.{reason}")
+    return reasons
 
 
 def _missing_data(data: DataConfig) -> Iterator[str]:

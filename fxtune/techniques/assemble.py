@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +20,8 @@ from fxtune.facts.options import AUTO, WeightFormat
 from fxtune.models import load as models
 from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
-from fxtune.models.load import Init, ModelConfig
+from fxtune.models.load import FrozenModelConfig, Init, ModelConfig
+from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
 from fxtune.models.shards import pieces_of
@@ -31,6 +33,7 @@ from fxtune.techniques.experts.full import compute_experts
 from fxtune.techniques.lora import targets, trained_tokens
 from fxtune.techniques.pipeline import Pipeline, acting
 from fxtune.techniques.quantize.selection import takes_rows
+from fxtune.techniques.quantize.technique import Quantize
 
 
 def assemble(
@@ -118,6 +121,23 @@ def assemble(
         models.fill(model, hf_config, built, pieces, world, seed, elsewhere)
         if lora.enabled and not model.adapter:
             trained_tokens.read_rows(built.module)
+    return built
+
+
+def assemble_frozen(
+    techniques: Pipeline, model: FrozenModelConfig, hf_config: Any, world: World, seed: int
+) -> PreparedModel:
+    """assemble() for a model that is not trained, in evaluation mode. Its adapter is added to its weights before they
+    are quantized."""
+    quantize = techniques.quantize
+    if model.adapter:
+        techniques = replace(techniques, quantize=Quantize())
+    built = assemble(techniques, replace(model, adapter=None), hf_config, world, seed)
+    if model.adapter:
+        built.module = merged(built.module, model.adapter, model.key)
+        if quantize.enabled:
+            quantize.apply(built, world)
+    built.module.eval().requires_grad_(False)
     return built
 
 

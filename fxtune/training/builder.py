@@ -31,7 +31,6 @@ from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models.kinds.image_decoder.parts import for_images
-from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.base import CONTRACT, Objective, contract_broken
@@ -43,10 +42,9 @@ from fxtune.optim.learning_rate import guess
 from fxtune.optim.optimizer import Optimizer
 from fxtune.optim.schedule import learning_rate
 from fxtune.settle.freed_gradients import change_for
-from fxtune.settle.frozen_model import settle_frozen_model
 from fxtune.settle.images import image_processor
 from fxtune.settle.images import refusals as image_refusals
-from fxtune.settle.settled import settle_here
+from fxtune.settle.settled import settle_frozen_model, settle_here
 from fxtune.settle.stages import Stage
 from fxtune.system.process.determinism import (
     nondeterministic_operator,
@@ -57,7 +55,7 @@ from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques import divided_weights
-from fxtune.techniques.assemble import assemble
+from fxtune.techniques.assemble import assemble, assemble_frozen
 from fxtune.techniques.attention import context, recurrent
 from fxtune.techniques.attention.technique import attention_layers
 from fxtune.techniques.base import Evidence
@@ -266,15 +264,14 @@ class RunBuilder:
         other."""
         settled = settle_frozen_model(self.config, self.facts)
         assert settled is not None, "the objective has a frozen model"
-        model = settled.config.model
-        seed, base = self.config.run.seed, replace(model, adapter=None)
-        prepared = assemble(settled.techniques, base, settled.hf_config, self.world, seed)
-        if model.adapter:
-            prepared.module = merged(prepared.module, model.adapter, model.key)
-        prepared.module.eval().requires_grad_(False)
-        made = LanguageModel(prepared, settled.techniques.liger, self.world.context_group)
+        model, techniques = settled.config.model, settled.techniques
+        prepared = assemble_frozen(techniques, model, settled.hf_config, self.world, self.config.run.seed)
+        made = LanguageModel(prepared, techniques.liger, self.world.context_group)
         probe = make_probe(prepared.module, self.facts.packing)
-        for evidence in require_acted([*settled.techniques.attention.verify(prepared, probe), *made.evidence]):
+        seen = [*techniques.attention.verify(prepared, probe), *made.evidence]
+        if techniques.quantize.enabled:
+            seen += techniques.quantize.verify(prepared, probe)
+        for evidence in require_acted(seen):
             say(f"{model.key}: {evidence.technique}: {evidence.observed}")
         return made
 
@@ -356,7 +353,8 @@ class RunBuilder:
         objective: Any = self.config.objective
         with self.oom_context("Computing the teacher's likeliest tokens"):
             model = self.frozen_model()
-            options = self.techniques.options()
+            frozen = settle_frozen_model(self.config, self.facts)
+            options = frozen.techniques.options() if frozen else {}
             store_teacher(
                 model,
                 self._compared,
@@ -364,7 +362,7 @@ class RunBuilder:
                 self.config.loader,
                 self.techniques.precision,
                 self.world,
-                {name: options[name] for name in ("attention", "precision") if name in options},
+                {name: options[name] for name in ("attention", "precision", "quantize") if name in options},
                 StoredTokens(objective.stored_tokens, objective.temperature, self.facts.text["vocab_size"]),
             )
         self._compared = ()

@@ -10,6 +10,7 @@ Nothing is downloaded: the corpus is that of make_base.py, and the adapter is a 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def make_adapter(run: Path) -> None:
     figures = trainer.run(load([*words, "run.device=cpu"]))
     shutil.rmtree(ADAPTER, ignore_errors=True)
     ADAPTER.mkdir()
-    shutil.copyfile(run / "adapter" / "adapter_config.json", ADAPTER / "adapter_config.json")
+    options = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    options["base_model_name_or_path"] = "builtin:tiny"  # the run has named the folder of this checkout
+    (ADAPTER / "adapter_config.json").write_text(json.dumps(options, indent=2) + "\n")
     shutil.copyfile(TEACHER / "config.json", ADAPTER / "config.json")
     weights = load_file(run / "adapter" / "adapter_model.safetensors")
     halves = {name: weight.half() for name, weight in weights.items()}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from support.architectures import on_disk
 from support.cases import slow_but
 from support.harness import SMALLER, write_chats, write_texts
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fxtune.cli.main import main
 from fxtune.config.compose import load
+from fxtune.models.replacement import PackedLinear
+from fxtune.techniques.quantized_modules import dequantized
 from fxtune.training.builder import RunBuilder
 
 TINY = Path(__file__).parents[2] / "fxtune" / "assets" / "tiny"
@@ -95,11 +99,50 @@ def test_loss_and_gradients_are_those_of_plain_transformers(cwd, packing, micro,
         assert difference <= 1e-5 * parameter.grad.norm(), name
 
 
+@pytest.mark.parametrize("teacher", [TINY, TINY.parent / "tiny-orders"])
+def test_quantized_teacher_is_plain_transformers_with_its_dequantized_weights(cwd, teacher):
+    """An adapter is added to its base before the sum is quantized."""
+    folder, texts = write_student(cwd / "student"), ["Anna lives in Oslo.", "A red lamp, please.", "Seven blue chairs"]
+    write_jsonl(Path("rows.jsonl"), [{"text": text} for text in texts])
+    words = [f"model.path={folder}", f"objective.teacher={teacher}", "objective.teacher_quantize=nf4"]
+    words += ["train.max_steps=1", "train.global_batch_size=3", "train.micro_batch_size=1", "data.packing=false"]
+    builder = RunBuilder(load([*WORDS, *words, "techniques.lora.enabled=false"]))
+    _, data = builder.read()
+    model, _ = builder.proven_model()
+    objective, plan = builder.config.objective, data.training
+    batches = [plan.batch(0, index) for index in range(plan.micro_batches(0))]
+    found = builder.train_step(model, objective).backward(batches, objective.normalizer(plan, 0))["loss"].item()
+
+    student, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    plain: Any = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    if teacher != TINY:
+        plain = PeftModel.from_pretrained(plain, teacher).merge_and_unload()
+
+    @torch.no_grad()
+    def divergence() -> float:
+        total, count = 0.0, 0
+        for text in texts:
+            ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+            p, q = (each(ids).logits[0, :-1].log_softmax(-1) for each in (plain, student))
+            total, count = total + F.kl_div(q, p, reduction="sum", log_target=True).item(), count + ids.shape[1] - 1
+        return total / count
+
+    whole = divergence()
+    for name, module in model.teacher.model.model.named_modules():
+        if isinstance(module, PackedLinear):
+            weight, made = plain.get_submodule(name).weight, dequantized(module)
+            assert 0 < (made - weight).norm() < 0.15 * weight.norm()
+            weight.data = made
+    assert found == pytest.approx(divergence(), rel=1e-5)
+    assert 1e-4 < abs(found / whole - 1) < 0.2
+
+
 @pytest.mark.parametrize(
     "words",
     slow_but(
         [
             [*SMALL, LORA, "data.packing=true"],
+            [*SMALL, LORA, "objective.teacher_quantize=nf4"],
             [*SMALL, LORA, "data.packing=false", "objective.divergence=jensen_shannon"],
             [*SMALL, "techniques.lora.enabled=false", "objective.divergence=reverse_kl"],
             [LORA, *BASE],
@@ -157,6 +200,8 @@ def test_two_ranks_learn_what_one_process_learns(ranks, cwd):
         ),
         ([*BASE, "techniques.lora.enabled=false"], ["objective.teacher=base", "no adapters"]),
         (["objective.divergence=jensen_shannon", "objective.teacher_share=1"], ["objective.teacher_share"]),
+        (["objective.teacher_quantize=fp8"], ["objective.teacher_quantize: fp8", "GPU", "nf4 or int8"]),
+        ([*BASE, LORA, "objective.teacher_quantize=nf4"], ["objective.teacher_quantize", "techniques.quantize"]),
     ],
 )
 def test_impossible_teachers_are_refused_before_weights_are_read(cwd, words, parts, capsys):
@@ -177,7 +222,7 @@ def test_teacher_of_another_vocabulary_is_refused(cwd, capsys):
 
 
 def test_plan_counts_the_teacher(cwd):
-    """Its weights and its passes. The base as teacher has passes, and no weights of its own."""
+    """Its weights, in 16 or 4 bits, and its passes. The base as teacher has passes, and no weights of its own."""
     write_texts(Path("rows.jsonl"))
 
     def planned(*words: str, given: list[str] = WORDS) -> dict:
@@ -188,6 +233,8 @@ def test_plan_counts_the_teacher(cwd):
     alone = planned("objective=causal_lm", given=[word for word in WORDS if not word.startswith("objective")])
     weights = 2 * 2_623_232 / 2**30
     assert with_teacher["memory_gib"] - with_base["memory_gib"] > 0.9 * weights
+    saved = with_teacher["memory_gib"] - planned("objective.teacher_quantize=nf4")["memory_gib"]
+    assert saved == pytest.approx(0.9 * weights * (1 - 4.13 / 16), rel=0.1)  # nine tenths are weights of linears
     assert with_teacher["step_seconds"] > alone["step_seconds"]
     assert with_base["step_seconds"] > alone["step_seconds"]
 
@@ -207,5 +254,8 @@ def test_stored_tokens_are_the_live_teacher(cwd, packing, capsys):
     assert main([*words, "objective.store=8", "run.dir=again"]) == 0
     assert "likeliest tokens take" not in capsys.readouterr().out
     assert figures("again", "loss", "kl") == figures("few", "loss", "kl")
+    assert main([*words, "objective.store=8", "objective.teacher_quantize=nf4", "run.dir=quantized"]) == 0
+    assert "likeliest tokens take" in capsys.readouterr().out
+    assert figures("quantized", "kl") != figures("few", "kl")
     assert main([*words, "objective.store=8", "objective.divergence=reverse_kl"]) == 2
     assert "objective.store=8" in capsys.readouterr().err

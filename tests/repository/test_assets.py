@@ -242,3 +242,8 @@ def test_base_answers_fluently_and_without_json():
     assert exact_match(answers, questions) == 0
     named = [json.loads(question.answer)["name"] in text for question, text in zip(questions, answers, strict=True)]
     assert sum(named) >= 16, "the base answers fluently about the right customer; fine-tuning teaches only the format"
+
+
+def test_shipped_adapter_names_its_base_on_every_machine():
+    options = json.loads((TINY.parent / "tiny-orders" / "adapter_config.json").read_text())
+    assert options["base_model_name_or_path"] == "builtin:tiny"

@@ -217,6 +217,7 @@ CASES: dict[str, Case] = {
     "objective.teacher_revision": Case(
         batches, "main", "objective.name=distillation objective.teacher=vision", refused="revision=main"
     ),
+    "objective.teacher_quantize": Case(step, "nf4", DISTILLS),
     "objective.store": Case(trained, "3", DISTILLS),
     "objective.divergence": Case(step, "reverse_kl", DISTILLS),
     "objective.teacher_share": Case(step, "0.1", f"{DISTILLS} objective.divergence=jensen_shannon"),

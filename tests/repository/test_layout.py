@@ -74,7 +74,6 @@ ELSEWHERE = {
     "training/run/extension.py": "run/test_end.py, by whole runs",
     "training/run/start.py": "distributed/test_failure.py, on two ranks",
     "training/data/special_tokens.py": "models/test_untrained_tokens.py and test_end_tokens.py, by whole runs",
-    "settle/frozen_model.py": "objectives/test_distillation.py, by whole runs and refusals",
     "training/data/stored_teacher.py": "objectives/test_distillation.py, by whole runs",
     "training/steps.py": "test_trainer.py and faults/test_memory.py, by whole runs",
     "training/trial.py": "test_step_monitor.py, with runs that are not finite",

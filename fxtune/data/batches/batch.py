@@ -229,7 +229,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     supervised = np.zeros((rows, spec.width), bool)
     is_stored = all(table.reference is not None for table in tables)
     has_teacher = all(table.teacher is not None for table in tables)
-    at_teacher = np.zeros((2, rows, spec.width) if has_teacher else (2, 0, 0), np.int64)
+    of_teacher = list[np.ndarray]()
     reference = np.zeros((rows, spec.width) if is_stored else (0, 0), np.float32)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
@@ -248,8 +248,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
                 reference[row, at : at + length] = table.reference[start : start + length]
             if has_teacher:
                 places, before = table.supervised_in(start, length)
-                at_teacher[0, row, at + places] = spec.source[document]
-                at_teacher[1, row, at + places] = before + np.arange(len(places))
+                of_teacher.append(table.teacher[before : before + len(places)])
             begins[row, at], is_first[row, at] = at - shared[document], True
             images.add(table, start, length)
             if (own := images.rope_positions(table, start, length, shared[document])) is not None:
@@ -289,12 +288,9 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         in_row, column = np.divmod(supervised_at, length)
         stored = torch.from_numpy(reference[in_row, first + column + 1])  # the target is the next token
     taught: dict[str, torch.Tensor] = {}
-    if has_teacher:
-        in_row, column = np.divmod(supervised_at, length)
-        source, index = at_teacher[:, in_row, first + column + 1]
-        parts = np.zeros(len(index), tables[0].teacher.dtype)  # type: ignore[union-attr]
-        for number, table in enumerate(tables):
-            parts[source == number] = table.teacher[index[source == number]]  # type: ignore[index]
+    if has_teacher:  # parallel.context is refused then, so rows are whole and targets are in the documents' order
+        parts = np.concatenate([tables[0].teacher[:0], *of_teacher])  # type: ignore[index]
+        assert len(parts) == len(supervised_at)
         taught = {f"teacher_{name}": torch.from_numpy(parts[name].copy()) for name in parts.dtype.names or ()}
     return Batch(
         torch.from_numpy(ids),

@@ -35,7 +35,7 @@ MULTIPLE = 16
 def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
     """Yield each reason, with its option, why the base cannot be quantized under `facts` as the recipe asks."""
     lora, kind, fp8 = facts.techniques.lora, options.type.value, options.type is WeightFormat.fp8
-    if not lora.enabled:
+    if not (lora.enabled or facts.is_frozen):
         yield (
             f"enabled: weights in {kind} cannot be trained, only adapters over them. Set "
             "techniques.lora.enabled=true, or this to false."

@@ -83,6 +83,9 @@ class Quantize(QuantizeOptions, Technique):
         )
 
     def _resolve_transposes(self, facts: Facts) -> str:
+        if facts.is_frozen:
+            self.keeps_transposes = False
+            return "no transposes are kept, because there is no backward pass"
         model = skeleton(facts.model)
         linears = linears_of(self, model, takes_experts(self, facts)) if model is not None else ()
         weights = sum(linear.weight.numel() for *_, linear in linears)

@@ -50,8 +50,7 @@ class StoredTokens:
     @property
     def record(self) -> np.dtype:
         """The dtype of an entry of the file."""
-        size = (self.tokens,)
-        return np.dtype([("ids", "<i4", size), ("log_probs", "<f2", size), ("tail", "<f4")])
+        return np.dtype([("ids", "<i4", (self.tokens,)), ("log_probs", "<f2", (self.tokens,)), ("tail", "<f4")])
 
     def entries(self, logits: torch.Tensor) -> np.ndarray:
         """The entries of the teacher's `logits` [rows, its vocabulary]."""
@@ -85,8 +84,7 @@ def store_teacher(
     parts = [weights_checksum(model.model), options, data.sequence_length, data.on_long, data.packing]
     key = json.dumps([*parts, *astuple(stored)], default=str, sort_keys=True)
     name = f"teacher-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
-    missing = [table for table in tables if not _is_read(table, name)]
-    if any(world.gather(bool(missing), "looking for the stored teacher")):
+    if not all(world.gather(all(_is_read(table, name) for table in tables), "looking for the stored teacher")):
         world.main_first(partial(_reserve, tables, name, stored.record), "making room for the teacher's tokens")
         sizes = plans[0].sizes
         every = replace(data, dedup=Dedup.off)
@@ -117,27 +115,23 @@ def _is_read(table: TokenTable, name: str) -> bool:
 def _reserve(tables: Sequence[TokenTable], name: str, entry: np.dtype) -> None:
     """Make the missing files, with entries of zeros, and say their sizes."""
     for table in tables:
-        if not _is_read(table, name):
-            _reserve_file(table, name, entry)
-
-
-def _reserve_file(table: TokenTable, name: str, entry: np.dtype) -> None:
-    file, size = table.folder / f"{name}.staging", table.supervised_tokens * entry.itemsize
-    if file.exists():  # another rank has made it
-        return
-    say(f"objective.store: the teacher's likeliest tokens take {format_bytes(size)} beside {table.name}")
-    free = shutil.disk_usage(table.folder).free
-    if size > free:
-        raise StorageError(
-            f"objective.store: {table.folder} has {format_bytes(free)} left, and the teacher's likeliest tokens take "
-            f"{format_bytes(size)}. Set a smaller objective.store, another data.cache_dir, or objective.store=null."
-        )
-    try:
-        np.lib.format.open_memmap(file, "w+", entry, (table.supervised_tokens,)).flush()
-    except OSError as problem:
-        raise not_written(
-            f"The teacher's tokens cannot be written to {file}", problem, "or set data.cache_dir"
-        ) from problem
+        file, size = table.folder / f"{name}.staging", table.supervised_tokens * entry.itemsize
+        if _is_read(table, name) or file.exists():  # another rank has made it
+            continue
+        say(f"objective.store: the teacher's likeliest tokens take {format_bytes(size)} beside {table.name}")
+        free = shutil.disk_usage(table.folder).free
+        if size > free:
+            raise StorageError(
+                f"objective.store: {table.folder} has {format_bytes(free)} left, and the teacher's likeliest tokens "
+                f"take {format_bytes(size)}. Set a smaller objective.store, another data.cache_dir, or "
+                "objective.store=null."
+            )
+        try:
+            np.lib.format.open_memmap(file, "w+", entry, (table.supervised_tokens,)).flush()
+        except OSError as problem:
+            raise not_written(
+                f"The teacher's tokens cannot be written to {file}", problem, "or set data.cache_dir"
+            ) from problem
 
 
 def _compute(

@@ -41,7 +41,7 @@ from fxtune.objectives.reference import Reference, WithReference
 from fxtune.settle.freed_gradients import change_for
 from fxtune.settle.images import image_processor
 from fxtune.settle.rows import decide_rows
-from fxtune.settle.settled import settle
+from fxtune.settle.settled import settle, settle_frozen_model
 from fxtune.settle.stages import Stage
 from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques.pipeline import Pipeline
@@ -211,16 +211,15 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
     compute = own * micro + update_seconds(facts)
     step = compute + _exchange_seconds(facts, own, compute)
     stored, stored_bytes = 0.0, 0
-    if lengths and isinstance(objective, WithReference) and objective.reference is Reference.stored:
-        batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
-        stored_bytes = int(4 * lengths.whole * (lengths.epoch + lengths.held_out))
-        stored = batches / facts.degrees.data_ranks * forward_seconds(facts, supervised, attended, images)
-    if lengths and objective.stored_tokens and (frozen := objective.frozen_model(config.model)):
-        batches = (lengths.padded + lengths.held_out) / (row_tokens / train.global_batch_size * train.micro_batch_size)
-        supervised_tokens = supervised * (lengths.epoch + lengths.held_out)
-        stored_bytes = int((6 * objective.stored_tokens + 4) * supervised_tokens)
-        with_frozen = replace(facts, model=load_config(frozen).to_dict())
-        stored = batches / facts.degrees.data_ranks * forward_seconds(with_frozen, supervised, attended)
+    if lengths:
+        tokens = lengths.padded + lengths.held_out
+        batches = tokens / facts.row_length / train.micro_batch_size / facts.degrees.data_ranks
+        if isinstance(objective, WithReference) and objective.reference is Reference.stored:
+            stored_bytes = int(4 * lengths.whole * (lengths.epoch + lengths.held_out))
+            stored = batches * forward_seconds(facts, supervised, attended, images)
+        if objective.stored_tokens and (frozen := settle_frozen_model(config, facts)):
+            stored_bytes = int((6 * objective.stored_tokens + 4) * supervised * (lengths.epoch + lengths.held_out))
+            stored = batches * forward_seconds(frozen.facts, supervised, attended)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
         held_out = 1 + (steps // train.eval_every if train.eval_every else 0)

@@ -5,7 +5,7 @@ copies instead of the trained weights. So the passes of policy and reference run
 both results in the same way. A reference with its adapters switched off would not be slower, but would compute other
 products: with random weights in bfloat16 the first loss of an 8B model was then 0.77 instead of ln 2. Full fine-tuning
 would need a second copy of all weights. Instead, the reference's log-probabilities are stored before the first step
-(training/data/stored_reference.py).
+(training/data/stored_numbers.py).
 """
 
 from __future__ import annotations

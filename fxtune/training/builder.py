@@ -67,15 +67,14 @@ from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind, TrackingConfig
 from fxtune.training import in_backward
 from fxtune.training.data.run_data import documents_padding, run_data
-from fxtune.training.data.stored_reference import store_reference
-from fxtune.training.data.stored_teacher import StoredTokens, store_teacher
+from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.step import TrainStep
 
-CHANGE_LOG_PROBS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
-"""Techniques whose options change log-probabilities by more than rounding."""
+CHANGE_NUMBERS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
+"""Techniques whose options change numbers of a frozen model by more than rounding."""
 DETERMINISTIC = "run.deterministic"
 
 
@@ -193,7 +192,7 @@ class RunBuilder:
     def compare_on(self, plans: Sequence[Plan], from_base: bool = False, documents: np.ndarray | None = None) -> None:
         """Settle the reference, if the objective has one. `plans`: the plans of the documents for which it is needed.
         `from_base`: whether the adapters are trained already and the reference is the model without them. `documents`:
-        see `only` of store_reference()."""
+        see `only` of store()."""
         objective = self.config.objective
         if objective.stored_tokens:
             self._compared = plans
@@ -333,41 +332,27 @@ class RunBuilder:
 
     def _store_reference(self, model: LanguageModel) -> None:
         """Store the log-probabilities of `model` for the tables of the plans. Call this before the first step."""
-        options = self.techniques.options()
-        depends_on = {name: options[name] for name in CHANGE_LOG_PROBS if name in options}
-        with self.oom_context("Computing the reference's log-probabilities"):
-            store_reference(
-                model,
-                self._compared,
-                self.config.data,
-                self.config.loader,
-                self.techniques.precision,
-                self.world,
-                {**depends_on, "dtype": str(self.facts.dtype)},
-                self._compared_documents,
-            )
+        self._store(model, ReferenceNumbers(), self.techniques.options())
 
     def _store_teacher(self) -> None:
         """Store the likeliest tokens of the objective's frozen model for the tables of the plans. The frozen model is
         in memory only here."""
         objective: Any = self.config.objective
-        with self.oom_context("Computing the teacher's likeliest tokens"):
-            model = self.frozen_model()
-            frozen = settle_frozen_model(self.config, self.facts)
-            options = frozen.techniques.options() if frozen else {}
-            store_teacher(
-                model,
-                self._compared,
-                self.config.data,
-                self.config.loader,
-                self.techniques.precision,
-                self.world,
-                {name: options[name] for name in ("attention", "precision", "quantize") if name in options},
-                StoredTokens(objective.stored_tokens, objective.temperature, self.facts.text["vocab_size"]),
-            )
+        frozen = settle_frozen_model(self.config, self.facts)
+        model = self.frozen_model()
+        vocabulary = min(self.facts.text["vocab_size"], model.model.config.get_text_config().vocab_size)
+        numbers = TeacherNumbers(min(objective.stored_tokens, vocabulary), objective.temperature, vocabulary)
+        self._store(model, numbers, frozen.techniques.options() if frozen else {})
         self._compared = ()
         del model
         gc.collect()
+
+    def _store(self, model: LanguageModel, numbers: Numbers, options: dict[str, Any]) -> None:
+        kept = {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
+        precision, data, loader = self.techniques.precision, self.config.data, self.config.loader
+        only = self._compared_documents
+        with self.oom_context(f"Computing {numbers.title}"):
+            store(model, self._compared, data, loader, precision, self.world, kept, numbers, only)
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol on the first micro-batch. Raises ConfigError if it

@@ -146,8 +146,9 @@ def preferred(*words: str, stored_times: float = 1.0) -> dict[str, Compared]:
     data = builder.read()[1]
     builder.observed_model()
     for table in data.tables:
-        if table.reference is not None:
-            table.reference = table.reference * stored_times
+        if table.stored is not None:
+            table.stored = table.stored.copy()
+            table.stored["reference"] *= stored_times
     return {variant.name: variant for variant in parity.compare(builder, data.training, False, lambda text: None)}
 
 

@@ -83,8 +83,7 @@ def batch(lengths=(9, 14, 6), padding=3, share=0.4):
         images=None,
         ids=draw.integers(3, 128, total).astype(np.int32),
         supervised=draw.random(total) < share,
-        reference=None,
-        teacher=None,
+        stored=None,
     )
     return build_batch(
         [table],
@@ -393,7 +392,7 @@ def pairs(draw):
         answers = [numbers.integers(3, 128, draw(st.integers(1, 9))).tolist() for _ in "cr"]
         groups.append([([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)) for answer in answers])
     table = grouped(groups)
-    table.reference = -numbers.random(len(table.ids)).astype(np.float32)
+    table.stored = -numbers.random(len(table.ids)).astype([("reference", np.float32)])
     return table
 
 

@@ -33,7 +33,7 @@ class Table:
         self.documents = [[*draw.integers(2, 120, length - 1).tolist(), END] for length in LENGTHS]
         self.ids = np.concatenate([np.array(document, np.int32) for document in self.documents])
         self.supervised = np.ones(len(self.ids), bool)
-        self.reference = self.teacher = self.images = None
+        self.stored = self.images = None
 
 
 def batch(packed: bool) -> tuple[Batch, list[list[int]]]:

@@ -69,8 +69,7 @@ def batch(lengths=(9, 14), packed=False, seed=0):
         images=None,
         ids=draw.integers(3, 128, sum(lengths)).astype(np.int32),
         supervised=draw.random(sum(lengths)) < 0.6,
-        reference=None,
-        teacher=None,
+        stored=None,
     )
     rows = np.array([0, len(lengths)]) if packed else np.arange(len(lengths) + 1)
     width = sum(lengths) if packed else max(lengths) + 2

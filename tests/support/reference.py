@@ -160,8 +160,7 @@ def batch(
         images=None,
         ids=draw.integers(3, _architecture(shape)["vocab_size"], total).astype(np.int32),
         supervised=draw.random(total) < supervised,
-        reference=None,
-        teacher=None,
+        stored=None,
     )
     each = np.array(lengths * rows, np.int64)
     return build_batch(

@@ -227,10 +227,8 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     rows = len(spec.offsets) - 1
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)
-    is_stored = all(table.reference is not None for table in tables)
-    has_teacher = all(table.teacher is not None for table in tables)
-    of_teacher = list[np.ndarray]()
-    reference = np.zeros((rows, spec.width) if is_stored else (0, 0), np.float32)
+    token_at = np.zeros((rows, spec.width), np.int64)
+    of_table = np.zeros((rows, spec.width), np.int64)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
     is_first = np.zeros((rows, spec.width), bool)
@@ -244,11 +242,8 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             first_token[document] = row * spec.width + at
             ids[row, at : at + length] = table.ids[start : start + length]
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
-            if table.reference is not None and is_stored:
-                reference[row, at : at + length] = table.reference[start : start + length]
-            if has_teacher:
-                places, before = table.supervised_in(start, length)
-                of_teacher.append(table.teacher[before : before + len(places)])
+            token_at[row, at : at + length] = np.arange(start, start + length)
+            of_table[row, at : at + length] = spec.source[document]
             begins[row, at], is_first[row, at] = at - shared[document], True
             images.add(table, start, length)
             if (own := images.rope_positions(table, start, length, shared[document])) is not None:
@@ -283,15 +278,9 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         np.ascontiguousarray(columns[:, first : first + length]) for columns in (ids, targets, positions)
     )
     supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
-    stored = None
-    if is_stored:
-        in_row, column = np.divmod(supervised_at, length)
-        stored = torch.from_numpy(reference[in_row, first + column + 1])  # the target is the next token
-    taught: dict[str, torch.Tensor] = {}
-    if has_teacher:  # parallel.context is refused then, so rows are whole and targets are in the documents' order
-        parts = np.concatenate([tables[0].teacher[:0], *of_teacher])  # type: ignore[index]
-        assert len(parts) == len(supervised_at)
-        taught = {f"teacher_{name}": torch.from_numpy(parts[name].copy()) for name in parts.dtype.names or ()}
+    in_row, column = np.divmod(supervised_at, length)
+    target = in_row, first + column + 1  # the target is the next token
+    numbers = _stored_numbers(tables, of_table[target], token_at[target])
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
@@ -304,11 +293,25 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
         filled=torch.from_numpy((filled - first).clip(0, length)),
         group_of=group_of,
         document_labels=labels,
-        reference=stored,
-        **taught,
+        **numbers,
         cu_seqlens_k=None if keys is None else torch.from_numpy(keys.cu_seqlens),
         key_index=None if keys is None else torch.from_numpy(keys.index),
         key_copies=None if keys is None else torch.from_numpy(keys.copies),
         images=images.tensors(),
         rope_positions=None if rope_positions is None else torch.from_numpy(rope_positions),
     )
+
+
+def _stored_numbers(
+    tables: Sequence[TokenTable], of_table: np.ndarray, token_at: np.ndarray
+) -> dict[str, torch.Tensor]:
+    """The stored numbers of tokens, by field of Batch, [tokens, ...]. `of_table`, `token_at`: for each token the index
+    of its table, and the token's index there. Empty if a table has no stored numbers."""
+    stored = [table.stored for table in tables if table.stored is not None]
+    if len(stored) < len(tables):
+        return {}
+    numbers = np.zeros(len(of_table), stored[0].dtype)
+    for index, of_tokens in enumerate(stored):
+        inside = of_table == index
+        numbers[inside] = of_tokens[token_at[inside]]
+    return {name: torch.from_numpy(numbers[name].copy()) for name in numbers.dtype.names or ()}

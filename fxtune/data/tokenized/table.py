@@ -65,10 +65,8 @@ class TokenTable:
         prompts: uint64 [documents], a hash of the prompt of a document's group; None unless rows are preferences.
         images: structured array [images] of IMAGE, in the order of their tokens; None without images.
         image_processor: makes tensors of the images; None without images.
-        reference: float32 [tokens], the log-probability of each supervised token under the reference model of a
-            run; None unless read_reference() was called.
-        teacher: [supervised tokens], the likeliest tokens of a teacher at each supervised token (TEACHER); None unless
-            read_teacher() was called.
+        stored: [tokens], the numbers of a frozen model for each supervised token, with names of fields of Batch; None
+            unless read_stored() was called.
         fingerprint: a hash of `ids`, `supervised`, the ends of documents and groups, labels and images.
         name: the source, as the user wrote it.
         format: the rows' format.
@@ -90,20 +88,13 @@ class TokenTable:
     labels: np.ndarray | None = None
     prompts: np.ndarray | None = None
     images: np.ndarray | None = None
-    reference: np.ndarray | None = None
-    teacher: np.ndarray | None = None
+    stored: np.ndarray | None = None
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        reference: str = "",
-        image_processor: ImageProcessor | None = None,
-        teacher: str = "",
+        self, folder: Path, name: str, stored: str = "", image_processor: ImageProcessor | None = None
     ) -> None:
-        """`reference`, `teacher`: files in `folder` for read_reference() and read_teacher(); if empty, no file is
-        read."""
-        self.folder, self.name, self.reference_file, self.teacher_file = folder, name, "", ""
+        """`stored`: a file in `folder` for read_stored(); if empty, no file is read."""
+        self.folder, self.name, self.stored_file = folder, name, ""
         self._open_file = keep_from_removal(folder)
         meta = read_meta(folder)
         assert meta is not None, f"{folder} is no complete token table"
@@ -120,49 +111,26 @@ class TokenTable:
         self.whole: TokenTable | None = None
         self._files: list[str] = meta["files"]
         self.is_grouped = "groups.npy" in meta["sizes"]
-        stored = [key for key in (PROMPTS, IMAGES) if f"{key}.npy" in meta["sizes"]]
-        self.image_processor = image_processor if IMAGES in stored else None
+        extra = [key for key in (PROMPTS, IMAGES) if f"{key}.npy" in meta["sizes"]]
+        self.image_processor = image_processor if IMAGES in extra else None
         self._features: dict[int, int] = {}
-        for key in [*ARRAYS, *["labels"] * self.is_grouped, *stored]:
+        for key in [*ARRAYS, *["labels"] * self.is_grouped, *extra]:
             setattr(self, key, np.load(folder / f"{key}.npy", mmap_mode="r"))
-        if reference:
-            self.read_reference(reference)
-        if teacher:
-            self.read_teacher(teacher)
+        if stored:
+            self.read_stored(stored)
 
-    def read_reference(self, file: str) -> None:
-        """Set `reference` from a file in the table's folder. Raises OSError, ValueError, EOFError if it is damaged."""
+    def read_stored(self, file: str) -> None:
+        """Set `stored` from a file in the table's folder. Raises OSError, ValueError, EOFError if it is damaged."""
         stored = np.load(self.folder / file, mmap_mode="r")
-        if stored.dtype != np.float32 or stored.shape != self.ids.shape:
+        if stored.shape != self.ids.shape:
             raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
-        self.reference, self.reference_file = stored, file
-
-    def read_teacher(self, file: str) -> None:
-        """Set `teacher` from a file in the table's folder. Raises OSError, ValueError, EOFError if it is damaged."""
-        stored = np.load(self.folder / file, mmap_mode="r")
-        if stored.shape != (self.supervised_tokens,):
-            raise ValueError(f"{self.folder / file} has {stored.dtype} {stored.shape}")
-        self.teacher, self.teacher_file = stored, file
-
-    def supervised_in(self, start: int, length: int) -> tuple[np.ndarray, int]:
-        """(the places in ids[start:start + length] of supervised tokens after the first token, counted from `start`;
-        the number of supervised tokens of the table before them)."""
-        document = int(np.searchsorted(self.offsets, start, "right")) - 1
-        begin = int(self.offsets[document])
-        before = int(self._supervised_before[document]) + int(self.supervised[begin : start + 1].sum())
-        return 1 + np.flatnonzero(self.supervised[start + 1 : start + length]), before
-
-    @cached_property
-    def _supervised_before(self) -> np.ndarray:
-        """int64 [documents]: the number of supervised tokens before each document."""
-        counts = np.add.reduceat(self.supervised, self.offsets[:-1], dtype=np.int64)
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)[:-1]])
+        self.stored, self.stored_file = stored, file
 
     def __len__(self) -> int:
         return len(self.digests)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenTable, (self.folder, self.name, self.reference_file, self.image_processor, self.teacher_file)
+        return TokenTable, (self.folder, self.name, self.stored_file, self.image_processor)
 
     def images_in(self, start: int, length: int) -> range:
         """The images whose tokens are among ids[start:start + length], as indices of `images`."""

@@ -21,8 +21,7 @@ def test_rounded_targets_have_few_sizes_and_keep_the_targets(rows, length, share
     table = SimpleNamespace(
         ids=draw.integers(1, 99, rows * length),
         supervised=draw.random(rows * length) < share,
-        reference=None,
-        teacher=None,
+        stored=None,
         images=None,
     )
     pieces = BatchSpec(

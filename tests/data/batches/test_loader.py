@@ -37,8 +37,8 @@ class Table:
 
     name = "table"
     fingerprint = "0"
-    split, whole, images, teacher = SplitCounts(), None, None, None
-    format, is_grouped, noun, labels, prompts, reference = FORMATS["text"], False, "documents", None, None, None
+    split, whole, images = SplitCounts(), None, None
+    format, is_grouped, noun, labels, prompts, stored = FORMATS["text"], False, "documents", None, None, None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -75,7 +75,7 @@ def batch(packed: bool) -> tuple[Batch, list[list[int]]]:
     class Table:
         ids = np.concatenate([np.array(document, np.int32) for document in documents])
         supervised = np.ones(len(ids), bool)
-        reference = teacher = images = None
+        stored = images = None
 
     spec = BatchSpec(
         source=np.zeros(count, np.int64),

@@ -82,7 +82,7 @@ def test_flash4_trains_like_eager(family):
                 type(
                     "Table",
                     (),
-                    {"ids": ids, "supervised": ids > 0, **dict.fromkeys(["reference", "teacher", "images"])},
+                    {"ids": ids, "supervised": ids > 0, **dict.fromkeys(["stored", "images"])},
                 )
             ],
             pieces,

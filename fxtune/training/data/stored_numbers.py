@@ -1,0 +1,234 @@
+"""Numbers of a frozen model for each supervised token, computed once before the first step and kept beside the token
+table.
+
+A reference gives the log-probability of the token. So a run of several epochs needs one pass of the reference, and
+full fine-tuning needs no second copy of the weights. A teacher gives its k likeliest tokens, their log-probabilities
+in float16, and the logarithm of the probability of all other tokens: 6 k + 4 bytes. This logarithm comes from the
+log-sum-exp over the whole vocabulary, so the likeliest tokens are not renormalised.
+
+The file has an entry for each token of the table. Entries of tokens that are not supervised are never written, and
+take no room where the file system has sparse files. The file's name is a hash of everything that the numbers depend
+on: the frozen weights, the options of techniques that change the numbers, and how documents fit into rows. The folder
+is named by a hash of the tokens. So a stale file is never read, and a sweep over learning rates or objectives computes
+the numbers once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.build import plan_evaluation
+from fxtune.data.batches.loader import Loader, LoaderConfig
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import DataConfig, Dedup
+from fxtune.data.tokenized.table import TokenTable
+from fxtune.distributed.world import World
+from fxtune.errors import StorageError, not_written
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.system.terminal.console import say
+from fxtune.system.terminal.units import format_bytes
+from fxtune.techniques.precision import Precision
+from fxtune.training.visits import visit
+
+COLUMNS = 1024
+"""The number of columns in which the checksum of a tensor adds up its 32-bit words."""
+
+
+@dataclass(frozen=True)
+class ReferenceNumbers:
+    """The log-probability of each supervised token."""
+
+    kind: ClassVar[str] = "reference"
+    title: ClassVar[str] = "the reference's log-probabilities"
+    key: ClassVar[str] = "objective.reference"
+
+    @property
+    def record(self) -> np.dtype:
+        """The dtype of an entry of the file. Its fields are fields of Batch."""
+        return np.dtype([("reference", "<f4")])
+
+    def entries(self, model: LanguageModel, batch: Batch) -> np.ndarray:
+        """The entries of the tokens at `batch.supervised_at`."""
+        return model.log_probs(batch).cpu().numpy().view(self.record)
+
+
+@dataclass(frozen=True)
+class TeacherNumbers:
+    """The teacher's likeliest tokens in the place of each supervised token."""
+
+    kind: ClassVar[str] = "teacher"
+    title: ClassVar[str] = "the teacher's likeliest tokens"
+    key: ClassVar[str] = "objective.store"
+    tokens: int
+    """How many of the likeliest tokens."""
+    temperature: float
+    vocabulary: int
+    """The number of rows that teacher and student both have. Ids beyond it are padding of the teacher's table."""
+
+    @property
+    def record(self) -> np.dtype:
+        size = (self.tokens,)
+        return np.dtype([("teacher_ids", "<i4", size), ("teacher_log_probs", "<f2", size), ("teacher_tail", "<f4")])
+
+    def entries(self, model: LanguageModel, batch: Batch) -> np.ndarray:
+        hidden, head = model.head_input(batch)
+        entries, done = np.empty(len(hidden), self.record), 0
+        for part in hidden.split(model.chunk_rows):
+            log_probs = (head(part)[:, : self.vocabulary].float() / self.temperature).log_softmax(-1)
+            found = log_probs.topk(self.tokens)
+            rest = log_probs.scatter(1, found.indices, -torch.inf).logsumexp(-1)
+            rows = entries[done : done + len(part)]
+            for name, values in zip(self.record.names or (), (found.indices, found.values, rest), strict=True):
+                rows[name] = values.cpu().numpy()
+            done += len(part)
+        return entries
+
+
+Numbers = ReferenceNumbers | TeacherNumbers
+
+
+def store(
+    model: LanguageModel,
+    plans: Sequence[Plan],
+    data: DataConfig,
+    loader: LoaderConfig,
+    precision: Precision,
+    world: World,
+    options: Mapping[str, Any],
+    numbers: Numbers,
+    only: np.ndarray | None = None,
+) -> None:
+    """Give each table of `plans` its `stored`: the `numbers` that `model` gives to the table's supervised tokens.
+
+    Call this before a checkpoint is loaded, while `model` has its first weights. `options`: whatever else changes the
+    numbers, beside weights, tokens and `data`. `only`: digests of the documents that need numbers, uint64, each once;
+    None: all documents. Raises StorageError if the files do not fit on the disk or cannot be written.
+    """
+    tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
+    weights = sorted(set(world.gather(weights_checksum(model.model), "comparing weights")))
+    # Packing and shared prompts are in the hash because they also decide which pairs are too long for a row.
+    parts = [
+        weights,
+        options,
+        data.sequence_length,
+        data.on_long,
+        data.packing,
+        data.shares_prompts,
+        *astuple(numbers),
+    ]
+    others = None
+    if only is not None:
+        parts.append(hashlib.sha256(np.sort(only).tobytes()).hexdigest())
+        others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
+    key = json.dumps(parts, default=str, sort_keys=True)
+    name = f"{numbers.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    if not all(world.gather(all(_is_read(table, name) for table in tables), f"looking for {numbers.title}")):
+        world.main_first(partial(_reserve, tables, name, numbers), f"making room for {numbers.title}")
+        sizes = plans[0].sizes
+        # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
+        every = replace(data, dedup=Dedup.off)
+        rows = sizes.micro_batch_size
+        plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
+        own = plan.dealt_out(world.data_rank, world.data_ranks)
+        with closing(Loader(own, loader, world.device)) as batches:
+            _compute(model, batches, precision, world, name, numbers)
+        world.gather(None, f"storing {numbers.title}")
+
+        def finish() -> None:
+            for table in tables:
+                with suppress(FileNotFoundError):
+                    os.replace(_staging(table, name), table.folder / name)
+
+        world.main_first(finish, f"waiting for rank 0 to store {numbers.title}")
+    for plan in plans:
+        for table in plan.tables:
+            table.read_stored(name)
+
+
+def _is_read(table: TokenTable, name: str) -> bool:
+    with suppress(OSError, ValueError, EOFError):
+        table.read_stored(name)
+        return True
+    return False
+
+
+def _staging(table: TokenTable, name: str) -> str:
+    return str(table.folder / f"{name}.staging")
+
+
+def _reserve(tables: Sequence[TokenTable], name: str, numbers: Numbers) -> None:
+    """Make the missing files, with entries of zeros, and say their sizes. A file that another rank, or a killed run,
+    has made stays: all its entries are computed."""
+    for table in tables:
+        if _is_read(table, name):
+            continue
+        with suppress(OSError, ValueError):
+            np.load(_staging(table, name), mmap_mode="r")
+            continue
+        size, free = table.supervised_tokens * numbers.record.itemsize, shutil.disk_usage(table.folder).free
+        if isinstance(numbers, TeacherNumbers):
+            say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
+        if size > free:
+            raise StorageError(
+                f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "
+                f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
+            )
+        try:
+            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (len(table.ids),)).flush()
+        except OSError as problem:
+            where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"
+            raise not_written(where, problem, "or set data.cache_dir") from problem
+
+
+def _compute(
+    model: LanguageModel, loader: Loader, precision: Precision, world: World, name: str, numbers: Numbers
+) -> None:
+    """Write this rank's share of the entries into the tables' files."""
+    plan = loader.plan
+    files = [
+        None if _is_read(table, name) else np.lib.format.open_memmap(_staging(table, name), "r+")
+        for table in plan.tables
+    ]
+
+    def compute(batch: Batch, step: int, position: int, is_counted: bool) -> None:
+        entries = numbers.entries(model, batch)[(batch.labels != IGNORE_INDEX).cpu().numpy()]
+        spec, done = plan.batch_spec(step, position), 0
+        for source, start, length in zip(spec.source, spec.start, spec.length, strict=True):
+            at = start + 1 + np.flatnonzero(plan.tables[source].supervised[start + 1 : start + length])
+            file = files[source]
+            if is_counted and file is not None:
+                file[at] = entries[done : done + len(at)]
+            done += len(at)
+        assert done == len(entries)
+
+    visit(model, loader, precision, world, f"Computing {numbers.title}", compute, shown=True)
+    for file in files:
+        if file is not None:
+            file.flush()
+
+
+def weights_checksum(model: nn.Module) -> str:
+    """A hash of the weights and buffers that this rank holds."""
+    found = hashlib.sha256()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        data = local.detach().contiguous().flatten().view(torch.uint8)
+        words = nn.functional.pad(data, (0, -len(data) % (4 * COLUMNS))).view(torch.int32)
+        sums = words.view(-1, COLUMNS).sum(0, dtype=torch.int64)
+        found.update(f"{name} {tuple(local.shape)} {local.dtype}".encode())
+        found.update(sums.cpu().numpy().tobytes())
+    return found.hexdigest()

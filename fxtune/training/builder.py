@@ -356,8 +356,7 @@ class RunBuilder:
         objective: Any = self.config.objective
         with self.oom_context("Computing the teacher's likeliest tokens"):
             model = self.frozen_model()
-            frozen = settle_frozen_model(self.config, self.facts)
-            options = frozen.techniques.options() if frozen else {}
+            options = {**self.techniques.options(), "quantize": objective.teacher_quantize}
             store_teacher(
                 model,
                 self._compared,

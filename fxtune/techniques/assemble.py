@@ -20,7 +20,7 @@ from fxtune.facts.options import AUTO, WeightFormat
 from fxtune.models import load as models
 from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.kinds.image_decoder.patch_embedding import replace_patch_embeddings
-from fxtune.models.load import FrozenModelConfig, Init, ModelConfig
+from fxtune.models.load import Init, ModelConfig
 from fxtune.models.peft_adapter import merged
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.routers import observe_routers
@@ -125,7 +125,7 @@ def assemble(
 
 
 def assemble_frozen(
-    techniques: Pipeline, model: FrozenModelConfig, hf_config: Any, world: World, seed: int
+    techniques: Pipeline, model: ModelConfig, hf_config: Any, world: World, seed: int
 ) -> PreparedModel:
     """assemble() for a model that is not trained, in evaluation mode. Its adapter is added to its weights before they
     are quantized."""

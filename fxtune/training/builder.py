@@ -338,11 +338,11 @@ class RunBuilder:
         """Store the likeliest tokens of the objective's frozen model for the tables of the plans. The frozen model is
         in memory only here."""
         objective: Any = self.config.objective
-        frozen = settle_frozen_model(self.config, self.facts)
-        model = self.frozen_model()
+        model, own = self.frozen_model(), self.techniques.options()
+        options = {name: own[name] for name in ("attention", "precision") if name in own}
         vocabulary = min(self.facts.text["vocab_size"], model.model.config.get_text_config().vocab_size)
         numbers = TeacherNumbers(min(objective.stored_tokens, vocabulary), objective.temperature, vocabulary)
-        self._store(model, numbers, frozen.techniques.options() if frozen else {})
+        self._store(model, numbers, options | {"quantize": objective.teacher_quantize})
         self._compared = ()
         del model
         gc.collect()

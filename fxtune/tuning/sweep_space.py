@@ -34,6 +34,7 @@ SECTIONS = ("optimizer", "schedule", "techniques", "train")
 REFUSED = {
     "data": "it changes the data, so the losses could not be compared",
     "model": "losses of different models cannot be compared. Sweep each model by itself",
+    "objective": "it changes the loss, so the losses could not be compared. Sweep each value by itself",
     "run": "it does not change what is learned, or (run.seed) the order of the data. Give it one value",
     "train.max_steps": "configurations are compared after the same share of a run of one length. Give it one value",
     "train.epochs": "configurations are compared after the same share of a run of one length. Give it one value",

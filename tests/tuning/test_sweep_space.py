@@ -65,6 +65,7 @@ def test_small_space_is_listed_and_a_larger_one_is_not():
         ("data.sequence_length=choice(1,2)", "changes the data, so the losses could not be compared"),
         ("sequence_length=choice(1,2)", "`sweep.data.sequence_length` cannot be swept: it changes the data"),
         ("model.path=choice(a,b)", "different models cannot be compared"),
+        ("objective.temperature=choice(1,2)", "changes the loss, so the losses could not be compared"),
         ("run.seed=choice(1,2)", "the order of the data"),
         ("epochs=1,2", "the same share of a run of one length"),
         ("stop.patience=1,2", "the sweep stops the losers itself"),

@@ -96,8 +96,8 @@ def _difference(value: Any, base: Any) -> Any:
     if dataclasses.is_dataclass(value):
         # Not vars(): a technique has private state beside its options.
         names = [entry.name for entry in dataclasses.fields(value)]
-        kind: Any = type(value)
-        base = base if isinstance(base, kind) else kind()  # another objective has other options
+        own: Any = type(value)
+        base = base if isinstance(base, own) else own()  # another objective has other options
         pairs = ((name, getattr(value, name), getattr(base, name)) for name in names)
         return {name: _difference(mine, other) for name, mine, other in pairs if mine != other}
     return value.value if isinstance(value, Enum) else value

@@ -83,8 +83,9 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
             parts.append(_vllm_image_note(vllm.is_beside_language_model(tensors)))
     if card.get("proof"):
         parts += ["## Proof", str(card["proof"])]
-    if card.get("figures"):
-        parts += ["## Figures", _table(card["figures"])]
+    # Figures of single classes are in the page of the run.
+    if figures := {name: value for name, value in (card.get("figures") or {}).items() if name.count("/") < 2}:
+        parts += ["## Figures", _table(figures)]
     if machine:
         parts += ["## Made with", _table({"device": machine.device_name, "dtype": machine.dtype, **machine.packages})]
     if config:

@@ -10,6 +10,7 @@ from pathlib import Path
 from support.recipes import QUICK
 
 from fxtune.cli import main as command
+from fxtune.cli.sweep_results import SweepRun, show_results
 from fxtune.errors import NumbersError
 
 
@@ -40,3 +41,11 @@ def test_sweep_ends_with_a_table_sorted_by_held_out_loss(cwd, trained, capsys, m
     assert [run["changes"] for run in written] == [line.replace("│", " ").split()[0] for line in table]
     assert written[0]["figures"] == figures[1e-2]
     assert written[3]["error"] == "diverged"
+
+
+def test_the_measures_of_an_objective_are_columns(tmp_path, capsys):
+    figures = {"train/loss": 0.5, "eval/loss": 0.75, "before/loss": 2.0, "before/f1": 0.25, "eval/f1": 0.875}
+    show_results([SweepRun("optimizer.lr=0.1", "one", figures=figures)], tmp_path)
+    lines = [line.replace("│", " ").replace("┃", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["run", "held-out", "loss", "training", "loss", "f1", "folder"] in lines
+    assert ["optimizer.lr=0.1", "0.7500", "0.5000", "0.8750", "one"] in lines

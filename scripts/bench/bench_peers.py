@@ -6,6 +6,8 @@
     python scripts/bench/bench_peers.py --tools fxtune --cases moe_4x4096 --profile          # also the time of each kernel
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
     python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
+    python scripts/bench/bench_peers.py --cases classify_8b,embed_modernbert --minutes 9 --json companions.json
+    python scripts/bench/bench_peers.py --cases embed_0_6b,distill_8b_1b,distill_8b_1b_chats --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
 Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16
@@ -44,6 +46,15 @@ Cases that begin with `qwen3_5` train the language model of Qwen3.5, with adapte
 or gated delta and of its MLP or experts, but none on the two small projections of a gated delta's decay and step. Chats
 are packed by fxtune alone. Peers pad a step of 32 chats, which is as many on average, in micro-batches of 8. All tools
 run the kernels of fla-core, where it is installed.
+
+Cases that begin with `classify`, `embed` or `distill` train companion models and students (companions.py). Both tools
+read the same random weights from a folder; the folders of all cases take 36 GB of `--scratch`. Only one peer runs. In
+`classify_8b` it is plain transformers with peft (tool `transformers`), on texts of log-normal lengths of mean 200,
+padded to the longest of a micro-batch. In `embed_*` it is sentence-transformers 6.2 (`pip install
+sentence-transformers`) with CachedMultipleNegativesRankingLoss, on 1,024 pairs of 256 and 256 tokens a step. Both tools
+train all weights, in float32 under bfloat16 autocast. In `distill_*` it is TRL 1.16's DistillationTrainer, which gets
+the answers of the rows in place of the student's own. The divergence is the forward KL, and all weights of the student
+are trained in bfloat16. Row and summary count tokens of texts once, though each text of `embed_*` is computed twice.
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
@@ -559,7 +570,7 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         full=case.full,
         step_documents=case.task.documents if case.task else case.step_documents,
         step_tokens=step_tokens(case),
-        workers=case.workers,
+        workers=8 if case.task else case.workers,  # sentence-transformers tokenizes in them, fxtune before
         documents=str(documents(case, args.scratch, steps, args.gpus)),
         tokenizer=str(tokenizer),
         task=asdict(case.task) if case.task else None,

@@ -51,7 +51,7 @@ class Task:
     documents: int
     """Documents of a step of the peer; of embedding, pairs."""
     mean: int
-    """Mean tokens of a text."""
+    """Mean tokens of a text, before long texts are cut."""
     longest: int = 0
     """The most tokens of a text, with log-normal lengths; 0: each text has `mean` tokens."""
     teacher: Optional[str] = None

@@ -35,6 +35,7 @@ def fxtune_words(monkeypatch):
 
     def words(name: str, *options: str) -> list[str]:
         passed = []
+        monkeypatch.setattr(bench_peers, "write_folders", lambda *_: {})  # folders of 16 GB
         monkeypatch.setattr(
             "fxtune.diagnostics.benchmark.measure_in_process",
             lambda given, *_: passed.extend(given) or {"error": "not run"},
@@ -128,7 +129,7 @@ def test_texts_of_a_task_have_the_requested_tokens(name, tmp_path):
     lengths = [len(tokenizer(text)["input_ids"] if isinstance(text, str) else text) for text in texts]
     assert len(rows) == 400
     assert sum(lengths) / len(rows) == task.mean_tokens(file)
-    assert statistics.mean(lengths) == pytest.approx(task.mean, rel=0.2 if task.longest else 0)
+    assert statistics.mean(lengths) == pytest.approx(task.mean, rel=0.25 if task.longest else 0)
     assert max(lengths) <= (task.longest or task.mean)
 
 

@@ -68,7 +68,7 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     assert case.full or given == (True, 16, 32.0, 0.0, ["all-linear"])
     peers = peer_tools.adapters({"tool": "trl", "shape": bench_peers.SHAPES[case.shape]})
     assert (peers["r"], peers["lora_alpha"]) == (16, 32)
-    mixture = "num_experts" in bench_peers.SHAPES[case.shape]
+    mixture = peer_tools.is_mixture(bench_peers.SHAPES[case.shape])
     assert lora.rank_pattern == ({"gate_up_proj": 16} if mixture and not case.full else {})
     assert bool(peers.get("target_parameters")) == mixture
     optimizer = "adamw_8bit" if name.endswith("8bit") else "adamw"

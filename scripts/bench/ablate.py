@@ -49,6 +49,9 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: i
     return {"model_type": "llama", **vocabulary, **sizes, **heads_of, **more}
 
 
+_QWEN3: dict[str, Any] = dict(
+    model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, rope_theta=1000000.0
+)
 _QWEN3_MOE = dict(
     model_type="qwen3_moe",
     vocab_size=151936,
@@ -100,6 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": _llama(4096, 14336, 32, 32, 8),
     "70b": _llama(8192, 28672, 80, 64, 8),
     "1b": _llama(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
+    "qwen3_0_6b": _llama(1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True, **_QWEN3),
     "tiny": _llama(64, 128, 2, 4, 2, vocab_size=1024),
     "moe": dict(_QWEN3_MOE, num_hidden_layers=12),  # a quarter of Qwen3-30B-A3B
     "30b_a3b": dict(_QWEN3_MOE, num_hidden_layers=48),

@@ -31,6 +31,7 @@ PACKAGES = (
     "quack-kernels",
     "liger-kernel",
     "trl",
+    "sentence-transformers",
     "unsloth",
 )
 """Packages whose versions a file names."""

@@ -6,6 +6,8 @@
     python scripts/bench/bench_peers.py --tools fxtune --cases moe_4x4096 --profile          # also the time of each kernel
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
     python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
+    python scripts/bench/bench_peers.py --cases classify_8b,embed_modernbert --minutes 9 --json companions.json
+    python scripts/bench/bench_peers.py --cases embed_0_6b,distill_8b_1b,distill_8b_1b_chats --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
 Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16
@@ -45,6 +47,15 @@ or gated delta and of its MLP or experts, but none on the two small projections 
 are packed by fxtune alone. Peers pad a step of 32 chats, which is as many on average, in micro-batches of 8. All tools
 run the kernels of fla-core, where it is installed.
 
+Cases that begin with `classify`, `embed` or `distill` train companion models and students (companions.py). Both tools
+read the same random weights from a folder; the folders of all cases take 36 GB of `--scratch`. Only one peer runs. In
+`classify_8b` it is plain transformers with peft (tool `transformers`), on texts of log-normal lengths of mean 200,
+padded to the longest of a micro-batch. In `embed_*` it is sentence-transformers 6.2 (`pip install
+sentence-transformers`) with CachedMultipleNegativesRankingLoss, on 1,024 pairs of 256 and 256 tokens a step. Both tools
+train all weights, in float32 under bfloat16 autocast. In `distill_*` it is TRL 1.16's DistillationTrainer, which gets
+the answers of the rows in place of the student's own. The divergence is the forward KL, and all weights of the student
+are trained in bfloat16. Row and summary count tokens of texts once, though each text of `embed_*` is computed twice.
+
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
 says. Tokens per second count all cards, memory is that of the fullest card. docs/distributed.md has figures of two
@@ -76,7 +87,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -86,12 +97,14 @@ sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 import ablate  # noqa: E402
 import baselines  # noqa: E402
+import companions  # noqa: E402
 import image_documents  # noqa: E402
 from baselines import Measurement  # noqa: E402
+from companions import Task  # noqa: E402
 from peer_tools import is_mixture, write_model  # noqa: E402
 
-SHAPES = {**ablate.SHAPES, **image_documents.SHAPES}
-TOOLS = ("fxtune", "trl", "unsloth")
+SHAPES = {**ablate.SHAPES, **image_documents.SHAPES, **companions.SHAPES}
+TOOLS = ("fxtune", "trl", "unsloth", "transformers", "sentence_transformers")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
 END = 330
 """The built-in tokenizer's end of an answer."""
@@ -110,6 +123,8 @@ FP8 = (*FAST, "techniques.quantize.enabled=true", "techniques.quantize.type=fp8"
 DPO = ("objective=dpo", "objective.reference=start")
 DPO_STORED = ("objective=dpo", "objective.reference=stored")
 WHOLE = ("data.share_prompts=false",)
+IN_FLOAT32 = ("techniques=[full,fast]", "model.dtype=float32")
+SMOKE_LORA, SMOKE_FULL = ("techniques=lora",), ("techniques=full", "model.dtype=float32")
 
 MIXED = (*FAST, "techniques.lora.rank_pattern={gate_up_proj: 16}", "techniques.lora.alpha_pattern={gate_up_proj: 32}")
 """Rank 16 on gate and up together, as peers have it. By default fxtune has 16 for each of them, as peft reads the names
@@ -148,6 +163,10 @@ class Case:
     """Documents of a step of peers, with images."""
     text: int = 0
     """Tokens of a document beside its image."""
+    task: Optional[Task] = None
+    """What a companion model learns, or a student; None: the loss of every token, or pairs."""
+    micro_batches: int = 1
+    """fxtune's micro-batches of a step on a card."""
     context: bool = False
     """Whether the cards share each row (parallel.context), in place of rows for each card."""
 
@@ -158,12 +177,23 @@ class Case:
 
     def step_rows(self, gpus: int) -> int:
         """Rows of a step, on all cards together."""
-        return self.rows if self.context else self.rows * gpus
+        return self.rows * self.micro_batches * (1 if self.context else gpus)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return (self.task.peer,) if self.task else ("trl", "unsloth")
 
     @property
     def workers(self) -> int:
         """Processes that read data, for each tool."""
         return 8 if self.images else 1
+
+
+def _learning(
+    shape: str, length: int, rows: int, ours: tuple[str, ...], task: Task, micro_batches: int = 1, steps: int = 8
+) -> Case:
+    some = dict(steps=2, warm_up=2) if task.repeats else dict(steps=steps)
+    return Case(shape, length, rows, ours, most_gpus=1, task=task, micro_batches=micro_batches, **some)
 
 
 CASES = {
@@ -226,6 +256,21 @@ CASES = {
     "qwen3_5_vl_9b_1024": Case("qwen3_5_vl_9b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
     "gemma4_31b_4x4096": Case("gemma4_31b", 4096, 4),
     "llama4_scout_4x4096": Case("llama4_scout", 4096, 4, MIXED),
+    "classify_8b": _learning("8b", 4096, 4, FAST, Task("classification", 80, 200, longest=1024)),
+    "embed_modernbert": _learning("modernbert", 8192, 4, IN_FLOAT32, Task("embedding", 1024, 256, pool="mean"), 16),
+    "embed_0_6b": _learning("qwen3_0_6b", 8192, 4, IN_FLOAT32, Task("embedding", 1024, 256, pool="last"), 16, 3),
+    "distill_8b_1b": _learning("1b", 2048, 4, ROUNDED, Task("distillation", 4, 2048, teacher="8b")),
+    "distill_8b_1b_chats": _learning("1b", 2048, 4, ROUNDED, Task("distillation", 16, MEAN, 2048, teacher="8b")),
+    "smoke_classify": _learning("tiny", 1024, 1, SMOKE_LORA, Task("classification", 8, 60, 128, repeats=True)),
+    "smoke_embed_encoder": _learning(
+        "modernbert_tiny", 256, 1, SMOKE_FULL, Task("embedding", 8, 32, pool="mean", repeats=True), 2
+    ),
+    "smoke_embed_decoder": _learning(
+        "tiny", 256, 1, SMOKE_FULL, Task("embedding", 8, 32, pool="last", repeats=True), 2
+    ),
+    "smoke_distill": _learning(
+        "tiny", 1024, 1, SMOKE_FULL, Task("distillation", 8, 60, 128, teacher="tiny_teacher", repeats=True)
+    ),
     "smoke_hybrid": Case("qwen3_5_tiny", 256, 2, steps=2, warm_up=2),
     "smoke_hybrid_chats": Case("qwen3_5_tiny", 1024, 2, chats=True, step_documents=4, steps=2, warm_up=2),
     "smoke": Case("tiny", 256, 2, steps=2, warm_up=2),
@@ -233,7 +278,7 @@ CASES = {
     "smoke_dpo": Case("tiny", 512, 1, DPO, pairs=2, steps=2, warm_up=2),
     "smoke_vl": Case("qwen2_5_vl_tiny", 512, 1, images=(4, 64), step_documents=4, text=80, steps=2, warm_up=2),
 }
-SMOKE = ("smoke", "smoke_chats", "smoke_dpo", "smoke_vl", "smoke_hybrid", "smoke_hybrid_chats")
+SMOKE = tuple(name for name in CASES if name.startswith("smoke"))
 DOES_NOT_FIT = "does not fit"
 SHOWN = 0.005
 """Share of a step's time from which --profile shows a kernel."""
@@ -320,6 +365,9 @@ def main() -> None:
             print(f"  {error}", flush=True)
             left_out.append(key)
             continue
+        if (task := CASES[name].task) and "error" not in found:
+            file = documents(CASES[name], args.scratch, args.steps or CASES[name].steps, args.gpus)
+            found["examples_per_second"] = found["tokens_per_second"] / task.mean_tokens(file)
         print(f"  {found.get('error') or summary(found)}", flush=True)
         rows[key] = {"case": name, "tool": tool, "gpus": args.gpus, **found}
         if args.json:  # a case that failed for another reason than memory runs again next time
@@ -378,7 +426,7 @@ def cases_to_run(cases: list[str], tools: list[str]) -> Iterator[tuple[str, str]
     for name in cases:
         for tool in tools:
             pair = (name if tool == "fxtune" else CASES[name].peer_case or name), tool
-            if pair not in seen:
+            if pair not in seen and tool in ("fxtune", *CASES[name].peers):
                 seen.add(pair)
                 yield pair
 
@@ -391,7 +439,7 @@ def row_key(name: str, tool: str, gpus: int) -> str:
 def reason_not_to_run(tool: str, smoke: bool, gpus: int = 1) -> str | None:
     """Why a tool cannot run on this machine, or None if it can."""
     if tool != "fxtune" and importlib.util.find_spec(tool) is None:
-        return f"not run, {tool} is not installed here (pip install {tool})"
+        return f"not run, {tool} is not installed here (pip install {tool.replace('_', '-')})"
     if tool == "unsloth" or not smoke:
         import torch
 
@@ -407,7 +455,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     from fxtune.diagnostics.benchmark import measure_in_process
 
     case, steps = CASES[name], args.steps or CASES[name].steps
-    words = fxtune_words(name, args, args.gpus)
+    words, _ = fxtune_words(name, args, args.gpus), write_folders(case, args.scratch)
     found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
     if "error" in found:
         return found
@@ -428,6 +476,14 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     }
 
 
+def write_folders(case: Case, scratch: Path) -> dict[str, str]:
+    """Write the models that both tools of a task read, if they do not exist. Returns their folders."""
+    models = case.task.models(case.shape, scratch) if case.task else {}
+    for shape, folder in models.values():
+        write_model(SHAPES[shape], case.length, folder, TOKENIZER, case.task.head if case.task else "")
+    return {name: str(folder) for name, (_, folder) in models.items()}
+
+
 def show_kernels(kernels: list[tuple[str, float, float]]) -> None:
     """A step by kernel, the longest first. Kernels with a smaller share than SHOWN are added up in the last line."""
     from fxtune.system.process.profiler import short_name
@@ -444,11 +500,14 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
     import torch
 
     case, steps = CASES[name], args.steps or CASES[name].steps
-    return [
+    drawn = [
         "model.path=null",
         f"model.tokenizer={processor_folder(case, args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
         f"model.architecture={in_words(architecture(case.shape, case.length))}",
+    ]
+    return [
+        *(case.task.keys(case.shape, args.scratch) if case.task else drawn),
         f"data.sources=[{{path: '{documents(case, args.scratch, steps, gpus)}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",
         f"data.sequence_length={case.packed_length or case.length}",
@@ -463,7 +522,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "optimizer.weight_decay=0",
         "schedule.name=constant",
         "schedule.warmup_steps=0",
-        *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke else case.keys(gpus)),
+        *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke and not case.task else case.keys(gpus)),
         *args.set,
     ]
 
@@ -509,11 +568,13 @@ def run_peer(name: str, tool: str, args: argparse.Namespace, seconds: float) -> 
         pairs=case.pairs,
         stored="stored" in name,
         full=case.full,
-        step_documents=case.step_documents,
+        step_documents=case.task.documents if case.task else case.step_documents,
         step_tokens=step_tokens(case),
-        workers=case.workers,
+        workers=8 if case.task else case.workers,  # sentence-transformers tokenizes in them, fxtune before
         documents=str(documents(case, args.scratch, steps, args.gpus)),
         tokenizer=str(tokenizer),
+        task=asdict(case.task) if case.task else None,
+        **write_folders(case, args.scratch),
         out=str(args.scratch / "peer.json"),
     )
     if tool == "unsloth":
@@ -590,6 +651,8 @@ def run_variant(
 
 def step_tokens(case: Case) -> int | None:
     """Tokens of each step of a peer; None if steps differ."""
+    if case.task:
+        return case.task.step_tokens
     if not case.images:
         return None if case.chats else case.rows * case.length
     least, most = case.images
@@ -599,6 +662,8 @@ def step_tokens(case: Case) -> int | None:
 def settings_to_try(case: Case, tool: str, gpus: int) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Groups of a peer's settings for a case on `gpus` cards; in a group the fastest first. None if it is not compared
     there."""
+    if case.task:
+        return case.task.settings()
     if case.images:
         groups = (ONE_SIZE if case.images[0] == case.images[1] else SIZES)[tool]
         kernels = TRL_KERNELS if tool == "trl" else ((),)
@@ -658,6 +723,8 @@ def documents(case: Case, folder: Path, steps: int, gpus: int = 1) -> Path:
             TOKENIZER,
             side,
         )
+    if case.task:
+        return case.task.write_documents(folder, steps + case.warm_up, TOKENIZER)
     kind = "pairs-" * bool(case.pairs) + ("chats" if case.chats else "random")
     file = folder / f"{kind}-{case.length}-{count}.jsonl"
     if not file.exists():
@@ -766,9 +833,14 @@ def measurement(row: dict[str, Any]) -> Measurement:
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['tokens_per_second']:,.0f} tokens/s, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
+        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
         f"loss {row['first_loss']:.3f} -> {row['loss']:.3f}{waits(row)} ({row['how']})"
     )
+
+
+def examples(row: dict[str, Any]) -> str:
+    rate = row.get("examples_per_second")
+    return f", {rate:,.1f} examples/s" if rate else ""
 
 
 def waits(row: dict[str, Any]) -> str:

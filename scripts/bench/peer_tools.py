@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import companions
+
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "out_proj"]
 """The linears of a layer with the gated delta rule."""
@@ -59,7 +61,6 @@ def main(request: dict[str, Any]) -> None:
         import unsloth  # noqa: F401  before transformers, which it patches
     import torch
     from transformers import AutoTokenizer
-    from trl import SFTTrainer
 
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available():  # torchrun has started it
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -68,12 +69,19 @@ def main(request: dict[str, Any]) -> None:
     if not images:
         tokenizer.model_max_length = request["length"]
     clock = make_clock(request)
-    if request["pairs"]:
-        trainer = preference_trainer(request, tokenizer, clock)
-        count_tokens(trainer, clock)
+    if request["pairs"] or request["task"]:
+        if request["task"]:
+            request["adapters"] = adapters(request)
+            trainer = companions.trainer(request, common_settings(request), clock)
+            count_tokens(trainer, clock, "compute_loss")  # TRL's training_step gets rows without tensors
+        else:
+            trainer = preference_trainer(request, tokenizer, clock)
+            count_tokens(trainer, clock)
         trainer.train()
         Path(request["out"]).write_text(json.dumps(results(request, trainer, clock)))
         return
+    from trl import SFTTrainer
+
     rows = image_rows(request) if images else dataset(request)
     common: dict[str, Any] = dict(args=settings(request), train_dataset=rows, callbacks=[clock])
     if request["tool"] == "trl":
@@ -258,16 +266,20 @@ def read_processor(folder: str) -> Any:
     return WithoutVideos(images, tokenizer, images, chat_template=tokenizer.chat_template)
 
 
-def random_model(shape: dict[str, Any], length: int, attention: Any, device: str | None = None) -> Any:
+def random_model(shape: dict[str, Any], length: int, attention: Any, device: str | None = None, head: str = "") -> Any:
     """A model of this shape with transformers' random weights, in bfloat16 on a GPU or in float32 on a CPU. `device`:
-    None: the GPU, or the CPU of a machine without one."""
+    None: the GPU, or the CPU of a machine without one. `head`: as in write_model()."""
     import torch
+    import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     values, text = {**shape}, dict(bos_token_id=None, eos_token_id=2, pad_token_id=0)
     kind = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
     if kind is AutoModelForCausalLM:
         values |= dict(text, max_position_embeddings=max(length, shape["max_position_embeddings"]))
+    if head:
+        kind = getattr(transformers, head)
+        values["num_labels"] = companions.CLASSES
     config = CONFIG_MAPPING[values.pop("model_type")](**values)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -277,11 +289,13 @@ def random_model(shape: dict[str, Any], length: int, attention: Any, device: str
         )
 
 
-def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path) -> Path:
-    """The folder of a tokenizer and of a model whose weights are zeros. If it does not exist, another process writes it.
-    After a tool has read the model, draw_weights() gives it random weights."""
+def write_model(shape: dict[str, Any], length: int, folder: Path, tokenizer: Path, head: str = "") -> Path:
+    """The folder of a tokenizer and of a model. If it does not exist, another process writes it. With `head`, a class of
+    transformers, weights are random. Without it they are zeros; after a tool has read the model, draw_weights() gives it
+    random weights."""
     if not (folder / "complete").exists():
         request = dict(tool="write", shape=shape, length=length, model=str(folder), tokenizer=str(tokenizer))
+        request["head"] = head
         subprocess.run([sys.executable, __file__, json.dumps(request)], check=True, stdout=subprocess.DEVNULL)
     return folder
 
@@ -292,6 +306,14 @@ def write(request: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
     folder = Path(request["model"])
+    if head := request.get("head"):
+        random_model(request["shape"], request["length"], "eager", head=head).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(request["tokenizer"], model_max_length=request["length"])
+        if head != "AutoModelForCausalLM":
+            tokenizer.chat_template = None  # sentence-transformers would write each text as a chat
+        tokenizer.save_pretrained(folder)
+        (folder / "complete").touch()
+        return
     if "vision_config" in request["shape"]:
         shutil.copytree(request["tokenizer"], folder, dirs_exist_ok=True)
     else:
@@ -385,18 +407,14 @@ def make_clock(request: dict[str, Any]) -> Any:
     return Clock()
 
 
-def count_tokens(trainer: Any, clock: Any) -> None:
+def count_tokens(trainer: Any, clock: Any, hook: str = "training_step") -> None:
     """Count the tokens of each micro-batch that are not padding, on the device and without a synchronization, and the
-    seconds that the loop waits for data."""
-    import torch
+    seconds that the loop waits for data. `hook`: the trainer's method that gets a micro-batch."""
+    hooked, get_batch_samples = getattr(trainer, hook), trainer.get_batch_samples
 
-    training_step = trainer.training_step
-
-    def counting_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
-        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        masked = mask is not None and mask.shape == ids.shape
-        clock.tokens.append(mask.sum() if masked else torch.tensor(ids.numel()))
-        return training_step(model, inputs, *rest, **named)
+    def counting(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        clock.tokens.append(companions.unpadded(inputs))
+        return hooked(model, inputs, *rest, **named)
 
     def waiting(*given: Any, **named: Any) -> Any:
         began = time.perf_counter()
@@ -404,8 +422,8 @@ def count_tokens(trainer: Any, clock: Any) -> None:
         clock.waited += time.perf_counter() - began
         return found
 
-    get_batch_samples = trainer.get_batch_samples
-    trainer.training_step, trainer.get_batch_samples = counting_step, waiting
+    setattr(trainer, hook, counting)
+    trainer.get_batch_samples = waiting
 
 
 def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:

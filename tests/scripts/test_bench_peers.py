@@ -35,6 +35,7 @@ def fxtune_words(monkeypatch):
 
     def words(name: str, *options: str) -> list[str]:
         passed = []
+        monkeypatch.setattr(bench_peers, "write_folders", lambda *_: {})  # folders of 16 GB
         monkeypatch.setattr(
             "fxtune.diagnostics.benchmark.measure_in_process",
             lambda given, *_: passed.extend(given) or {"error": "not run"},
@@ -49,7 +50,7 @@ def fxtune_words(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "gpus"),
     [
-        *((name, 1) for name in bench_peers.CASES),
+        *((name, 1) for name, case in bench_peers.CASES.items() if not case.task),
         *((name, 2) for name, case in bench_peers.CASES.items() if case.several or case.context),
     ],
 )
@@ -67,7 +68,7 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     assert case.full or given == (True, 16, 32.0, 0.0, ["all-linear"])
     peers = peer_tools.adapters({"tool": "trl", "shape": bench_peers.SHAPES[case.shape]})
     assert (peers["r"], peers["lora_alpha"]) == (16, 32)
-    mixture = "num_experts" in bench_peers.SHAPES[case.shape]
+    mixture = peer_tools.is_mixture(bench_peers.SHAPES[case.shape])
     assert lora.rank_pattern == ({"gate_up_proj": 16} if mixture and not case.full else {})
     assert bool(peers.get("target_parameters")) == mixture
     optimizer = "adamw_8bit" if name.endswith("8bit") else "adamw"
@@ -85,6 +86,62 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     assert (quantized.type.value if quantized.enabled else "full") == (
         name.rpartition("_")[2] if name.endswith(("fp8", "mxfp4", "nf4")) and not case.full else "full"
     )
+
+
+TASKS = {name: case for name, case in bench_peers.CASES.items() if case.task}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_gives_both_tools_as_many_tokens_a_step(name, fxtune_words, cwd, monkeypatch):
+    monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
+    case, task = TASKS[name], TASKS[name].task
+    config = load(fxtune_words(name, *(["--smoke"] if case_is_small(name) else [])))
+    assert config.train.micro_batch_size == case.rows
+    room = config.train.global_batch_size * config.data.sequence_length
+    tokens = task.documents * task.mean * (2 if task.objective == "embedding" else 1)
+    if task.longest:
+        assert task.documents * task.longest <= room if task.repeats else tokens == pytest.approx(room, rel=0.05)
+    else:
+        assert tokens == room == task.step_tokens
+    lora = config.techniques.lora
+    assert lora.enabled == (task.objective == "classification")
+    assert (lora.r, lora.alpha, lora.dropout) == (16, 32.0, 0.0)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.0)
+    tools = [tool for _, tool in bench_peers.cases_to_run([name], list(bench_peers.TOOLS))]
+    assert tools == ["fxtune", task.peer]
+    assert bench_peers.settings_to_try(case, task.peer, 1)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_texts_of_a_task_have_the_requested_tokens(name, tmp_path):
+    from transformers import AutoTokenizer
+
+    task = replace(TASKS[name].task, documents=400, repeats=False)
+    file = task.write_documents(tmp_path, 1, bench_peers.TOKENIZER)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(bench_peers.TOKENIZER)
+    texts = [
+        row.get("input_ids") or row[name]
+        for row in rows
+        for name in ("text", "anchor", "positive", "input_ids")
+        if name in row
+    ]
+    lengths = [len(tokenizer(text)["input_ids"] if isinstance(text, str) else text) for text in texts]
+    assert len(rows) == 400
+    assert sum(lengths) / len(rows) == task.mean_tokens(file)
+    assert statistics.mean(lengths) == pytest.approx(task.mean, rel=0.25 if task.longest else 0)
+    assert max(lengths) <= (task.longest or task.mean)
+
+
+@pytest.mark.slow
+def test_fxtune_and_plain_transformers_have_the_same_first_loss(cwd, monkeypatch):
+    options = ["--smoke", "--cases", "smoke_classify", "--scratch", str(cwd / "scratch"), "--json", "p.json"]
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", *options])
+    bench_peers.main()
+    mine, peer = json.loads(Path("p.json").read_text()).values()
+    assert mine["first_loss"] == pytest.approx(peer["first_loss"], rel=1e-5)
+    assert mine["loss"] == pytest.approx(peer["loss"], rel=1e-2)
+    assert mine["examples_per_second"] > 0
 
 
 def case_is_small(name: str) -> bool:

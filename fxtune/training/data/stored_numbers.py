@@ -62,7 +62,7 @@ class ReferenceNumbers:
 
     def entries(self, model: LanguageModel, batch: Batch) -> np.ndarray:
         """The entries of the tokens at `batch.supervised_at`."""
-        return model.log_probs(batch).cpu().numpy().view(self.record)
+        return model.log_probs(batch).float().cpu().numpy().view(self.record)
 
 
 @dataclass(frozen=True)

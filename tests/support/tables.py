@@ -31,8 +31,7 @@ class Table:
     split: SplitCounts = dataclasses.field(default_factory=SplitCounts)
     format: RowFormat = FORMATS["text"]
     whole: Table | None = None
-    reference: np.ndarray | None = None
-    teacher: None = None
+    stored: np.ndarray | None = None
     sizes: np.ndarray | None = None
     """Documents of each group."""
     labels: np.ndarray | None = None

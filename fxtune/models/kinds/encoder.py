@@ -141,6 +141,7 @@ class Encoder(Embedder):
 class EncoderScorer(Scorer, Encoder):
     """An encoder whose head gives numbers for a document."""
 
+    task_tells_head = False
     pads_by_token = False
     read_tokenizer = Encoder.read_tokenizer
     unused_weights = Encoder.unused_weights

@@ -392,7 +392,7 @@ def pairs(draw):
         answers = [numbers.integers(3, 128, draw(st.integers(1, 9))).tolist() for _ in "cr"]
         groups.append([([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)) for answer in answers])
     table = grouped(groups)
-    table.stored = -numbers.random(len(table.ids)).astype([("reference", np.float32)])
+    table.stored = (-numbers.random(len(table.ids))).astype([("reference", np.float32)])
     return table
 
 

@@ -162,15 +162,17 @@ def start_head(drawn: dict[str, torch.Tensor], hf_config: Any, seed: int, origin
             raise ConfigError(
                 f"objective.words: {word!r} is {len(found)} tokens of this model. Name words of one token."
             )
-    size = hf_config.get_text_config().vocab_size
+    weight = next(iter(drawn.values()))
+    shape = [hf_config.get_text_config().vocab_size, weight.shape[1]]
     rows = {
         name: [opened.get_slice(name)[found[0]].float() for found in ids]
         for _, name, opened in stored(readable_files(origin))
-        if name.startswith(LM_HEADS) or opened.get_slice(name).get_shape()[0] == size
+        if list(opened.get_slice(name).get_shape()) == shape
     }
-    first, second = rows[max(rows, key=lambda name: name.startswith(LM_HEADS))]
+    # The embedding is the head if the two are tied, and the files then have no other matrix of this shape.
+    first, second = rows[max(rows, key=lambda name: any(head in name for head in LM_HEADS))]
     with torch.no_grad():
-        next(iter(drawn.values())).copy_(second - first)
+        weight.copy_(second - first)
 
 
 @torch.no_grad()

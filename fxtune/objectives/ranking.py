@@ -65,6 +65,8 @@ class Ranking(GroupObjective):
             yield "objective.words: name two words, and a decoder in model.path, whose head predicts the next word."
 
     def configured(self, hf_config: Any) -> Any:
+        if not self.words:
+            return hf_config
         config = copy.deepcopy(hf_config)
         setattr(config, SCORE_WORDS, self.words)
         return config

@@ -308,7 +308,7 @@ class RunBuilder:
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
                 if self._compared and isinstance(self.config.objective, WithReference):
-                    self._store_reference(language_model)
+                    self._store(language_model, ReferenceNumbers(), self.techniques.options())
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
                 self.use_fastest_kernels(found.why)
@@ -330,10 +330,6 @@ class RunBuilder:
         self.stage = self.stage.without_determinism(operator)
         use_deterministic_kernels(False)
 
-    def _store_reference(self, model: LanguageModel) -> None:
-        """Store the log-probabilities of `model` for the tables of the plans. Call this before the first step."""
-        self._store(model, ReferenceNumbers(), self.techniques.options())
-
     def _store_teacher(self) -> None:
         """Store the likeliest tokens of the objective's frozen model for the tables of the plans. The frozen model is
         in memory only here."""
@@ -348,11 +344,11 @@ class RunBuilder:
         gc.collect()
 
     def _store(self, model: LanguageModel, numbers: Numbers, options: dict[str, Any]) -> None:
+        """Store the numbers of `model` for the tables of the plans. Call this before the first step."""
         kept = {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
         precision, data, loader = self.techniques.precision, self.config.data, self.config.loader
-        only = self._compared_documents
         with self.oom_context(f"Computing {numbers.title}"):
-            store(model, self._compared, data, loader, precision, self.world, kept, numbers, only)
+            store(model, self._compared, data, loader, precision, self.world, kept, numbers, self._compared_documents)
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol on the first micro-batch. Raises ConfigError if it

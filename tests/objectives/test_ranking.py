@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import fxtune
 from fxtune.cli.main import main
+from fxtune.data.chat.encode import Encoder
 from fxtune.data.formats.candidates import CandidatesFormat
 from fxtune.data.formats.row_format import LearnConfig
 from fxtune.objectives.ranking import Ranking, RankingLoss
@@ -211,12 +212,33 @@ def test_scores_start_as_the_logits_of_two_words_in_a_template_of_pairs(cwd):
         (["objective.words=[y]"], 2, "name two words"),
         (["model.init=random", f"model.architecture={SMALLER}"], 2, "no logits of words"),
         (["data.chat_template=other.jinja"], 3, "does not name the roles"),
-        (["data.sequence_length=20", "data.on_long=truncate"], 3, "the chat template and the query alone"),
+        (["data.chat_template=silent.jinja"], 3, "leaves out the text of the role `query` or `document`"),
+        *(
+            (["data.packing=false", f"data.sequence_length={n}"], 3, "the chat template and the query alone")
+            for n in (8, 20)
+        ),
     ],
 )
 def test_words_and_templates_that_say_nothing_are_refused(cwd, capsys, words, code, reason):
     Path("pairs.jinja").write_text(TEMPLATE)
+    Path("silent.jinja").write_text("{# 'query' 'document' #}Judge.")
     Path("other.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     write_jsonl(Path("held.jsonl"), [{"query": "q", "positive": "a", "negative": "b"}])
     assert main([*JUDGES, *words]) == code
     assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_long_candidate_loses_its_end_and_the_template_stays(cwd):
+    tokenizer = AutoTokenizer.from_pretrained(Path(fxtune.__file__).parent / "assets/tiny")
+    tokenizer.chat_template = TEMPLATE
+    given = Encoder(tokenizer, CandidatesFormat(), system="Be fair.")
+    row = {"query": "red", "positive": "the red house Answer: and so on", "negative": "a cat"}
+    whole = given.encode([row])[0].documents
+    given.longest = len(whole[0].ids) - 4
+    cut = given.encode([row])[0].documents
+    assert [document.lost for document in cut] == [4, 0]
+    assert cut[1].ids == whole[1].ids
+    text, shorter = (tokenizer.decode(side[0].ids) for side in (whole, cut))
+    assert shorter.endswith("\nAnswer: ")
+    assert text.startswith(shorter.removesuffix("\nAnswer: "))
+    assert "the red house" in shorter

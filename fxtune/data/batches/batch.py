@@ -227,8 +227,6 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     rows = len(spec.offsets) - 1
     ids = np.full((rows, spec.width), spec.pad_id, np.int64)
     supervised = np.zeros((rows, spec.width), bool)
-    token_at = np.zeros((rows, spec.width), np.int64)
-    of_table = np.zeros((rows, spec.width), np.int64)
     begins = np.zeros((rows, spec.width), np.int64)
     filled = np.zeros(rows, np.int64)
     is_first = np.zeros((rows, spec.width), bool)
@@ -242,8 +240,6 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
             first_token[document] = row * spec.width + at
             ids[row, at : at + length] = table.ids[start : start + length]
             supervised[row, at + 1 : at + length] = table.supervised[start + 1 : start + length]
-            token_at[row, at : at + length] = np.arange(start, start + length)
-            of_table[row, at : at + length] = spec.source[document]
             begins[row, at], is_first[row, at] = at - shared[document], True
             images.add(table, start, length)
             if (own := images.rope_positions(table, start, length, shared[document])) is not None:
@@ -279,8 +275,7 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     )
     supervised_at = np.flatnonzero(targets != IGNORE_INDEX)
     in_row, column = np.divmod(supervised_at, length)
-    target = in_row, first + column + 1  # the target is the next token
-    numbers = _stored_numbers(tables, of_table[target], token_at[target])
+    numbers = _stored_numbers(tables, spec, first_token, in_row * spec.width + first + column + 1)
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
@@ -303,15 +298,17 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
 
 
 def _stored_numbers(
-    tables: Sequence[TokenTable], of_table: np.ndarray, token_at: np.ndarray
+    tables: Sequence[TokenTable], spec: BatchSpec, first_token: np.ndarray, targets: np.ndarray
 ) -> dict[str, torch.Tensor]:
-    """The stored numbers of tokens, by field of Batch, [tokens, ...]. `of_table`, `token_at`: for each token the index
-    of its table, and the token's index there. Empty if a table has no stored numbers."""
+    """The stored numbers of targets, by field of Batch, [targets, ...]. Empty if a table has no stored numbers.
+    `first_token`: the position of each document's first token in the flattened rows, ascending; `targets`: the
+    positions of the targets."""
     stored = [table.stored for table in tables if table.stored is not None]
     if len(stored) < len(tables):
         return {}
-    numbers = np.zeros(len(of_table), stored[0].dtype)
+    document = np.searchsorted(first_token, targets, "right") - 1
+    source, token = spec.source[document], spec.start[document] + targets - first_token[document]
+    numbers = np.zeros(len(targets), stored[0].dtype)
     for index, of_tokens in enumerate(stored):
-        inside = of_table == index
-        numbers[inside] = of_tokens[token_at[inside]]
+        numbers[source == index] = of_tokens[token[source == index]]
     return {name: torch.from_numpy(numbers[name].copy()) for name in numbers.dtype.names or ()}

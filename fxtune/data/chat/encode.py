@@ -39,7 +39,7 @@ from fxtune.data.chat.remarks import (
 from fxtune.data.chat.rewriting import Rewriting
 from fxtune.data.chat.split import SplitChat, SplitCounts, split_chat, split_questions, truncate_chat
 from fxtune.data.chat.template import Messages
-from fxtune.data.chat.template_source import ChatTemplates
+from fxtune.data.chat.template_source import ChatTemplates, write_pair
 from fxtune.data.chat.turns import supervised_spans
 from fxtune.data.config import DataConfig, OnRewritten
 from fxtune.data.formats.chat_format import SYSTEM_ROLES, VARIABLES
@@ -308,14 +308,11 @@ class Encoder:
     def _as_pair(self, query: str, candidate: str) -> Steps[Document]:
         """The document that the chat template makes of a query and a candidate, as sentence-transformers does. The end
         of the candidate is cut at `longest` tokens."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages += [{"role": "query", "content": query}, {"role": "document", "content": candidate}]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        text, begin, after = write_pair(self._tokenizer, self.system, query, candidate)
         ids, offsets = yield text
-        begin = text.rfind(candidate)
-        end = sum(start < begin + len(candidate) for start, _ in offsets)
+        first, end = (sum(start < at for start, _ in offsets) for at in (begin, after))
         lost = max(len(ids) - (self.longest or sys.maxsize), 0)
-        if lost and offsets[end - lost][0] <= begin:
+        if lost and lost >= end - first:
             raise RowError("the chat template and the query alone have more tokens than data.sequence_length")
         kept = [*ids[: end - lost], *ids[end:]]
         return Document(kept, [True] * len(kept), lost=lost)

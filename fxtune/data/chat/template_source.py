@@ -23,6 +23,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a chat template file. Long published templates have 30,000 bytes."""
 CLOCK = "strftime_now"
 """The function by which a template asks for the time."""
+NOWHERE = "\0"
+"""A text that no row has."""
 MAX_TEMPLATES = 100
 """Rows may give about this many different sets of template variables."""
 _TIME_CALL = re.compile(CLOCK + r"\s*\(\s*(['\"])(.*?)\1\s*\)")
@@ -59,6 +61,21 @@ def template_of_pairs(tokenizer: Any, path: str | None) -> str | None:
     if path:
         raise DataError(f"data.chat_template={path}: it does not name the roles `query` and `document`. Add them.")
     return None
+
+
+def write_pair(tokenizer: Any, system: str | None, query: str, candidate: str) -> tuple[str, int, int]:
+    """(a query and a candidate in the chat template of `tokenizer`; where the candidate begins in this text, and where
+    it ends, in characters). Raises RowError if the template leaves out a text."""
+
+    def write(text: str) -> str:
+        turns = {"system": system, "query": query, "document": text}
+        messages = [{"role": role, "content": content} for role, content in turns.items() if content is not None]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+    whole, (before, found, after) = write(candidate), write(NOWHERE).rpartition(NOWHERE)
+    if not found or query.strip() not in before + after:
+        raise RowError("the chat template leaves out the text of the role `query` or `document`")
+    return whole, len(before), len(whole) - len(after)
 
 
 class ChatTemplates:

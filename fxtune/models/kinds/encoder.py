@@ -26,8 +26,6 @@ from fxtune.models.kinds.scorer import CLASSIFIER_USE, SCORE_LABEL, Scorer, acti
 
 HEAD = ("classifier.", "head.", "dense.", "bert.pooler.")
 """Beginnings of the names of a head's weights. A base may lack them."""
-POOLER = "pooler."
-"""Beginning of the names of weights that no vector of `objective.pool` needs."""
 INPUTS = ["input_ids", "attention_mask"]
 """The outputs of tokenizer(text, second). BERT's token types are no inputs here, so exported tokenizers give none."""
 UNUSED = ("cls.", "lm_head.", "decoder.")
@@ -135,7 +133,7 @@ class Encoder(Embedder):
         return [name for name in unexpected if name.startswith(unused) or any(part in name for part in UNUSED_PARTS)]
 
     def drawn_weights(self, missing: Collection[str]) -> list[str]:
-        return [name for name in missing if name.startswith(POOLER)]
+        return [name for name in missing if name.startswith("pooler.")]  # no vector needs these weights
 
 
 class EncoderScorer(Scorer, Encoder):

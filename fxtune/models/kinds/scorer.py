@@ -25,7 +25,7 @@ SCORE = "score.weight"
 SCORE_LABEL = "score"
 """The label of a head with one number."""
 SCORE_WORDS = "score_words"
-"""The entry of a config that build() takes out: the two words of objective.words, or nothing."""
+"""The entry of a config that names the two words of objective.words. build() reads it and takes it out."""
 LM_HEADS = ("lm_head.", "embed_out.")
 """Beginnings of the names of heads over a vocabulary."""
 

@@ -179,8 +179,7 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: Numbers) -> None:
             np.load(_staging(table, name), mmap_mode="r")
             continue
         size, free = table.supervised_tokens * numbers.record.itemsize, shutil.disk_usage(table.folder).free
-        if isinstance(numbers, TeacherNumbers):
-            say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
+        say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
         if size > free:
             raise StorageError(
                 f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "

@@ -146,15 +146,15 @@ def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
 
 
 def start_head(drawn: dict[str, torch.Tensor], hf_config: Any, seed: int, origin: Origin | None) -> None:
-    """Fill the weights of a head that the base lacks, `drawn`, with random numbers, or with the difference of two rows
-    of the base's head over the vocabulary, if objective.words names their words. Raises ConfigError if these words
-    say nothing here."""
+    """Fill `drawn`, the weights of a head that the base lacks, with random numbers. If objective.words names two words,
+    the head becomes the difference of their rows in the base's head over the vocabulary. Raises ConfigError if the
+    base has no such rows, or a word is not one token."""
     for number, (name, weight) in enumerate(drawn.items()):
         draw_weight(name, weight, hf_config, seed + number)
     if not (words := getattr(hf_config, SCORE_WORDS, [])):
         return
     if not drawn or origin is None:
-        raise ConfigError("objective.words: the model has no logits of words, for it has a score or random weights.")
+        raise ConfigError("objective.words: model.path has a score, or no weights, so no logits of words. Remove it.")
     tokenizer = kind_of(hf_config).read_tokenizer(origin.folder, trust_remote_code=False)
     ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     for word, found in zip(words, ids, strict=True):

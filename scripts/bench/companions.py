@@ -108,7 +108,8 @@ class Task:
 
     def _rows(self, count: int, known: list[str]) -> Iterator[dict[str, Any]]:
         """Classification: the words of a class are three times as likely as others. Embedding: both texts of a pair
-        have words of the same forty. Distillation: random ids, of which the first quarter is the prompt."""
+        take their words from the same list of forty words. Distillation: random ids; the first quarter of the ids is
+        the prompt."""
         draw = random.Random(0)
 
         def length() -> int:

@@ -222,7 +222,7 @@ def test_teacher_of_another_vocabulary_is_refused(cwd, capsys):
 
 
 def test_plan_counts_the_teacher(cwd):
-    """Its weights, in 16 or 4 bits, and its passes. The base as teacher has passes, and no weights of its own."""
+    """plan counts the teacher's weights, in 16 or 4 bits, and its passes. The base as teacher adds passes and no weights."""
     write_texts(Path("rows.jsonl"))
 
     def planned(*words: str, given: list[str] = WORDS) -> dict:

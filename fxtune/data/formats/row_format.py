@@ -1,7 +1,7 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
 A format knows nothing of tokenizers and chat templates. It turns a row into one of seven contents: a chat, a plain
-text, token ids, answers to one prompt, a group of other rows, a text with a label, or a query with candidates.
+text, token ids, answers to one prompt, a group of other rows, a text with a label, or texts that stay together.
 data/chat/encode.py turns the content into tokens.
 """
 

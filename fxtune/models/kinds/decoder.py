@@ -215,7 +215,7 @@ class Decoder:
 
 
 class OtherHead(Decoder):
-    """Decoders of text with another head, of which transformers has a class. `architectures` of a config names it."""
+    """Decoders of text with another head. transformers has a class of such models, which `architectures` names."""
 
     @property
     def families(self) -> Collection[str]:

@@ -146,8 +146,8 @@ def _misfits_of(report: dict[str, Any], kind: Decoder) -> str:
 
 
 def start_head(drawn: dict[str, torch.Tensor], hf_config: Any, seed: int, origin: Origin | None) -> None:
-    """Fill `drawn`, the weights of a head that the base lacks, with random numbers. If objective.words names two words,
-    the head becomes the difference of their rows in the base's head over the vocabulary. Raises ConfigError if the
+    """Fill `drawn`, the weights of a head that the base lacks, with random numbers. Where objective.words names two
+    words, the head is the difference of their rows in the base's head over the vocabulary. Raises ConfigError if the
     base has no such rows, or a word is not one token."""
     for number, (name, weight) in enumerate(drawn.items()):
         draw_weight(name, weight, hf_config, seed + number)

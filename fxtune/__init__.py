@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fxtune.objectives.base import Objective
     from fxtune.objectives.needs import Needs
     from fxtune.objectives.registry import objective
-    from fxtune.plugins import Group, load_plugin, metric, row_format, technique
+    from fxtune.plugins import Group, load_plugin, metric, reward, row_format, technique
     from fxtune.techniques.base import Evidence, Technique
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _MODULES = {
     "fxtune.objectives.base": ("Objective",),
     "fxtune.objectives.needs": ("Needs",),
     "fxtune.objectives.registry": ("objective",),
-    "fxtune.plugins": ("Group", "load_plugin", "metric", "row_format", "technique"),
+    "fxtune.plugins": ("Group", "load_plugin", "metric", "reward", "row_format", "technique"),
     "fxtune.techniques.base": ("Evidence", "Technique"),
 }
 """The modules of the public names. All but fxtune.api are for authors of plugins (docs/plugins.md)."""
@@ -61,6 +61,7 @@ __all__ = [
     "objective",
     "plan",
     "preview",
+    "reward",
     "row_format",
     "technique",
     "train",

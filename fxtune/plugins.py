@@ -1,4 +1,5 @@
-"""Plugins: a user's row formats, objectives, metrics and techniques. They have the same interfaces as fxtune's own.
+"""Plugins: a user's row formats, objectives, metrics, rewards and techniques. They have the same interfaces as
+fxtune's own.
 
     import fxtune
 
@@ -151,6 +152,16 @@ ROW_FORMATS: Registry[Callable[[dict[str, Any]], dict[str, Any] | Group]] = Regi
 METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 """Functions: (the model's answer, the right answer) -> a number. The log has the mean over the questions."""
 METRICS.reserve(["exact_match"])
+REWARDS: Registry[Callable[..., Any]] = Registry(
+    "reward",
+    exact="fxtune.training.rollouts.reward_functions:exact",
+    length="fxtune.training.rollouts.reward_functions:length",
+    number="fxtune.training.rollouts.reward_functions:number",
+    regex="fxtune.training.rollouts.reward_functions:regex",
+    tags="fxtune.training.rollouts.reward_functions:tags",
+)
+"""Functions with TRL's signature: f(prompts, completions, completion_ids, **columns) -> a number or None for each
+completion. Options of a recipe are keywords, too."""
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
 
@@ -174,6 +185,11 @@ def place_of(value: object) -> Path | str:
 def metric(name: str) -> Callable[[Any], Any]:
     """Register a function (answer, right answer) -> number for `data.questions.metrics=[NAME]`."""
     return lambda function: METRICS.add(name, _guarded(function))
+
+
+def reward(name: str) -> Callable[[Any], Any]:
+    """Register a function with TRL's signature for `objective.rewards=[{name: NAME}]` (docs/rl.md)."""
+    return lambda function: REWARDS.add(name, function)
 
 
 def technique(name: str) -> Callable[[Any], Any]:
@@ -286,7 +302,7 @@ def _load(plugin: Plugin, run: Callable[[], object]) -> None:
         with _blamed(plugin):
             run()
         if sum(len(registry._added) for registry in REGISTRIES) == before:
-            names = "row_format, objective, metric or technique"
+            names = "row_format, objective, metric, reward or technique"
             raise ConfigError(f"The plugin {plugin.file} registers nothing: it needs a {names} of fxtune.")
     except BaseException:
         _drop(plugin)

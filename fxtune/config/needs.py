@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from fxtune.config.root import Config
+from fxtune.config.root import Config, SamplerConfig
 from fxtune.optim.config import TRAITS
 
 
@@ -54,6 +54,14 @@ def _has_other_sides(config: Config) -> bool:
     return bool(data.eval_sources or data.questions.path) or len(set(data.held_out_shares)) > 1
 
 
+def _has_answers(config: Config) -> bool:
+    return config.objective.needs.answers_share_prompts
+
+
+def _has_rollouts(config: Config) -> bool:
+    return config.objective.needs.rollouts
+
+
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
@@ -64,7 +72,8 @@ NEEDS = (
     KeyNeed("data.eval_fraction", "data.eval_sources=[]", warns=True),
     KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
-    KeyNeed("data.share_prompts", "an objective over pairs", lambda config: config.objective.needs.are_pairs),
+    KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
+    *(KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts) for entry in fields(SamplerConfig)),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),

@@ -81,6 +81,25 @@ class RunConfig:
         return self.deterministic is True
 
 
+@dataclass
+class SamplerConfig:
+    """The answers that an objective with rollouts learns from. In each step the model writes them to the
+    train.global_batch_size prompts of the step."""
+
+    answers: int = field(default=8, metadata={"min": 2})
+    """Answers to each prompt."""
+    max_tokens: int = field(default=512, metadata={"min": 1})
+    """The number of tokens after which an answer is cut off."""
+    temperature: float = field(default=1.0, metadata={"above": 0})
+    """Divides the logits, in sampling and in the loss. Above 1, answers differ more."""
+    batch: int = field(default=64, metadata={"min": 1})
+    """Answers that a rank writes at once."""
+    reward_seconds: float = field(default=30.0, metadata={"above": 0})
+    """A reward that takes longer than this for the answers to one prompt ends the run."""
+    reward_workers: int = field(default=2, metadata={"min": 1, "max": 256})
+    """Processes that compute rewards."""
+
+
 class Spikes(str, Enum):
     report = "report"
     skip = "skip"
@@ -214,6 +233,7 @@ class Config:
     objective: Any = field(
         default_factory=lambda: {"name": "causal_lm"}, metadata={"kind": Objective, "variants": OBJECTIVES}
     )
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -276,6 +296,8 @@ class Config:
                 f"`train.global_batch_size={train.global_batch_size}` must be a multiple of "
                 f"`train.micro_batch_size={train.micro_batch_size}`"
             )
+        if self.objective.needs.rollouts:
+            yield from self._rollout_refusals()
         yield from stages.ramp_refusals(train.batch_ramp, train.global_batch_size)
         for key, grows in (("train.batch_ramp", train.batch_ramp), ("data.length_schedule", data.length_schedule)):
             if grows and train.max_minutes is not None:
@@ -318,6 +340,29 @@ class Config:
                 f"`train.eval_every={train.eval_every}`, but nothing is held out to evaluate on: set "
                 "data.eval_fraction or data.eval_sources, or train.eval_every=0"
             )
+
+    def _rollout_refusals(self) -> Iterator[str]:
+        """Yield each reason why a run whose answers are sampled in each step cannot act as asked."""
+        data, sampler = self.data, self.sampler
+        if sampler.max_tokens >= data.sequence_length:
+            yield (
+                f"`sampler.max_tokens={sampler.max_tokens}` leaves no room for a prompt in a row of "
+                f"`data.sequence_length={data.sequence_length}`: raise data.sequence_length"
+            )
+        if data.holds_out:
+            yield (
+                "`data.eval_fraction` and `data.eval_sources` hold rows out for a loss, and rollouts have none there: "
+                "set data.questions.path, whose answers are scored before and after training"
+            )
+        for key, value in (
+            ("train.batch_ramp", self.train.batch_ramp),
+            ("data.length_schedule", data.length_schedule),
+            ("data.mix.long_share", data.mix.long_share),
+        ):
+            if value:
+                yield f"`{key}` is for rows that exist before the run, and rollouts do not: leave it out"
+        if self.parallel.average_every > 1:
+            yield "`parallel.average_every`: ranks with different weights would sample different answers: set it to 1"
 
     def _stop_refusals(self) -> Iterator[str]:
         """Yield each reason why early stopping, train.eval_share or train.max_minutes cannot act as asked."""

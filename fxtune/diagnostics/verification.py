@@ -286,7 +286,7 @@ def _observe_isolation(builder: RunBuilder, language_model: LanguageModel, batch
     if not builder.facts.packing or candidate is None:
         return None
     inside = document == candidate
-    is_changed = inside if batch.key_copies is None else inside & (batch.key_copies[1] < 0)
+    is_changed = inside if batch.key_copies is None else inside & (batch.key_copies[1:] < 0).all(0)
     vocabulary = _vocabulary(language_model)
     next_ids = (batch.input_ids + 1) % vocabulary
     if batch.images is not None:  # the tokens of images stay, because each token stands for a feature

@@ -91,6 +91,8 @@ class LanguageModel:
         factors = (float(of(value)) for name, of in LOGIT_FACTORS.items() if (value := getattr(config, name, None)))
         self.scale = next(factors, 1.0)
         self.cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self.temperature = 1.0
+        """Divides the logits in log_probs() and the other losses, as the sampler of rollouts does."""
         self.gemm = prepared.gemm or CUBLAS
         self.teacher: Any = None
         """The Teacher of an objective that has one (objectives/teacher.py)."""
@@ -130,7 +132,7 @@ class LanguageModel:
         """The hidden states [supervised, d] of the supervised tokens, and the function from rows of them to float32
         logits. If the model's own forward pass computes the logits, they take the place of the hidden states."""
         if self.own_forward:
-            logits = self.model(**self._inputs(batch)).logits.flatten(0, 1)
+            logits = self.model(**self._inputs(batch)).logits.flatten(0, 1) / self.temperature
             return logits.index_select(0, batch.supervised_at), torch.Tensor.float
         return self._hidden(batch), self._logits
 
@@ -215,7 +217,7 @@ class LanguageModel:
             return self._plain_losses(hidden, labels, reduction)
         if (linear := _linear(self.head)) is not None:
             options = dict(
-                scale=self.scale,
+                scale=self.scale / self.temperature,
                 cap=self.cap,
                 fp8_scales=_fp8_scales(linear),
                 gemm=self.gemm,
@@ -236,7 +238,7 @@ class LanguageModel:
         return sum(losses, torch.zeros((), device=hidden.device))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return scale_and_cap(self.head(hidden), self.scale, self.cap).float()
+        return scale_and_cap(self.head(hidden), self.scale / self.temperature, self.cap).float()
 
     def _plain_losses(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
         return F.cross_entropy(self._logits(hidden), labels, reduction=reduction)

@@ -28,6 +28,8 @@ class Needs:
     (objectives/reference.py)."""
     whole_step: bool = False
     """Whether the loss of a micro-batch depends on the other micro-batches of its step (Objective.step_values())."""
+    rollouts: bool = False
+    """Whether the objective learns from answers that the model writes in each step. The rows are then prompts."""
     row_format: str = ""
     """The row format of sources with format=auto. Empty: it is detected from the rows."""
     head: str = "lm"
@@ -48,6 +50,11 @@ class Needs:
     def are_pairs(self) -> bool:
         """Whether each group is a pair of answers to one prompt."""
         return self.documents == (2, 2)
+
+    @property
+    def answers_share_prompts(self) -> bool:
+        """Whether the documents of a group are answers to one prompt."""
+        return self.are_pairs or self.rollouts
 
     def refusals(self, name: str, degrees: Degrees) -> Iterator[str]:
         """Yield each reason, with its key, why the objective `name` cannot run on ranks with these degrees."""

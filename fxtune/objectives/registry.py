@@ -20,6 +20,7 @@ OBJECTIVES: Registry[type] = Registry(
     kto="fxtune.objectives.kto:KTO",
     orpo="fxtune.objectives.orpo:ORPO",
     ranking="fxtune.objectives.ranking:Ranking",
+    policy="fxtune.objectives.policy:Policy",
     reward="fxtune.objectives.reward:Reward",
     simpo="fxtune.objectives.simpo:SimPO",
 )

@@ -64,18 +64,18 @@ def decide_rows(
     facts = replace(facts, packing=data.packs, rows=data.row_lengths())
     if data.share_prompts == AUTO:
         why = why_whole(config, facts)
-        if facts.images_see_both_ways and not why and config.objective.needs.are_pairs:
+        if facts.images_see_both_ways and not why and config.objective.needs.answers_share_prompts:
             why = (
                 f"the tokens of an image in {hf_config.model_type} see each other, which needs the prompt of each "
                 "answer in its row (rows without images can share: true)"
             )
-        data = replace(data, share_prompts=config.objective.needs.are_pairs and why is None)
+        data = replace(data, share_prompts=config.objective.needs.answers_share_prompts and why is None)
         note += [f"share_prompts: off, because {why}"] if why else []
     return data, note, replace(facts, shares_prompts=data.shares_prompts)
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
-    """Yield why rows cannot have the prompt of a pair only once, if the recipe demands `data.share_prompts=true`."""
+    """Yield why rows cannot have the prompt of answers only once, if the recipe demands `data.share_prompts=true`."""
     if config.data.share_prompts is True and (why := why_whole(config, facts)):
         yield (
             f"data.share_prompts: true, but {why}. Set it to auto. A run that was started with shared prompts goes on "
@@ -84,9 +84,9 @@ def refusals(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def why_whole(config: Config, facts: Facts) -> str | None:
-    """Why rows of pairs must repeat the prompt for each answer; None if the prompt can be shared, or if the objective
-    does not learn from pairs."""
-    if not config.objective.needs.are_pairs:
+    """Why rows must repeat the prompt for each answer; None if the prompt can be shared, or if the objective does not
+    learn from answers to a prompt."""
+    if not config.objective.needs.answers_share_prompts:
         return None
     if not facts.packing:
         return "rows are not packed"

@@ -222,6 +222,12 @@ COLUMNS = {
     "train/reward_accuracy": Column("reward_accuracy", ".3f", "preferred"),
     "train/reward_margin": Column("margin", ".3g"),
     "train/log_probs_chosen": Column("log_p_chosen", ".3f", live=False),
+    "rollout/reward": Column("reward", ".3f"),
+    "rollout/equal_groups": Column("equal_groups", ".2f", "equal groups"),
+    "rollout/truncated": Column("cut_off", ".2f", "cut off"),
+    "rollout/length": Column("length", ".1f"),
+    "rollout/gap": Column("gap", ".2g"),
+    "train/entropy": Column("entropy", ".3f"),
     "train/lr": Column("lr", ".2e"),
     "train/grad_norm": Column("grad_norm", ".3g", "grad"),
     "train/tokens_per_second": Column("tok/s", ".0f"),
@@ -252,6 +258,7 @@ COLUMNS = {
     "eval/perplexity": Column("eval_perplexity", ".3f", "perplexity"),
     "eval/share_of_time": Column("eval_share", ".3f", "evaluation", live=False),
     "questions/exact_match": Column("exact_match", ".3f", "exact match"),
+    "questions/reward": Column("questions_reward", ".3f", "reward of questions"),
 }
 """The metrics of a line in their order. All other metrics follow under their own names."""
 HIDDEN = (
@@ -260,6 +267,9 @@ HIDDEN = (
         "startup/",
         "train/forward_backward_seconds",
         "train/update_seconds",
+        "train/gap",
+        "train/clipped",
+        *(f"rollout/{name}" for name in ("gap_p99", "left_out", "reward_", "sampl", "tokens")),
     ),
     *(
         f"{part}/{name}"

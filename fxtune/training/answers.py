@@ -4,8 +4,7 @@ A question is a row like the rows of training. The supervised tokens of its last
 and the tokens before them are the prompt. So prompts have the same tokens as in training, and an answer ends at the
 end-of-turn token that the model was trained to write. In a preference pair the chosen answer is right.
 
-Prompts of similar length form a batch. They are padded on the left, and answered with a KV cache. The first forward
-pass of a batch reads the images of its prompts.
+Prompts of similar length form a batch (generation.py).
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Optional
-
-import torch
-from torch import nn
 
 from fxtune.checkpoint.run_folder import PICTURES
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
@@ -32,22 +28,17 @@ from fxtune.data.images.decode import thumbnail
 from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.images.reference import ImageReference
-from fxtune.data.read.row import file_and_place
+from fxtune.data.read.row import Row, file_and_place
 from fxtune.data.read.sources import open_source
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, DataError, not_written
-from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
-from fxtune.models.structure import cache_keyword, image_arguments, without_dropout
 from fxtune.plugins import METRICS
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION
 from fxtune.system.files.atomic_files import replacing
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.progress import phase
-from fxtune.training.agreement import together
-
-Tokens = list[list[int]]
-"""Token ids of several texts."""
+from fxtune.training.generation import dealt_out, likeliest, write
 
 
 @dataclass(frozen=True)
@@ -62,6 +53,8 @@ class Question:
     """The special token that ends the answer, if the chat template writes one."""
     images: tuple[ImageReference, ...] = ()
     """The images among the tokens of the prompt, in order."""
+    row: Row | None = field(default=None, compare=False)
+    """The row that was read; None for a question that was made otherwise."""
 
     @property
     def label(self) -> str:
@@ -105,7 +98,7 @@ def load_questions(data: DataConfig, tokenizer: Any, images: ImageProcessor | No
         question = document if isinstance(document, str) else question_of(value, document, tokenizer)
         if isinstance(question, str):
             raise DataError(f"{row.where}: {question}")
-        questions.append(question)
+        questions.append(replace(question, row=row))
     return questions
 
 
@@ -133,17 +126,16 @@ def answer(
     ends |= {tokenizer.eos_token_id} - {None}
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
     answers, pad = [""] * len(questions), tokenizer.pad_token_id or 0
-    greedy = partial(_greedy, model.module, ends, pad, max_new_tokens, images=images, agree=_agreeing(world))
+    choose = likeliest(world)
 
-    def ask(batch: Sequence[Question]) -> Tokens:
-        return model.with_head(partial(greedy, batch))
+    def ask(batch: Sequence[Question]) -> list[list[int]]:
+        written = write(model, ends, pad, max_new_tokens, batch, choose, images)
+        return [list(takewhile(lambda token: token not in ends, row)) for row in written.tolist()]
 
-    # Eager code: compiled layers would be recompiled for each length of the cache.
-    asking = phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions")
-    with asking as work, without_dropout(model.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions") as work:
         while order:
             prompts = [questions[index] for index in order]
-            written = batch_sizes.run("questions", batch_size, partial(_dealt_out, world, prompts, ask))
+            written = batch_sizes.run("questions", batch_size, partial(dealt_out, world, prompts, ask))
             for index, ids in zip(order, written, strict=False):
                 answers[index] = _text(tokenizer, ids)
             order = order[len(written) :]
@@ -182,6 +174,10 @@ class AnswerEvaluation:
     answers: dict[str, list[str]] = field(default_factory=dict)
     """The answers by time: "before" or "after" training."""
     images: ImageProcessor | None = None
+    judge: Callable[[Sequence[Question], Sequence[str]], float] | None = None
+    """A function that gives the mean reward of answers; None: the run has no rewards."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The mean rewards by time, as in `answers`."""
 
     @staticmethod
     def open(
@@ -208,6 +204,9 @@ class AnswerEvaluation:
         limits: Any = dict(max_new_tokens=config.max_new_tokens, batch_sizes=batch_sizes)
         given = answer(model, self.tokenizer, questions, **limits, world=world, images=self.images)
         figures = {f"questions/{name}": score for name, score in scores(given, questions, config.metrics).items()}
+        if self.judge is not None:
+            figures["questions/reward"] = reward = self.judge(questions, given)
+            self.rewards |= {when: reward} if when else {}
         if when:
             self.answers[when] = given
             if world is None or world.main:
@@ -249,7 +248,9 @@ class AnswerEvaluation:
     def verdict(self) -> str:
         """One sentence with the scores, for the display."""
         scores = [f"{exact_match(given, self.questions):.0%} {when} training" for when, given in self.answers.items()]
-        return f"Exactly right on {len(self.questions)} held-out questions: {', '.join(scores)}"
+        rewards = [f"{reward:.3g} {when} training" for when, reward in self.rewards.items()]
+        more = f"; reward: {', '.join(rewards)}" if rewards else ""
+        return f"Exactly right on {len(self.questions)} held-out questions: {', '.join(scores)}{more}"
 
     def _file(self, when: str) -> Path:
         return self.folder / f"answers_{when}.jsonl"
@@ -314,115 +315,6 @@ def _prompt_text(tokenizer: Any, prompt: list[int], images: Sequence[PlacedImage
     ends = [0, *(image.end for image in images)]
     starts = [*(image.start for image in images), len(prompt)]
     return MARK.join(_text(tokenizer, prompt[end:start]) for end, start in zip(ends, starts, strict=True))
-
-
-def _dealt_out(
-    world: World, prompts: Sequence[Question], ask: Callable[[Sequence[Question]], Tokens], rows: int
-) -> Tokens:
-    """The answers to the first prompts: rank 0 asks the first `rows` prompts, rank 1 the next `rows`, and so on. Ranks
-    that hold parts of the weights cannot answer alone. They ask the first `rows` prompts together, and rank 0's
-    answers count."""
-    if world.degrees.shard > 1:
-        answers = together(world, lambda: ask(prompts[:rows]), doing="answering questions")
-        return world.broadcast(answers, "taking rank 0's answers")
-    mine = prompts[rows * world.rank : rows * (world.rank + 1)]
-    written = together(world, lambda: ask(mine) if mine else [], doing="answering questions")
-    return [tokens for part in world.gather(written, "collecting answers") for tokens in part]
-
-
-def _agreeing(world: World) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives all ranks the next tokens of rank 0, if weights are divided. If two logits are almost
-    equal, ranks may choose different tokens. If a rank's answers ended earlier for that reason, the other ranks would
-    wait for it in a gather of weights or in the exchange of experts' tokens."""
-    if world.degrees.shard == 1:
-        return lambda chosen: chosen
-    return partial(world.copy_first, doing="choosing a token")
-
-
-def _greedy(
-    model: nn.Module,
-    ends: set[int],
-    pad: int,
-    max_new_tokens: int,
-    questions: Sequence[Question],
-    images: ImageProcessor | None = None,
-    agree: Callable[[torch.Tensor], torch.Tensor] = lambda chosen: chosen,
-) -> Tokens:
-    """Generate greedy tokens for each prompt, up to the limit or up to a token of `ends`, which is left out. `images`:
-    see answer(). `agree`: see _agreeing()."""
-    device, config = next(model.parameters()).device, model.config
-    known = kind_of(config).images
-    prompts = [question.prompt for question in questions]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    shown, rope_positions = _read_images(model, questions, images, ids, positions)
-    stops = torch.tensor(sorted(ends), device=device)
-    keyword = cache_keyword(model)
-    cache, done, written = None, torch.zeros(len(prompts), dtype=torch.bool, device=device), []
-    for _ in range(max_new_tokens):
-        # The head runs for the last position only, because the logits of a whole prompt can take gigabytes.
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=known.positions(config, positions, rope_positions) if known else positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{keyword: cache},
-            **shown,
-        )
-        cache, chosen = output[keyword], agree(output.logits[:, -1].argmax(-1))
-        written.append(chosen)
-        done |= torch.isin(chosen, stops)
-        if done.all():
-            break
-        ids, positions, shown = chosen[:, None], positions[:, -1:] + 1, {}
-        if rope_positions is not None:  # text goes on after an image's largest position
-            rope_positions = rope_positions[:, :, -1:].amax(0).expand(3, -1, -1) + 1
-        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-    return [list(takewhile(lambda token: token not in ends, row)) for row in torch.stack(written, dim=1).tolist()]
-
-
-def _read_images(
-    model: nn.Module,
-    questions: Sequence[Question],
-    processor: ImageProcessor | None,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """The arguments for images, and M-RoPE positions (int64 [3, rows, tokens] or None), of the first forward pass over
-    left-padded prompts. `positions`: positions of the text, [rows, tokens]."""
-    tensors = [_tensors(question, processor) for question in questions]
-    if not any(tensors):
-        return {}, None
-    assert processor is not None
-    merged = processor.merge([own for own in tensors if own])
-    arguments = {
-        **image_arguments(model, merged, ids.device),
-        **images_of(model.config).token_types(model.config, ids),
-    }
-    if processor.rope_positions is None:
-        return arguments, None
-    rope_positions = positions.repeat(3, 1, 1)
-    for row, (question, own) in enumerate(zip(questions, tensors, strict=True)):
-        prompt = torch.tensor(question.prompt)
-        rope_positions[:, row, -len(prompt) :] = processor.rope_positions(prompt, own).to(ids.device)
-    return arguments, rope_positions
-
-
-def _tensors(question: Question, processor: ImageProcessor | None) -> dict[str, torch.Tensor]:
-    """The image tensors of a question; empty if the question has no images."""
-    if not question.images:
-        return {}
-    assert processor is not None, "load_questions() finds images only with a processor"
-    try:
-        return processor.read(question.images)
-    except RowError as reason:
-        raise DataError(
-            f"data.questions: {reason}. It was read before the first step. Restore the file and start the run again, "
-            "which resumes it."
-        ) from None
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

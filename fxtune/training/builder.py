@@ -255,6 +255,8 @@ class RunBuilder:
                     reference = ReferenceModel(model, keeps_start=which is Reference.start)
             made = self.config.objective.interface(model, self.techniques.liger, self.world.context_group, reference)
             self.config.objective.prepare(made, self.frozen_model)
+            if self.config.objective.needs.rollouts:
+                made.temperature = self.config.sampler.temperature
             return made
 
     @phase("Building the frozen model", part="model")

@@ -23,6 +23,8 @@ from fxtune.tracking.tracker import Tracker
 from fxtune.training.agreement import interruptible, together
 from fxtune.training.builder import RunBuilder
 from fxtune.training.monitors.rank_report import UPDATE
+from fxtune.training.rollouts.collector import Collector
+from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.run.end import RunEnd
 from fxtune.training.run.state import RunState
 from fxtune.training.step import Metrics
@@ -41,7 +43,10 @@ class Steps:
         tracker: Tracker,
         plan: Plan,
         schedule: Schedule,
+        collector: Collector | None = None,
     ) -> None:
+        """`collector`: writes the rollouts of a step before it is taken; None: the plan has all data."""
+        self.collector = collector
         self.builder, self.world, self.config = builder, builder.world, builder.config
         self.run_state, self.train_step, self.note = run_state, run_state.train_step, run_state.note
         self.rows_per_pass, self.end, self.tracker = rows_per_pass, end, tracker
@@ -72,9 +77,11 @@ class Steps:
         index = self.first
         while index < self.plan.steps:
             failed, plan = None, self.plan
-            self.loader = Loader(self.builder.own(plan), self.config.loader, self.world.device)
+            if self.collector is not None:
+                self._collect(self.collector, index)
+            self.loader = Loader(self.builder.own(plan.of_step(index)), self.config.loader, self.world.device)
             for step in self.loader.steps(index):
-                index = step.index
+                index, step.data_step = step.index, step.index - plan.sizes.dropped
                 self._announce_stage(index)
                 lr = self.schedule.rate(index)
                 metrics = catch_out_of_memory(partial(self._try, step, lr))
@@ -91,6 +98,13 @@ class Steps:
                 self._use_fastest_kernels(failed)
             elif failed is not None:
                 self._halve(index, failed)
+
+    def _collect(self, collector: Collector, index: int) -> None:
+        """Write the rollouts of step `index`."""
+        assert isinstance(self.plan, RolloutPlan)
+        self.world.heartbeat.doing("sampling", index + 1)
+        with self.builder.oom_context(f"Sampling in step {index + 1}"), interruptible(self.world):
+            collector.collect(self.plan, index)
 
     def _try(self, step: StepBatches, lr: float) -> Metrics | str:
         """Call take(). If an operator has no deterministic kernel and the run may go on without it, return that
@@ -123,13 +137,13 @@ class Steps:
     def _backward(self, step: StepBatches, lr: float) -> Metrics:
         """Run the forward and backward passes of `step`, and agree with the other ranks to take this step."""
         train_step, index, report = self.train_step, step.index, self.train_step.rank_report
-        first = index == self.first or self._has_new_rows(index)
-        normalizer = train_step.objective.normalizer(self.plan, index)
+        first, plan = index == self.first or self._has_new_rows(index), self.plan.of_step(index)
+        normalizer = train_step.objective.normalizer(plan, index)
         self.world.heartbeat.doing(FORWARD_BACKWARD, index + 1)
         report.waited += step.wait_seconds
         name = f"Step {index + 1:,} of {self.plan.steps:,}"
         name += ", compiling" if first and self.builder.techniques.compile.enabled else ""
-        counted = phase(name, self.plan.micro_batches(index) // self.world.data_ranks, MICRO_BATCHES, announce=first)
+        counted = phase(name, plan.micro_batches(index) // self.world.data_ranks, MICRO_BATCHES, announce=first)
         # Interruptible, because nothing has changed yet and compiling can take minutes.
         signals = interruptible(self.world)
         if train_step.in_backward:  # the pass changes the weights

@@ -17,10 +17,11 @@ from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import AUTO
-from fxtune.data.tokenized.ends import learned_ends
+from fxtune.data.tokenized.ends import learned_ends, template_ends
 from fxtune.distributed.heartbeat import EXPORTING, SAVING
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
+from fxtune.models.end_tokens import end_tokens
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import Schedule
@@ -45,6 +46,10 @@ from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
+from fxtune.training.rollouts.collector import Collector
+from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
+from fxtune.training.rollouts.plan import RolloutPlan
+from fxtune.training.rollouts.sampler import ModelSampler
 from fxtune.training.run.about import describe_run, prompts_are_texts
 from fxtune.training.run.end import Decision, RunEnd
 from fxtune.training.run.export import export, write_report
@@ -122,9 +127,14 @@ class Trainer:
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
         self.objective = builder.config.objective
         plan, self.peak_rate = self.data.training, builder.config.optimizer.lr
+        if self.objective.needs.rollouts:
+            rollouts = Rollouts(folder.path / ROLLOUTS, self.data.images)
+            plan = RolloutPlan.of(plan, rollouts, builder.config.data)
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
+        if self.objective.needs.rollouts:
+            self.ends = template_ends(self.tokenizer, builder.config.data)
         if self.world.main:
             texts = prompts_are_texts(self.data.tables, builder.config.data)
             folder.write(
@@ -166,7 +176,10 @@ class Trainer:
         # run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
         self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, compile)
-        self.steps = Steps(builder, self.run_state, self.rows_per_pass, self.end, self.tracker, plan, schedule)
+        self.collector = self._collector(plan) if isinstance(plan, RolloutPlan) else None
+        self.steps = Steps(
+            builder, self.run_state, self.rows_per_pass, self.end, self.tracker, plan, schedule, self.collector
+        )
         self.logs_late = self.world.device.type == "cuda"
         """Whether a line is logged only after the next step is issued. This keeps a GPU from being idle."""
         self.line_due = False
@@ -177,6 +190,33 @@ class Trainer:
     @property
     def plan(self) -> Plan:
         return self.steps.plan
+
+    def _collector(self, plan: RolloutPlan) -> Collector:
+        """The collector of the rollouts, which are sampled from the trained model."""
+        builder, prepared = self.builder, self.language_model.prepared
+        sampler = ModelSampler(
+            prepared,
+            self.config.sampler,
+            builder.techniques.precision,
+            self.world,
+            self.rows_per_pass,
+            {*self.ends, *end_tokens(prepared.module.generation_config), self.tokenizer.eos_token_id} - {None},
+            self.tokenizer.pad_token_id or 0,
+            self.data.images,
+        )
+        collector = Collector(
+            builder.config,
+            self.language_model,
+            sampler,
+            plan.rollouts,
+            builder.techniques.precision,
+            self.world,
+            self.tokenizer,
+            self.screen.note,
+        )
+        if self.questions:
+            self.questions.judge = collector.judge
+        return collector
 
     def _proven_model(self, resume_check: ResumeCheck) -> LanguageModel:
         """Build the model, and show and write the evidence that its techniques acted."""
@@ -235,7 +275,7 @@ class Trainer:
     def close(self) -> None:
         """End the loader processes and the measurement of energy. Call this last, so that after a signal the
         checkpoint does not wait for loader processes."""
-        for loading in (self.steps.loader, self.held_out):
+        for loading in (self.steps.loader, self.held_out, self.collector):
             if loading is not None:
                 loading.close()
         self.energy.close()
@@ -249,6 +289,7 @@ class Trainer:
         for step, lr, metrics in self.steps if not self._pauses() else ():
             self._log_due_line()
             statistics.add(metrics)
+            meter.plan = self.plan.of_step(step.index)
             meter.add(step.index, step.wait_seconds)
             self.training.done = step.index + 1
             state.step, state.tokens, state.supervised_tokens = step.index + 1, meter.tokens, meter.supervised_tokens
@@ -322,9 +363,9 @@ class Trainer:
         cannot be halved."""
         row_length, micro_batches = None, 1
         if part == "training":
-            step = self.state.step
-            rows = self.plan.micro_rows(step)  # micro-batches of shorter rows have more of them
-            row_length, micro_batches = self.plan.max_row_length(step), self.plan.micro_batches(step)
+            step, plan = self.state.step, self.plan.of_step(self.state.step)
+            rows = plan.micro_rows(step)  # micro-batches of shorter rows have more of them
+            row_length, micro_batches = plan.max_row_length(step), plan.micro_batches(step)
         elif part == "evaluation" and self.held_out:
             row_length = self.held_out.max_row_length
         message = str(RowsExhausted(part, rows, reason))
@@ -405,6 +446,7 @@ class Trainer:
                 **self.meter.read(self.train_step.rank_report.longest_wait()),
                 **self.train_step.rank_report.figures(),
                 **timings,
+                **(self.collector.figures if self.collector else {}),
                 **self.energy.log(self.state.tokens),
                 **({} if end is None else {"train/end_time": end}),
                 **self.clock.figures(),

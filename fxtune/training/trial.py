@@ -22,7 +22,7 @@ class Trial:
 
     def all_finite(self, plan: Plan, step: int) -> bool:
         """Whether the first micro-batch of `step` has a finite loss on each rank."""
-        broken = not self._is_finite(self.builder.own(plan), step)
+        broken = not self._is_finite(self.builder.own(plan.of_step(step)), step)
         return not self.builder.world.agree(broken, "trying the last weights")
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ class Trial:
 
     def broken_router(self, plan: Plan, step: int) -> str | None:
         """The name of a router that gives NaN or infinite logits for `step` on any rank; None if no router does."""
-        routers, own = self.model.routers, self.builder.own(plan)
+        routers, own = self.model.routers, self.builder.own(plan.of_step(step))
 
         def run() -> None:
             for micro_batch in range(own.micro_batches(step)):

@@ -21,6 +21,8 @@ TARGET_COUNTS = 16
 """After with_rounded_targets() batches of one shape have at most this many different numbers of targets."""
 MIN_TARGETS = 128
 """Rows in one tile of the head's matmul. with_rounded_targets() takes no smaller steps."""
+STORED = ("reference", "teacher_ids", "teacher_log_probs", "teacher_tail", "sampled", "advantages")
+"""Fields of Batch that a token table stores for each target."""
 ON_HOST = {"image_grid_thw", "image_sizes", "batch_num_images"}
 """Tensors of images that stay in host memory: sizes and counts, by which models shape other tensors."""
 
@@ -65,6 +67,10 @@ class Batch:
     """float16 [supervised, k]: the log-probabilities of these tokens."""
     teacher_tail: torch.Tensor | None = None
     """float32 [supervised]: the logarithm of the teacher's probability of all other tokens."""
+    sampled: torch.Tensor | None = None
+    """float32 [supervised]: the log-probability that the sampler gave to each target, if the answers are rollouts."""
+    advantages: torch.Tensor | None = None
+    """float32 [supervised]: the advantage of each target of rollouts, times the weight of objective.reduction."""
     step_part: torch.Tensor | None = None
     """float32 [slots, numbers]: what Objective.step_parts() has computed for these documents from the whole optimizer
     step, or from all documents of an evaluation. None: the micro-batch stands alone, or needs nothing."""
@@ -81,8 +87,8 @@ class Batch:
     """int64 [keys]: the flattened token of each key. Keys after the last bound of `cu_seqlens_k` belong
     to no document."""
     key_copies: torch.Tensor | None = None
-    """int64 [2, rows x length]: for each token, the index of its key in its own document, and in the other document
-    that attends to the token, or -1."""
+    """int64 [n, rows x length]: for each token, the index of its key in its own document, and in each later document
+    of its group that attends to the token, or -1 (shared_prompts.py)."""
 
     def is_token(self) -> torch.Tensor:
         """float32 [rows x length]: 0 for padding, else 1."""
@@ -141,14 +147,12 @@ class Batch:
         step = max(-(-positions // TARGET_COUNTS), MIN_TARGETS)
         missing = min(-(-max(len(self.labels), 1) // step) * step, positions) - len(self.labels)
         spare = (self.targets.flatten() == IGNORE_INDEX).nonzero().flatten()[:missing]
+        stored: dict[str, Any] = {name: _with_rows(getattr(self, name), len(spare)) for name in STORED}
         return replace(
             self,
             supervised_at=torch.cat([self.supervised_at, spare]),
             labels=torch.cat([self.labels, torch.full_like(spare, IGNORE_INDEX)]),
-            reference=_with_rows(self.reference, len(spare)),
-            teacher_ids=_with_rows(self.teacher_ids, len(spare)),
-            teacher_log_probs=_with_rows(self.teacher_log_probs, len(spare)),
-            teacher_tail=_with_rows(self.teacher_tail, len(spare)),
+            **stored,
         )
 
     def _with_each_tensor(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -209,10 +213,12 @@ class BatchSpec:
     label: np.ndarray | None = None
     """float32: the label of each document, NaN without one. None if `group` is None."""
     shared: np.ndarray | None = None
-    """For each document, the number of tokens before `start` that it shares with the document before it. None: each
-    document attends only to its own tokens."""
+    """For each document, the number of tokens before `start` that it shares with the first document of its group.
+    None: each document attends only to its own tokens."""
     keys: int = 0
     """The size of `key_index`, if `shared` is not None."""
+    most: int = 2
+    """The number of documents in the largest group of the plan."""
 
     def whole(self) -> BatchSpec:
         """The same documents, each with all its tokens, also the shared ones. They may not fit the rows."""
@@ -262,9 +268,13 @@ def build_batch(tables: Sequence[TokenTable], spec: BatchSpec) -> Batch:
     group_of = labels = keys = None
     slot, slots = np.searchsorted(starts, first_token), len(cu_seqlens) - 1
     if spec.shared is not None:
-        shared_by_slot = np.zeros(slots, np.int64)
-        shared_by_slot[slot] = spec.shared
-        keys = keys_of(cu_seqlens, shared_by_slot, spec.keys)
+        assert spec.group is not None, "documents that share a prompt are a group"
+        begins_group = np.diff(spec.group, prepend=-1) != 0
+        number = np.arange(len(slot))
+        head = np.maximum.accumulate(np.where(begins_group, number, 0))  # the first document of each one's group
+        shares, owner, place = by_slot = np.zeros((3, slots), np.int64)
+        by_slot[:, slot] = spec.shared, slot[head], number - head
+        keys = keys_of(cu_seqlens, shares, owner, place, spec.most, spec.keys)
     if spec.group is not None and spec.label is not None:
         group_of, labels = torch.full((slots,), -1), torch.full((slots,), math.nan)
         group_of[slot], labels[slot] = torch.from_numpy(spec.group), torch.from_numpy(spec.label)

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Optional
 
 import numpy as np
@@ -238,6 +238,11 @@ class EpochStream(RowSequence):
             settings["near_copies"] = hashlib.sha256(self.near_copies.tobytes()).hexdigest()
         text = json.dumps([_VERSION, [table.fingerprint for table in self.tables], settings])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def most_documents(self) -> int:
+        """The number of documents in the largest group."""
+        return max(int(np.diff(table.groups).max(initial=1)) for table in self.tables)
 
     @property
     def is_grouped(self) -> bool:

@@ -60,8 +60,8 @@ class Plan:
                 "parallel.context divides rows over ranks, and each rank needs whole documents of a group. Set "
                 "parallel.context=1."
             )
-        self._layout = layout or lay_out(stream, sizes)
-        self.row_sequence, self.step_rows, planned = self._layout.rows, self._layout.step_rows, self._layout.count
+        self.layout = layout or lay_out(stream, sizes)
+        self.row_sequence, self.step_rows, planned = self.layout.rows, self.layout.step_rows, self.layout.count
         last = None if sizes.last is None else self.step_rows.first_row(sizes.last - sizes.dropped)
         self._row_count = planned if last is None else min(planned, last)
         self.steps = self.step_rows.steps(self._row_count) + sizes.dropped
@@ -103,7 +103,11 @@ class Plan:
 
     def _changed(self, **sizes: Any) -> Plan:
         """The same rows in the same steps, with some other `sizes`."""
-        return Plan(self.stream, replace(self.sizes, **sizes), self._layout)
+        return Plan(self.stream, replace(self.sizes, **sizes), self.layout)
+
+    def of_step(self, step: int) -> Plan:
+        """The plan that has the batches of `step`. It is this plan, unless each step has data of its own."""
+        return self
 
     def dealt_out(self, rank: int, ranks: int) -> Plan:
         """Deal out a plan of one micro-batch a step (an evaluation). A step then has a micro-batch for each rank."""
@@ -230,11 +234,11 @@ class Plan:
         packing = self.stream.settings.packing
         # There are slots as if all rows were as full as the fullest row of the stage's first epoch. Few batches need
         # more slots.
-        fullest = self._layout.fullest[stage] + 1
+        fullest = self.layout.fullest[stage] + 1
         width = np.asarray(self.step_rows.starts[stage].length) if packing else length.max()
         # The room for keys follows the same rule, in portions of an eighth of the positions.
         positions = int(width) * (len(offsets) - 1)
-        shared = max(self._layout.most_shared[stage] * (len(offsets) - 1), int(found.shared.sum()))
+        shared = max(self.layout.most_shared[stage] * (len(offsets) - 1), int(found.shared.sum()))
         portion = -(-positions // KEY_COUNTS)
         group = label = None
         if self.stream.is_grouped:
@@ -253,7 +257,8 @@ class Plan:
             group=group,
             label=label,
             shared=None if self.stream.shared is None else found.shared,
-            keys=positions + min(-(-shared // portion) * portion, positions),
+            keys=positions + -(-shared // portion) * portion,
+            most=self.stream.most_documents,
         )
 
     def batch(self, step: int, micro: int) -> Batch:

@@ -175,12 +175,9 @@ def _too_long(
     first = int(np.argmax(long))
     noun, cures, twin = "document", "split, truncate or drop", ""
     if table.format.is_group:
-        noun, cures = "group", "drop"
+        noun, cures = table.format.noun.removesuffix("s"), "drop"
         if table.format.answers:
-            noun, cures = (
-                table.format.noun.removesuffix("s"),
-                "drop, or to truncate, which cuts the beginning of its prompt",
-            )
+            cures = "drop, or to truncate, which cuts the beginning of its prompt"
             twin = " with its mismatched answer" * (
                 len(table) > len(table.by_group) and len(table.format.answers) == 1
             )
@@ -188,7 +185,7 @@ def _too_long(
             cures += f" (now {on_long.value}: a group is not cut)"
     return DataError(
         f"{table.name}: {noun} {chosen[first]} (counted from 0){twin} has {length[first]:,} tokens, "
-        f"data.sequence_length is {sequence_length:,}, and {long.sum():,} of {len(long):,} {noun}s "
+        f"{table.format.row_limit} is {sequence_length:,}, and {long.sum():,} of {len(long):,} {noun}s "
         f"are longer than that. Raise data.sequence_length, or set data.on_long to {cures}."
     )
 

@@ -1,9 +1,9 @@
-"""Pairs of answers with their prompt once in a row: [prompt, chosen answer] [last token of prompt, rejected answer].
+"""Groups of answers with their prompt once in a row: [prompt, first answer] [last token of prompt, second answer] ...
 
-Both answers follow the same prompt, so every layer would compute the prompt twice. Here the second document begins
+The answers follow the same prompt, so every layer would compute the prompt for each. Here each later document begins
 with the last token of the prompt, at that token's position. Its queries attend to copies of the prompt's keys and
 values, which lie before the document's own keys and values (techniques/attention/packed.py). So queries and keys have
-different bounds, and no mask is needed. The last token of the prompt is computed for both answers, because it predicts
+different bounds, and no mask is needed. The last token of the prompt is computed for each answer, because it predicts
 the first token of each answer, and a position has at most one target.
 
 Rows of whole documents give the same numbers (arXiv 2410.20305). Token tables always hold whole documents.
@@ -31,30 +31,32 @@ class Keys:
     index: np.ndarray
     """int64 [capacity]: the flattened token of each key; 0 in unused entries at the end."""
     copies: np.ndarray
-    """int64 [2, tokens]: for each token, the index of its key in its own document, and in the other document that
-    attends to the token, or -1."""
+    """int64 [n, tokens]: for each token, the index of its key in its own document, and in each later document of its
+    group that attends to the token, or -1. n is the number of documents in the largest group."""
 
 
 def shared_tokens(table: TokenTable) -> np.ndarray:
-    """The number of first tokens that a document shares with the document before it, int64 [documents]. The second
-    document of a group shares the unlearned tokens with which both begin, except the last one, or fewer tokens if the
-    rest would begin inside an image. Other documents share none."""
+    """The number of first tokens that a document shares with the first document of its group, int64 [documents]. A
+    later document of a group shares the unlearned tokens with which both begin, except the last one, or fewer tokens
+    if the rest would begin inside an image. The first document of a group shares none."""
     offsets, groups = np.asarray(table.offsets, np.int64), np.asarray(table.groups)
-    shared, first = np.zeros(len(offsets) - 1, np.int64), groups[:-1][np.diff(groups) > 1]
-    length = np.minimum(np.diff(offsets)[first], np.diff(offsets)[first + 1])
+    shared, group_first = np.zeros(len(offsets) - 1, np.int64), np.repeat(groups[:-1], np.diff(groups))
+    later = np.flatnonzero(group_first < np.arange(len(shared)))
+    first = group_first[later]
+    length = np.minimum(np.diff(offsets)[first], np.diff(offsets)[later])
     ends, begin = np.cumsum(length), 0
     while begin < len(first):
         end = max(int(np.searchsorted(ends, ends[begin] - length[begin] + _BLOCK, side="right")), begin + 1)
         size = length[begin:end]
-        within, of = places_within(size), np.repeat(first[begin:end], size)
-        in_first, in_second = offsets[of] + within, offsets[of + 1] + within
-        differs = table.ids[in_first] != table.ids[in_second]
-        differs |= table.supervised[in_first] | table.supervised[in_second]
+        within = places_within(size)
+        in_first, in_later = (np.repeat(offsets[each[begin:end]], size) + within for each in (first, later))
+        differs = table.ids[in_first] != table.ids[in_later]
+        differs |= table.supervised[in_first] | table.supervised[in_later]
         if table.images is not None:  # images of one size have the same ids
-            differs |= _image_digests(table, in_first) != _image_digests(table, in_second)
+            differs |= _image_digests(table, in_first) != _image_digests(table, in_later)
         borders, start = np.flatnonzero(differs), np.cumsum(size) - size
         prompt = np.append(borders, len(differs))[np.searchsorted(borders, start)] - start
-        shared[first[begin:end] + 1] = np.maximum(np.minimum(prompt, size) - 1, 0)
+        shared[later[begin:end]] = np.maximum(np.minimum(prompt, size) - 1, 0)
         begin = end
     return before_images(table, offsets[:-1] + shared) - offsets[:-1]
 
@@ -66,16 +68,18 @@ def _image_digests(table: TokenTable, positions: np.ndarray) -> np.ndarray:
     return np.where(table.images["start"][at] == positions, table.images["digest"][at], np.uint64(0))
 
 
-def keys_of(cu_seqlens: np.ndarray, shared: np.ndarray, capacity: int) -> Keys:
-    """The keys of the documents with the bounds `cu_seqlens`, int [slots + 1]. `shared`, int64 [slots]: the number of
-    each document's keys that are tokens of the document before it."""
+def keys_of(
+    cu_seqlens: np.ndarray, shared: np.ndarray, first: np.ndarray, place: np.ndarray, most: int, capacity: int
+) -> Keys:
+    """The keys of the documents with the bounds `cu_seqlens`, int [slots + 1]. For each document, int64 [slots]:
+    `shared`, the number of its keys that are tokens of the document `first`, and `place`, its place in its group.
+    `most`: the number of documents in the largest group."""
     start = cu_seqlens[:-1].astype(np.int64)
     length = shared + np.diff(cu_seqlens)
     of, within = np.repeat(np.arange(len(start)), length), places_within(length)
     is_own = within >= shared[of]
-    index = np.where(is_own, start[of] - shared[of], start[of - 1]) + within
-    copies = np.full((2, int(cu_seqlens[-1])), -1)
-    copies[0, index[is_own]] = np.flatnonzero(is_own)
-    copies[1, index[~is_own]] = np.flatnonzero(~is_own)
+    index = np.where(is_own, start[of] - shared[of], start[first[of]]) + within
+    copies = np.full((most, int(cu_seqlens[-1])), -1)
+    copies[np.where(is_own, 0, place[of]), index] = np.arange(len(index))
     bounds = np.concatenate([[0], np.cumsum(length)]).astype(np.int32)
     return Keys(bounds, np.pad(index, (0, capacity - len(index))), copies)

@@ -51,6 +51,7 @@ from fxtune.data.formats.row_format import (
     LearnConfig,
     PlainText,
     Preference,
+    Prompt,
     RowFormat,
     RowGroup,
     TextGroup,
@@ -223,6 +224,8 @@ class Encoder:
             return EncodedGroup([document], [content.label])
         if isinstance(content, TextGroup):
             return (yield from self._text_group(row, content))
+        if isinstance(content, Prompt):
+            return EncodedGroup([(yield from self._prompt(content.content, folder))], [0.0])
         if not isinstance(content, RowGroup):
             return (yield from self._document(row, content, self.format, folder))
         self._coverage[self.format.name].check_columns(row, "")
@@ -250,6 +253,17 @@ class Encoder:
             except RowError as reason:
                 raise RowError(f"{place}: {reason}") from None
         return EncodedGroup(documents, content.labels)
+
+    def _prompt(self, content: Conversation | PlainText, folder: Path | None) -> Steps[Document]:
+        """The document of a prompt, up to the place where the model begins to write. No token is supervised."""
+        if isinstance(content, Conversation):
+            self._placeholders.find_images(content.messages, folder)
+            return (yield from self._chat(self._with_system(content)))
+        ids, _ = yield content.text
+        if not ids:
+            raise RowError("the tokenizer makes no token of this text")
+        ids = list(ids) if list(ids[: len(self.beginning)]) == self.beginning else [*self.beginning, *ids]
+        return Document(ids, [False] * len(ids))
 
     def _undivided(self, document: Document) -> Document:
         """Return a document of a group. Raises RowError if it must be divided into a document for each question."""
@@ -338,13 +352,18 @@ class Encoder:
         rewritten = self._rewritten_turns(chat)
         if rewritten and self.on_rewritten is OnRewritten.context:
             supervised = [learned and index > rewritten[-1] for index, learned in enumerate(supervised)]
-        text, spans = supervised_spans(template, messages, supervised, chat.tools)
+        if chat.asks:
+            text, spans = template.render(messages, chat.tools, prompt=True)
+        else:
+            text, spans = supervised_spans(template, messages, supervised, chat.tools)
         if not text.isascii() and SURROGATE.search(text):
             raise RowError("a lone surrogate in tools or tool_calls: not valid Unicode")
         aliased = text
         written: Callable[[str], str] = str
         if escaped := escaper.is_quoted(messages, chat.tools):
-            found = escaper.alias(text, lambda mark: template.render(mark(messages), mark(chat.tools))[0])
+            found = escaper.alias(
+                text, lambda mark: template.render(mark(messages), mark(chat.tools), prompt=chat.asks)[0]
+            )
             spans = [(found.position(start), found.position(end)) for start, end in spans]
             aliased, written = found.text, escaper.alias_of
         remarks = self._remarks(chat, messages, supervised, bool(rewritten), text, rewriting, coverage)

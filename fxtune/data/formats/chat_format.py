@@ -77,17 +77,23 @@ class ChatFormat(RowFormat):
 
 def complete(chat: Conversation, row: Mapping[str, Any], learn: LearnConfig) -> None:
     """Give a chat the images, tools and variables of its row, and decide which turns are learned. Raises RowError."""
-    place_images(chat, row)
-    functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
-    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions` is OpenAI's older `tools`
-    _drop_filled_keys(chat)
-    chat.variables = _variables(row.get(VARIABLES))
+    complete_prompt(chat, row)
     if not any(message["role"] == "assistant" for message in chat.messages):
         raise RowError("no assistant turn")
     chat.supervised = _supervised(chat, learn)
     for message, place, learned in zip(chat.messages, chat.places, chat.supervised, strict=True):
         if learned and "tool_calls" not in message:  # reasoning alone is no answer
             require_answer(message["content"][len(message.get(BEGUN, "")) :].rpartition("</think>")[2], place)
+
+
+def complete_prompt(chat: Conversation, row: Mapping[str, Any]) -> None:
+    """Give a chat the images, tools and variables of its row. No turn is learned. Raises RowError."""
+    place_images(chat, row)
+    functions = [{"type": "function", "function": entry} for entry in _tools(row.get("functions"), "functions") or ()]
+    chat.tools = _tools(row.get("tools"), "tools") or functions or None  # `functions` is OpenAI's older `tools`
+    _drop_filled_keys(chat)
+    chat.variables = _variables(row.get(VARIABLES))
+    chat.supervised = [False] * len(chat.messages)
 
 
 def _drop_filled_keys(chat: Conversation) -> None:

@@ -24,6 +24,7 @@ from fxtune.data.formats.preference_chats import PreferenceChatsFormat
 from fxtune.data.formats.preference_instruction import PreferenceInstructionFormat
 from fxtune.data.formats.preference_messages import PreferenceMessagesFormat
 from fxtune.data.formats.preference_turns import PreferenceTurnsFormat
+from fxtune.data.formats.prompt import PromptFormat
 from fxtune.data.formats.prompt_completion import PromptCompletionFormat
 from fxtune.data.formats.row_format import RowFormat
 from fxtune.data.formats.sharegpt import ShareGPTFormat
@@ -55,6 +56,7 @@ FORMATS: dict[str, RowFormat] = {
         GroupFormat(),
         CandidatesFormat(),
         LabelledFormat(),  # last: without an objective for labels, a label says nothing
+        PromptFormat(),
     )
 }
 """The formats by name. If several formats fit a row, the first one counts."""

@@ -1,7 +1,8 @@
 """A row format: the columns that a row needs, and the content that the format reads from them.
 
-A format knows nothing of tokenizers and chat templates. It turns a row into one of seven contents: a chat, a plain
-text, token ids, answers to one prompt, a group of other rows, a text with a label, or texts that stay together.
+A format knows nothing of tokenizers and chat templates. It turns a row into one of eight contents: a chat, a plain
+text, token ids, answers to one prompt, a group of other rows, a text with a label, texts that stay together, or a
+prompt alone.
 data/chat/encode.py turns the content into tokens.
 """
 
@@ -65,6 +66,8 @@ class Conversation:
     """The row. Its lists of messages are parsed if they were JSON strings."""
     ends_prompt: bool = False
     """Whether the messages so far are the prompt, and the answer follows."""
+    asks: bool = False
+    """Whether the text ends with the generation prompt of the chat template, because the model writes the answer."""
 
     def add(self, message: dict[str, Any], place: str, train_flag: bool | None = None) -> None:
         """Add a message. An assistant's message continues the assistant turn before it if that turn ends the prompt or
@@ -156,7 +159,14 @@ class TextGroup:
     """For each text, its relevance; NaN for a query."""
 
 
-Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | TextGroup
+@dataclass
+class Prompt:
+    """A text or a chat that the model answers."""
+
+    content: Conversation | PlainText
+
+
+Content = Conversation | PlainText | TokenIds | Preference | RowGroup | Labelled | TextGroup | Prompt
 
 
 class RowFormat(ABC):
@@ -185,6 +195,10 @@ class RowFormat(ABC):
     writes_pairs: ClassVar[bool] = False
     """Whether a chat template counts only if it has the roles `query` and `document`. An export then has no other
     template, because sentence-transformers would write texts as chats with it."""
+    row_limit: ClassVar[str] = "data.sequence_length"
+    """The keys that limit the tokens of a row, for messages."""
+    keeps_names: ClassVar[bool] = False
+    """Whether columns keep their names, also in rows of common shapes (shapes.py)."""
     is_question: ClassVar[bool] = True
     """Whether a row has a question for the model and a reference answer (data.questions)."""
     nothing_learned: ClassVar[str] = "each turn is switched off by its `train` or `weight`, or by data.learn"

@@ -87,7 +87,9 @@ class Source:
 
     @property
     def _reading(self) -> Reading:
-        plugin = None if self.as_they_are else self.config.plugin_format
+        form = FORMATS.get(self.config.format)
+        keeps = self.as_they_are or (form is not None and form.keeps_names)
+        plugin = None if keeps else self.config.plugin_format
         return Reading(self.config.columns, plugin, tuple(self.config.unused), self.keeps_images)
 
     def shards(self) -> Iterator[Shard]:

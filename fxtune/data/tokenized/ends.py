@@ -14,6 +14,8 @@ from typing import Any, Optional
 
 import numpy as np
 
+from fxtune.data.chat.template_source import ChatTemplates
+from fxtune.data.config import DataConfig
 from fxtune.data.images.reference import ImageReference
 from fxtune.data.tokenized.table import TokenTable
 
@@ -54,6 +56,18 @@ def learned_ends(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:
             ids = np.unique(np.asarray(table.ids[begin : begin + size])[ends & supervised[:size]])
             found |= set(ids[np.isin(ids, special)].tolist())
     return sorted(found)
+
+
+def template_ends(tokenizer: Any, data: DataConfig) -> list[int]:
+    """The special tokens with which the chat template ends an answer, ascending. None without a chat template."""
+    if not tokenizer.chat_template and data.chat_template is None:
+        return []
+    templates = ChatTemplates(tokenizer, data.chat_template, data.chat_template_kwargs, data.template_time, None)
+    template = templates.get(with_tools=False)[0]
+    texts = [*template.frame.endings, template.next_header]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts if text]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return sorted({each[-1] for each in ids if each and each[-1] in special})
 
 
 def used_special_tokens(tables: Sequence[TokenTable], tokenizer: Any) -> list[int]:

@@ -6,7 +6,7 @@ cudnn.py). Their functions take the arguments of transformers' own FlashAttentio
 model that works with FlashAttention. The registered names do not contain "flash": for a name with "flash",
 transformers would look for a kernel on the hub.
 
-With `key_index` a document also attends to tokens of another document: two answers share a prompt that their row has
+With `key_index` a document also attends to tokens of another document: answers share a prompt that their row has
 once (data/batches/shared_prompts.py). Keys and values are gathered, so that all keys of a document follow one another,
 and the gathered keys have their own bounds. The last query of a document attends to all its keys. With few key heads
 the copies cost little.
@@ -151,9 +151,12 @@ class _SelectKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        own, copy = ctx.saved_tensors[0]
-        of_copy = gradient.index_select(0, copy.clamp(min=0))
-        return gradient.index_select(0, own) + torch.where((copy >= 0)[:, None, None], of_copy, 0.0), None, None
+        own, *others = ctx.saved_tensors[0].unbind()
+        total = gradient.index_select(0, own)
+        for copy in others:
+            of_copy = gradient.index_select(0, copy.clamp(min=0))
+            total = total + torch.where((copy >= 0)[:, None, None], of_copy, 0.0)
+        return total, None, None
 
 
 def _unsupported(module: nn.Module, why: str) -> ConfigError:

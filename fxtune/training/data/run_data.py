@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fxtune.config.root import Config
@@ -50,8 +51,12 @@ def run_data(
             accepted = False
         return tables, held_out
 
+    rows = objective.data_config(config.data)
+    if objective.needs.rollouts:  # the rows are prompts, each with room for an answer
+        room = config.data.sequence_length - config.sampler.max_tokens
+        rows = replace(rows, sequence_length=room, packing=False, buckets=[], share_prompts=False)
     data = prepare_data(
-        objective.data_config(config.data),
+        rows,
         tokenizer,
         images=images,
         micro_batch_size=train.micro_batch_size,

@@ -219,10 +219,11 @@ def _compute(
             file.flush()
 
 
-def weights_checksum(model: nn.Module) -> str:
-    """A hash of the weights and buffers that this rank holds."""
+def weights_checksum(model: nn.Module, trained: bool = False) -> str:
+    """A hash of the weights and buffers that this rank holds. `trained`: of the trained weights alone."""
     found = hashlib.sha256()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [(name, tensor) for name, tensor in tensors if tensor.requires_grad or not trained]
     for name, tensor in sorted(tensors, key=lambda entry: entry[0]):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         data = local.detach().contiguous().flatten().view(torch.uint8)

@@ -63,17 +63,12 @@ class BadBatches:
         self.note(message)
 
     def _sample_names(self, step: int) -> str:
-        pairs = [
-            pair
-            for micro_batch in range(self.plan.micro_batches(step))
-            for pair in self.plan.documents(step, micro_batch)
-        ]
+        plan = self.plan.of_step(step)
+        pairs = [pair for micro_batch in range(plan.micro_batches(step)) for pair in plan.documents(step, micro_batch)]
         by_source: dict[int, list[str]] = {}
         for source, document in pairs[:MAX_NAMED]:
             by_source.setdefault(source, []).append(str(document))
-        named = [
-            f"{self.plan.tables[source].name} documents {', '.join(names)}" for source, names in by_source.items()
-        ]
+        named = [f"{plan.tables[source].name} documents {', '.join(names)}" for source, names in by_source.items()]
         return "; ".join(named) + (f" and {len(pairs) - MAX_NAMED} more" if len(pairs) > MAX_NAMED else "")
 
     def _write(self, kind: str, record: StepRecord, reason: str) -> Path | None:
@@ -91,9 +86,10 @@ class BadBatches:
                 return None
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            micro_batches = range(self.plan.micro_batches(record.step))
+            plan = self.plan.of_step(record.step)
+            micro_batches = range(plan.micro_batches(record.step))
             for micro_batch in micro_batches:
-                batch = self.plan.batch(record.step, micro_batch)
+                batch = plan.batch(record.step, micro_batch)
                 columns = {column.name: getattr(batch, column.name) for column in fields(Batch)}
                 tensors = {name: value for name, value in columns.items() if isinstance(value, torch.Tensor)}
                 save_file(tensors, staging / f"batch-{micro_batch}.safetensors")
@@ -113,10 +109,11 @@ class BadBatches:
             return None
 
     def _row_samples(self, step: int, micro_batch: int) -> list[list[dict[str, Any]]]:
-        return [[self._sample(piece) for piece in row] for row in self.plan.contents(step, micro_batch)]
+        plan = self.plan.of_step(step)
+        return [[self._sample(piece, plan) for piece in row] for row in plan.contents(step, micro_batch)]
 
-    def _sample(self, piece: DocumentSlice) -> dict[str, Any]:
-        table = self.plan.tables[piece.source]
+    def _sample(self, piece: DocumentSlice, plan: Plan) -> dict[str, Any]:
+        table = plan.tables[piece.source]
         start = int(table.offsets[piece.document]) + piece.first
         text = self.decode(table.ids[start : start + piece.length].tolist())
         place = {"source": table.name, "document": piece.document, "first_token": piece.first, "tokens": piece.length}

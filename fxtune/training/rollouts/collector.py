@@ -1,0 +1,278 @@
+"""Collects the rollouts of a step: the model answers the step's prompts, rewards score the answers, and answers with
+advantages are written to the disk. A step that is on the disk is read again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxtune.config.root import Config
+from fxtune.data.read.row import Row
+from fxtune.data.tokenized.rows import usable_rows
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, NumbersError
+from fxtune.models.structure import without_dropout
+from fxtune.objectives.language_model import LanguageModel
+from fxtune.objectives.policy import EQUAL, OnBadReward, Policy
+from fxtune.techniques.precision import Precision
+from fxtune.training.answers import Question
+from fxtune.training.data.stored_numbers import weights_checksum
+from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
+from fxtune.training.rollouts.plan import RolloutPlan
+from fxtune.training.rollouts.sampler import Request, Sampler, seed_of
+from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores, check_options
+
+PROMPT = ("prompt", "messages", "conversations", "conversation")
+"""Columns of a row that hold its prompt; the first one counts. The others are arguments of rewards."""
+
+
+class Collector:
+    """Collects rollouts of `model`. `config`: the run's, with all rows decided. `note`: prints a line. Call
+    close() at the end."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: LanguageModel,
+        sampler: Sampler,
+        rollouts: Rollouts,
+        precision: Precision,
+        world: World,
+        tokenizer: Any,
+        note: Callable[[str], None],
+    ) -> None:
+        self.config, self.model, self.sampler, self.rollouts = config, model, sampler, rollouts
+        self.precision, self.world, self.tokenizer, self.note = precision, world, tokenizer, note
+        assert isinstance(config.objective, Policy)
+        self.objective = config.objective
+        self.figures: dict[str, float] = {}
+        """The figures of the newest step, for its log line."""
+        self._read: list[list[Row]] = []
+        for reward in self.objective.rewards:
+            check_options(reward.name, reward.options)
+        calls = [Call(reward.name, dict(reward.options)) for reward in self.objective.rewards]
+        self.workers = RewardWorkers(calls, config.sampler.reward_seconds, config.sampler.reward_workers)
+
+    def close(self) -> None:
+        self.workers.close()
+
+    def collect(self, plan: RolloutPlan, step: int) -> None:
+        """Write the rollouts of `step`, unless they are on the disk, and set `figures`. All ranks call this together.
+
+        Raises ConfigError for a reward that fails, and NumbersError if the sampler's log-probabilities are not the
+        model's, or if nothing was learned for too many steps.
+        """
+        version = weights_checksum(self.model.model, trained=True)
+        stored = self.world.from_main(lambda: self.rollouts.has(step), "looking for rollouts")
+        if not stored:
+            self._sample(plan, step, version)
+        found = self.world.from_main(lambda: self.rollouts.figures(step), "reading rollouts")
+        if stored and self.world.main and found["weights"] != version:
+            self.note(
+                f"Step {step + 1} learns from stored answers of other weights than it has now: they were written by "
+                f"{found['sampler']}. From here on the run differs from its first course."
+            )
+        self.figures = {f"rollout/{name}": value for name, value in found["figures"].items()}
+        self._check_gap(plan, step)
+        self._check_progress(step)
+
+    def _sample(self, plan: RolloutPlan, step: int, version: str) -> None:
+        began, answers_each = time.perf_counter(), self.config.sampler.answers
+        places = plan.prompts(step)
+        asked = [self._asked(plan, *place) for place in places]
+        seeds = [
+            seed_of(self.config.run.seed, step, *place, number) for place in places for number in range(answers_each)
+        ]
+        prompts = [each for each in asked for _ in range(answers_each)]
+        requests = [Request(each.prompt, seed, each.images) for each, seed in zip(prompts, seeds, strict=True)]
+        sampled = self.sampler.sample(requests, version)
+        written = time.perf_counter()
+
+        def finish() -> None:
+            answers = [
+                Answer("", at // answers_each, one.ids, one.log_probs, one.finished, seed, self._text(one.ids))
+                for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
+            ]
+            figures = self._score(answers, places, plan)
+            scored = time.perf_counter()
+            learned = [answer for answer in answers if answer.advantage is not None]
+            lengths = np.array([len(answer.ids) for answer in learned], np.float64)
+            weights = self.objective.reduction.weights(lengths, self.config.sampler.max_tokens)
+            tokens = sum(len(answer.ids) for answer in answers)
+            figures |= {
+                "tokens": float(tokens),
+                "sampling_seconds": written - began,
+                "reward_seconds": scored - written,
+                "sampled_tokens_per_second": tokens / max(written - began, 1e-9),
+            }
+            about = {"weights": version, "sampler": self.sampler.name, "figures": figures}
+            data = self.config.data
+            longest = data.sequence_length if data.shares_prompts else None
+            self.rollouts.write(step, asked, answers, weights, about, longest)
+
+        self.world.from_main(finish, "waiting for the rewards")
+
+    def judge(self, questions: Sequence[Question], answers: Sequence[str]) -> float:
+        """The mean reward of one answer to each question. The column `answer` of a row that has none is the right
+        answer. All ranks call this together. Raises ConfigError for a reward that fails."""
+
+        def work() -> float:
+            groups, made = list[Group](), list[Answer]()
+            for at, (question, text) in enumerate(zip(questions, answers, strict=True)):
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                row = question.row or Row(f"question {at + 1}", {"prompt": question.text})
+                made.append(Answer("", at, ids, [], True, 0, text))
+                group = _group(row, made[-1:])
+                groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
+            for group, answer, found in zip(groups, made, self.workers.score(groups), strict=True):
+                self._reward(group, [answer], found)
+            return float(np.mean([answer.reward for answer in made]))
+
+        return self.world.from_main(work, "waiting for the rewards")
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _asked(self, plan: RolloutPlan, source: int, document: int) -> Asked:
+        table = plan.tables[source]
+        start, end = (int(at) for at in table.offsets[document : document + 2])
+        placed = tuple(table.placed_images(start, end - start))
+        return Asked(table.ids[start:end].tolist(), tuple(each.image for each in placed), placed)
+
+    def _score(
+        self, answers: Sequence[Answer], places: Sequence[tuple[int, int]], plan: RolloutPlan
+    ) -> dict[str, float]:
+        """Set the rewards and advantages of the answers. Returns the figures of the step."""
+        by_group = [list[Answer]() for _ in places]
+        for answer in answers:
+            by_group[answer.group].append(answer)
+        rows = [self._rows(plan)[source][document] for source, document in places]
+        groups = [_group(row, own) for row, own in zip(rows, by_group, strict=True)]
+        scores = self.workers.score(groups)
+        for group, own, found in zip(groups, by_group, scores, strict=True):
+            self._reward(group, own, found)
+        return self._advantages(by_group, scores)
+
+    def _reward(self, group: Group, answers: Sequence[Answer], scores: Scores) -> None:
+        """Set the rewards of the answers to one prompt."""
+        if scores.problem and self.objective.on_bad_reward is OnBadReward.error:
+            raise ConfigError(
+                f"objective.rewards: {scores.problem}. The prompt: {group.where}. Correct the reward, or set "
+                "objective.on_bad_reward=drop to leave such prompts out."
+            )
+        if scores.problem:
+            self.note(f"Left out the answers to {group.where}: {scores.problem}.")
+        for at, answer in enumerate(answers):
+            answer.where = group.where
+            answer.rewards = {name: values[at] for name, values in scores.rewards.items()}
+            answer.extra = {name: values[at] for name, values in scores.extra.items() if at < len(values)}
+            known = [
+                config.weight * value
+                for config in self.objective.rewards
+                if (value := answer.rewards.get(config.name)) is not None
+            ]
+            answer.reward = self.objective.answer_reward(sum(known), len(answer.ids), self.config.sampler.max_tokens)
+
+    def _advantages(self, groups: Sequence[Sequence[Answer]], scores: Sequence[Scores]) -> dict[str, float]:
+        """Set the advantages of the answers to learn from. Returns the figures of the step."""
+        objective, equal = self.objective, 0
+        usable = [group for group, found in zip(groups, scores, strict=True) if not found.problem]
+        if not usable:
+            raise ConfigError("objective.rewards: no prompt of this step has rewards. Correct the rewards.")
+        for group in usable:
+            rewards = np.array([answer.reward for answer in group], np.float64)
+            if np.ptp(rewards) <= EQUAL:
+                equal += 1
+                continue
+            for answer, advantage in zip(group, objective.advantage.of(rewards).tolist(), strict=True):
+                if answer.finished or objective.keep_truncated:
+                    answer.advantage = advantage
+        answers = [answer for group in usable for answer in group]
+        if all(answer.advantage is None for answer in answers):  # a step needs tokens: these have no gradient
+            for answer in usable[0]:
+                answer.advantage = 0.0
+        spread = [np.std([answer.reward for answer in group]) for group in usable]
+        figures = {
+            "reward": float(np.mean([answer.reward for answer in answers])),
+            "reward_deviation": float(np.mean(spread)),
+            "equal_groups": equal / len(usable),
+            "truncated": float(np.mean([not answer.finished for answer in answers])),
+            "length": float(np.mean([len(answer.ids) for answer in answers])),
+            "left_out": 1 - len(usable) / len(groups),
+        }
+        for config in objective.rewards:
+            own = [value for answer in answers if (value := answer.rewards.get(config.name)) is not None]
+            if own:
+                figures[f"reward_{config.name}"] = float(np.mean(own))
+        logged: dict[str, list[float]] = {}
+        for found in scores:
+            for name, values in found.metrics.items():
+                logged.setdefault(name, []).extend(values)
+        return figures | {name: float(np.mean(values)) for name, values in logged.items()}
+
+    def _rows(self, plan: RolloutPlan) -> list[list[Row]]:
+        """The rows of each source, by the number of their prompt."""
+        if not self._read:
+            data = self.config.data
+            sources = zip(data.sources, plan.tables, strict=True)
+            self._read = [list(usable_rows(source, table, data)) for source, table in sources]
+        return self._read
+
+    @torch.no_grad()
+    def _check_gap(self, plan: RolloutPlan, step: int) -> None:
+        """Compare the sampler's log-probabilities of the first micro-batch with the model's, and add them to the
+        figures. Raises NumbersError if they are far apart."""
+        own = plan.of_step(step).for_rank(self.world.data_rank, self.world.data_ranks)
+        batch = own.batch(step, 0).to(self.world.device)
+        eager, precision = torch.compiler.set_stance("force_eager"), self.precision.context(self.world.device)
+        with without_dropout(self.model.model), eager, precision:
+            seen = self.model.log_probs(batch)
+        assert batch.sampled is not None
+        gaps = (seen - batch.sampled).abs().float().cpu().numpy()
+        everyone = np.concatenate(self.world.gather(gaps, "comparing log-probabilities"))
+        mean, high = float(everyone.mean()), float(np.percentile(everyone, 99))
+        self.figures |= {"rollout/gap": mean, "rollout/gap_p99": high}
+        if not mean <= self.objective.max_gap:
+            raise NumbersError(
+                f"Step {step + 1}: the sampler's log-probabilities of a token are {mean:.3g} nats from the model's on "
+                f"average, more than objective.max_gap={self.objective.max_gap:g}. The sampler has other weights, "
+                "another temperature, or too coarse a dtype. Compare them, or raise this bound."
+            )
+
+    def _check_progress(self, step: int) -> None:
+        """Raise NumbersError if no prompt of the last `patience` steps had answers with different rewards."""
+        patience = self.objective.patience
+        if step + 1 < patience or self.figures["rollout/equal_groups"] < 1:
+            return
+
+        def idle() -> bool:
+            earlier = range(step - patience + 1, step + 1)
+            return all(
+                self.rollouts.has(one) and self.rollouts.figures(one)["figures"]["equal_groups"] == 1
+                for one in earlier
+            )
+
+        if self.world.from_main(idle, "looking at earlier rewards"):
+            reward = self.figures["rollout/reward"]
+            raise NumbersError(
+                f"For {patience} steps all answers to a prompt had the same reward ({reward:.3g} on average in the "
+                "last step), so nothing is learned. Look at the answers (fxtune report), give prompts that are easier "
+                "or harder, or another reward; sampler.answers and sampler.temperature make answers differ more."
+            )
+
+
+def _group(row: Row, answers: Sequence[Answer]) -> Group:
+    values = row.value or {}
+    prompt = next((values[name] for name in PROMPT if values.get(name) is not None), "")
+    if isinstance(prompt, list) and prompt[-1].get("role") == "assistant":  # a question with its right answer
+        prompt = prompt[:-1]
+    is_text = isinstance(prompt, str)
+    completions = [answer.text if is_text else [{"role": "assistant", "content": answer.text}] for answer in answers]
+    columns = {key: value for key, value in values.items() if key not in PROMPT}
+    return Group(row.where, prompt, completions, [answer.ids for answer in answers], columns)

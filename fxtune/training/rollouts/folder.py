@@ -1,0 +1,174 @@
+"""Rollouts on the disk: the answers of each step, written before the model learns from them.
+
+    RUN/rollouts/step-00000012/  a token table (data/tokenized/table.py) with a document for each answer to learn
+                                 from: its prompt, and its tokens, which are supervised
+                                 numbers.npy     each token's log-probability under the sampler, and its advantage
+                                 answers.jsonl   all answers of the step, with their rewards
+                                 step.json       figures of the step, and what wrote the answers
+
+A resumed run reads these steps again, so it learns from the same answers, whatever wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fxtune.data.chat.encode import Document
+from fxtune.data.images.placed import PlacedImage
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.data.tokenized.table import ShardBuilder, TableWriter, TokenTable
+from fxtune.errors import StorageError, not_written
+from fxtune.system.files.atomic_files import read_json, sync
+
+ROLLOUTS = "rollouts"
+"""The folder of the steps inside the run's folder."""
+NUMBERS, ANSWERS, STEP = "numbers.npy", "answers.jsonl", "step.json"
+RECORD = np.dtype([("sampled", "<f4"), ("advantages", "<f4")])
+"""The numbers of a token. The names are fields of Batch."""
+
+
+@dataclass
+class Answer:
+    """An answer that the sampler wrote."""
+
+    where: str
+    """File and line of the prompt's row."""
+    group: int
+    """The number of the prompt in its step."""
+    ids: list[int]
+    """The sampled tokens, with the token that ended the answer."""
+    log_probs: list[float]
+    """The log-probability that the sampler gave to each of them."""
+    finished: bool
+    """Whether the answer ended by itself. False: sampler.max_tokens cut it off."""
+    seed: int
+    text: str = ""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """By the name of the reward; None if it does not apply."""
+    reward: float = 0.0
+    """The weighted sum, with the punishment of a long answer."""
+    advantage: float | None = None
+    """None if the model does not learn from this answer."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the rewards have logged about the answer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt in tokens, with its images."""
+
+    prompt: list[int]
+    images: tuple[Any, ...] = ()
+    placed: tuple[PlacedImage, ...] = ()
+
+
+class Rollouts:
+    """The steps in `folder`. `images`: the processor of a model that reads images."""
+
+    def __init__(self, folder: Path, images: ImageProcessor | None = None) -> None:
+        self.folder, self.images = folder, images
+
+    def step_folder(self, step: int) -> Path:
+        """The folder of `step`, which counts from 0. Folders count from 1, as log lines do."""
+        return self.folder / f"step-{step + 1:08d}"
+
+    def has(self, step: int) -> bool:
+        return (self.step_folder(step) / STEP).exists()
+
+    def table(self, step: int) -> TokenTable:
+        """The answers of `step` to learn from. Raises StorageError if they cannot be read."""
+        folder = self.step_folder(step)
+        try:
+            return TokenTable(folder, f"the rollouts of step {step + 1}", NUMBERS, self.images)
+        except (OSError, ValueError, KeyError, EOFError, AssertionError) as error:
+            raise StorageError(
+                f"{folder} cannot be read ({error}). Remove this folder and the later ones: their answers are "
+                "written again, and the run differs from here on."
+            ) from error
+
+    def figures(self, step: int) -> dict[str, Any]:
+        """The content of step.json. Raises StorageError if it cannot be read."""
+        try:
+            return read_json(self.step_folder(step) / STEP)
+        except ValueError as error:
+            raise StorageError(f"{self.step_folder(step) / STEP}: {error}. Remove its folder.") from error
+
+    def answers(self, step: int) -> Iterator[dict[str, Any]]:
+        """Yield each answer of `step`, with the fields of Answer."""
+        with (self.step_folder(step) / ANSWERS).open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+    def write(
+        self,
+        step: int,
+        asked: Sequence[Asked],
+        answers: Sequence[Answer],
+        weights: np.ndarray,
+        figures: Mapping[str, Any],
+        longest: int | None = None,
+    ) -> None:
+        """Write a step, completely or not at all. `asked`: the prompts by the answers' `group`. `weights`: the factor
+        of each answer's advantage, float64 [answers with an advantage]. `longest`: answers to a prompt share it in
+        rows of so many tokens; None: each answer has its own prompt. Raises StorageError."""
+        final = self.step_folder(step)
+        staging = final.with_name(f".{final.name}")
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            learned = [answer for answer in answers if answer.advantage is not None]
+            with TableWriter(staging, []) as writer:
+                shard = ShardBuilder()
+                for group in _groups(learned, asked, longest):
+                    documents = [_document(asked[answer.group], answer) for answer in group]
+                    labels = None if longest is None else [math.nan] * len(group)
+                    shard.add(documents, group[0].seed, labels)
+                writer.append(shard.shard())
+                writer.finish(name=final.name, format="prompt")
+            numbers = np.zeros(writer.tokens, RECORD)
+            at = 0
+            for answer, weight in zip(learned, weights.tolist(), strict=True):
+                at += len(asked[answer.group].prompt)
+                own = numbers[at : at + len(answer.ids)]
+                own["sampled"], own["advantages"] = answer.log_probs, (answer.advantage or 0.0) * weight
+                at += len(answer.ids)
+            np.save(staging / NUMBERS, numbers)
+            lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in answers]
+            (staging / ANSWERS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            (staging / STEP).write_text(json.dumps(figures, indent=1), encoding="utf-8")
+            for name in (NUMBERS, ANSWERS, STEP):
+                sync(staging / name)
+            sync(staging)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(staging, final)
+            sync(self.folder)
+        except OSError as error:
+            raise not_written(f"{final} cannot be written", error, "or set run.dir to another disk") from error
+
+
+def _document(asked: Asked, answer: Answer) -> Document:
+    ids = [*asked.prompt, *answer.ids]
+    supervised = [False] * len(asked.prompt) + [True] * len(answer.ids)
+    return Document(ids, supervised, images=asked.placed)
+
+
+def _groups(answers: Sequence[Answer], asked: Sequence[Asked], longest: int | None) -> Iterator[list[Answer]]:
+    """Yield the answers that are in one row, in order: answers to one prompt that fit `longest` tokens with it, or
+    each answer by itself if `longest` is None."""
+    group, tokens = list[Answer](), 0
+    for answer in answers:
+        own = len(answer.ids) + 1  # with the last token of the prompt
+        if group and (longest is None or group[0].group != answer.group or tokens + own > longest):
+            yield group
+            group = []
+        tokens = tokens + own if group else len(asked[answer.group].prompt) + own - 1
+        group.append(answer)
+    if group:
+        yield group

@@ -1,0 +1,133 @@
+"""The sampler that runs in this process: the trained model itself writes the answers.
+
+An answer's random numbers depend on the run's seed, the step, the prompt and the number of the answer alone. So any
+number of ranks draws the same answers, up to rounding: a batch of other prompts may change the last bits of a logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fxtune.config.root import SamplerConfig
+from fxtune.data.batches.segments import splitmix64
+from fxtune.data.images.processor import ImageProcessor
+from fxtune.distributed.world import World
+from fxtune.models.prepared import PreparedModel
+from fxtune.system.process.oom import RowsPerPass
+from fxtune.system.terminal.progress import phase
+from fxtune.techniques.precision import Precision
+from fxtune.training.generation import dealt_out, write
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt for one answer."""
+
+    prompt: list[int]
+    seed: int
+    """From 0 to 2^63 - 1."""
+    images: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    ids: list[int]
+    """The tokens of the answer, with the token that ended it."""
+    log_probs: list[float]
+    """The log-probability of each token at the sampler's temperature."""
+    finished: bool
+    """Whether the answer ended by itself."""
+
+
+class Sampler(Protocol):
+    name: str
+    """The engine and its version."""
+
+    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
+        """An answer to each request, in order, by the weights `weights_version`. All ranks call this together."""
+
+
+def seed_of(*key: int) -> int:
+    """A seed from 0 to 2^63 - 1 that depends on `key` alone."""
+    state = np.zeros(1, np.uint64)
+    for part in key:
+        state = splitmix64(state + np.array([part % (1 << 64)], np.uint64))
+    return int(state[0] >> np.uint64(1))
+
+
+def uniform(seeds: Sequence[int], count: int) -> np.ndarray:
+    """Numbers from 0 to below 1 for each seed, float64 [seeds, count]."""
+    start = splitmix64(np.array(seeds, np.uint64))[:, None]
+    bits = splitmix64(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class Draw:
+    """Draws the next token of each row, and keeps its log-probability. The token is the first one at which the sum of
+    the probabilities exceeds a random number. So a rounding error rarely changes a token."""
+
+    def __init__(self, seeds: Sequence[int], temperature: float, most: int, world: World) -> None:
+        self.numbers, self.temperature, self.world = uniform(seeds, most), temperature, world
+        self.log_probs = list[torch.Tensor]()
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        log_probs = (logits.float() / self.temperature).log_softmax(-1)
+        sums = log_probs.double().exp().cumsum(-1)
+        number = torch.from_numpy(self.numbers[:, len(self.log_probs)]).to(logits.device)
+        chosen = torch.searchsorted(sums, (number * sums[:, -1])[:, None], right=True)
+        chosen = chosen.clamp(max=logits.shape[-1] - 1)[:, 0]
+        if self.world.degrees.shard > 1:  # see likeliest()
+            chosen = self.world.copy_first(chosen, "drawing a token")
+        self.log_probs.append(log_probs.gather(1, chosen[:, None])[:, 0])
+        return chosen
+
+
+class ModelSampler:
+    """Samples from the model that is trained. `ends`: tokens that end an answer. `pad`: the id of padding."""
+
+    def __init__(
+        self,
+        model: PreparedModel,
+        config: SamplerConfig,
+        precision: Precision,
+        world: World,
+        rows_per_pass: RowsPerPass,
+        ends: set[int],
+        pad: int,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        self.model, self.config, self.precision, self.world = model, config, precision, world
+        self.rows_per_pass, self.ends, self.pad, self.images = rows_per_pass, ends, pad, images
+        self.name = f"the trained model, torch {torch.__version__}"
+
+    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
+        answers: dict[int, Sampled] = {}
+        with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
+            while order:
+                left = [requests[index] for index in order]
+                ask = partial(dealt_out, self.world, left, self._write)
+                written = self.rows_per_pass.run("sampling", self.config.batch, ask)
+                answers.update(zip(order, written, strict=False))
+                order = order[len(written) :]
+                work.advance(len(written))
+        return [answers[index] for index in range(len(requests))]
+
+    def _write(self, requests: Sequence[Request]) -> list[Sampled]:
+        draw = Draw([each.seed for each in requests], self.config.temperature, self.config.max_tokens, self.world)
+        context = self.precision.context(self.world.device)
+        limit = self.config.max_tokens
+        rows = write(self.model, self.ends, self.pad, limit, requests, draw, self.images, context).tolist()
+        log_probs = torch.stack(draw.log_probs, dim=1).tolist()
+        return [self._until_end(*row) for row in zip(rows, log_probs, strict=True)]
+
+    def _until_end(self, ids: list[int], log_probs: list[float]) -> Sampled:
+        end = next((at for at, token in enumerate(ids) if token in self.ends), None)
+        count = len(ids) if end is None else end + 1
+        return Sampled(ids[:count], log_probs[:count], end is not None)

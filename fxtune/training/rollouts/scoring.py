@@ -1,0 +1,191 @@
+"""Computes rewards in worker processes: a reward that hangs, or ends its process, is named with its row.
+
+Rewards have TRL's signature. They get the answers to one prompt at a time, so a message can name the prompt's row, and
+prompts are scored side by side. A worker never imports torch, unless a reward does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import multiprocessing
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from fxtune.errors import ConfigError, UserError, first_line
+from fxtune.plugins import REWARDS
+from fxtune.system.process.signals import leave_signals_to_main_process
+from fxtune.system.terminal.library_log import LIBRARY_LOG
+
+SENT = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}
+"""Arguments of a reward that are no columns."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A reward of the recipe."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass
+class Group:
+    """The answers to one prompt."""
+
+    where: str
+    prompt: Any
+    """A text, or a list of messages."""
+    completions: list[Any]
+    ids: list[list[int]]
+    columns: dict[str, Any]
+    """The other columns of the prompt's row."""
+
+
+@dataclass
+class Scores:
+    """The rewards of the answers to one prompt."""
+
+    rewards: dict[str, list[float | None]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """By name, what rewards have logged with log_extra(name, values)."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """By name, what rewards have logged with log_metric(name, value)."""
+    problem: str = ""
+    """Why there are no rewards; empty if there are."""
+
+
+class RewardWorkers:
+    """`seconds`: the time for the rewards of one prompt. Call close() at the end."""
+
+    def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
+        self.calls, self.seconds, self.processes = list(calls), seconds, processes
+        self._workers: dict[Connection, BaseProcess] = {}
+
+    def score(self, groups: Sequence[Group]) -> list[Scores]:
+        """The scores of each group, in order. A group whose reward fails has a `problem`."""
+        found: list[Scores | None] = [None] * len(groups)
+        waiting = list(reversed(range(len(groups))))
+        busy: dict[Connection, tuple[int, float]] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self.processes:
+                pipe = next((pipe for pipe in self._workers if pipe not in busy), None) or self._start()
+                index = waiting.pop()
+                pipe.send(groups[index])
+                busy[pipe] = index, time.monotonic() + self.seconds
+            ready = wait(list(busy), max(min(until for _, until in busy.values()) - time.monotonic(), 0))
+            for pipe in [pipe for pipe in busy if pipe in ready]:
+                index, _ = busy.pop(pipe)
+                try:
+                    found[index] = pipe.recv()
+                except (EOFError, OSError):
+                    found[index] = Scores(problem="it ended its process")
+                    self._end(pipe)
+            for pipe in [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic()]:
+                index, _ = busy.pop(pipe)
+                found[index] = Scores(problem=f"it took longer than sampler.reward_seconds={self.seconds:g}")
+                self._end(pipe)
+        return [scores for scores in found if scores is not None]
+
+    def close(self) -> None:
+        for pipe in list(self._workers):
+            self._end(pipe)
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = theirs, self.calls, LIBRARY_LOG.file
+        self._workers[ours] = context.Process(target=_worker_main, args=arguments, daemon=True)
+        self._workers[ours].start()
+        theirs.close()  # the worker alone holds this end, so the pipe ends with it
+        if (problem := ours.recv()) is not None:
+            self._end(ours)
+            raise problem
+        return ours
+
+    def _end(self, pipe: Connection) -> None:
+        process = self._workers.pop(pipe)
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Raise ConfigError if the reward `name` does not exist, lacks an option, or does not take one of `options`."""
+    parameters = inspect.signature(REWARDS[name]).parameters
+    if name in REWARDS.added() and any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return  # the rows' columns are keywords, too
+    known = [key for key, one in parameters.items() if one.kind is not one.VAR_KEYWORD and key not in SENT]
+    shown = f"Its options: {', '.join(known) or 'none'}."
+    if unknown := [key for key in options if key not in known]:
+        raise ConfigError(f"objective.rewards: {name} has no option `{unknown[0]}`. {shown}")
+    needed = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in options]
+    if needed and name not in REWARDS.added():
+        raise ConfigError(f"objective.rewards: {name} needs the option `{needed[0]}`. {shown}")
+
+
+def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
+    leave_signals_to_main_process()
+    LIBRARY_LOG.collect_in_worker(log)
+    try:
+        functions = [REWARDS[call.name] for call in calls]
+    except UserError as error:
+        pipe.send(error)
+        return
+    pipe.send(None)
+    with suppress(EOFError, OSError):  # the main process has ended
+        while True:
+            pipe.send(_score(functions, calls, pipe.recv()))
+
+
+def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group) -> Scores:
+    scores = Scores()
+    for function, call in zip(functions, calls, strict=True):
+        try:
+            scores.rewards[call.name] = _values(function, call, group, scores)
+        except Exception as error:  # noqa: BLE001  a reward is the user's code and can raise anything
+            return Scores(problem=f"{call.name}: {first_line(error)}{_line(error)}")
+    return scores
+
+
+def _values(function: Any, call: Call, group: Group, scores: Scores) -> list[float | None]:
+    count = len(group.completions)
+    sent: dict[str, Any] = {name: [value] * count for name, value in group.columns.items()}
+    sent |= {"prompts": [group.prompt] * count, "completions": group.completions, "completion_ids": group.ids}
+    sent["log_extra"] = lambda name, values: scores.extra.update({name: list(values)})
+    sent["log_metric"] = lambda name, value: scores.metrics.setdefault(name, []).append(float(value))
+    sent |= call.options
+    parameters = inspect.signature(function).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        sent = {name: value for name, value in sent.items() if name in parameters}
+    values = function(**sent)
+    if inspect.isawaitable(values):
+        values = asyncio.run(_result(values))
+    values = list(values)
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions")
+    for value in values:
+        if value is not None and not math.isfinite(float(value)):
+            raise ValueError(f"it returned {value}, which is no finite number")
+    return [None if value is None else float(value) for value in values]
+
+
+async def _result(values: Any) -> Any:
+    return await values
+
+
+def _line(error: BaseException) -> str:
+    """The place in the reward's file where `error` was raised."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None or Path(frame.tb_frame.f_code.co_filename) == Path(__file__):
+        return ""
+    return f" ({frame.tb_frame.f_code.co_filename}, line {frame.tb_lineno})"

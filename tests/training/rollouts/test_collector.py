@@ -1,0 +1,153 @@
+"""Runs that learn from their own answers, by the public command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.harness import kill, start, wait_for
+from support.killing import tail
+from support.rows import write_jsonl
+from support.runs import history, losses, same_export
+
+from fxtune.cli.main import main
+
+WORDS = [
+    *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.sources=[{path: rows.jsonl}]"),
+    *(
+        "objective.rewards=[{name: regex, options: {pattern: o}}, {name: length, weight: -0.1}]",
+        "data.cache_dir=cache",
+    ),
+    *("sampler.max_tokens=12", "sampler.answers=4", "sampler.batch=8", "data.sequence_length=64", "run.dir=run"),
+    *("train.micro_batch_size=1", "train.global_batch_size=4", "train.max_steps=3", "optimizer.lr=1e-3"),
+    *("run.device=cpu", "run.report=false", "tracking.display=plain", "checkpoint.every=1"),
+]
+FAILING = """
+import fxtune
+
+@fxtune.reward("picky")
+def picky(completions, answer, **kwargs):
+    if answer[0] == "bad":
+        raise KeyError("no judge")
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.fixture(autouse=True)
+def rows(cwd):
+    write_jsonl(Path("rows.jsonl"), [{"prompt": f"Tell me about {thing}.", "answer": thing} for thing in THINGS])
+
+
+THINGS = ("lamps", "chairs", "tents", "jars", "Oslo", "Rome", "Anna", "Ben")
+
+
+def rollouts(run: Path, step: int) -> tuple[dict, list[dict]]:
+    folder = run / "rollouts" / f"step-{step:08d}"
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    return json.loads((folder / "step.json").read_text()), [json.loads(line) for line in lines]
+
+
+def test_answers_rewards_and_advantages_of_each_step_are_written_and_learned(cwd):
+    assert main(WORDS) == 0
+    for step in (1, 2, 3):
+        about, answers = rollouts(Path("run"), step)
+        assert len(answers) == 16
+        for group in range(4):
+            own = [answer for answer in answers if answer["group"] == group]
+            assert len({answer["where"] for answer in own}) == 1
+            rewards = np.array([answer["reward"] for answer in own])
+            for answer in own:
+                found = "o" in answer["text"], min(len(answer["ids"]) / 100, 1)
+                assert answer["rewards"] == {"regex": float(found[0]), "length": found[1]}
+                assert answer["reward"] == pytest.approx(found[0] - 0.1 * found[1])
+                if answer["advantage"] is not None:
+                    assert answer["advantage"] == pytest.approx(answer["reward"] - rewards.mean())
+        line = history(Path("run"))[step - 1]
+        assert line["rollout/reward"] == pytest.approx(np.mean([answer["reward"] for answer in answers]))
+        assert line["rollout/gap"] < 1e-4
+        learned = [answer for answer in answers if answer["advantage"] is not None]
+        assert line["train/supervised_tokens"] > 0
+        assert about["figures"]["tokens"] == sum(len(answer["ids"]) for answer in answers)
+        assert {answer["seed"] for answer in learned} <= {answer["seed"] for answer in answers}
+    seeds = [answer["seed"] for step in (1, 2, 3) for answer in rollouts(Path("run"), step)[1]]
+    assert len(set(seeds)) == len(seeds)
+    assert {answer["where"] for step in (1, 2) for answer in rollouts(Path("run"), step)[1]} == {
+        f"rows.jsonl:{line}" for line in range(1, 9)
+    }
+
+
+def test_a_run_without_its_last_checkpoint_learns_from_the_stored_answers(cwd):
+    """The stored answers count, not new ones: one reward is changed, and the resumed run differs by that."""
+    assert main([*WORDS, "run.dir=whole"]) == 0
+    assert main([*WORDS, "train.pause_after=2"]) == 0
+    stored = Path("run/rollouts/step-00000003")
+    assert not stored.exists()
+    source = Path("whole/rollouts/step-00000003")
+    stored.mkdir()
+    for file in source.iterdir():
+        (stored / file.name).write_bytes(file.read_bytes())
+    numbers = np.load(stored / "numbers.npy")
+    numbers["advantages"] *= -1
+    np.save(stored / "numbers.npy", numbers)
+    assert main(WORDS) == 0
+    assert not same_export("run", "whole")
+    assert rollouts(Path("run"), 2) != {}
+
+
+@pytest.mark.vital
+def test_a_run_that_is_killed_while_it_samples_and_trains_ends_with_the_same_adapter(cwd):
+    broken, whole = cwd / "broken", cwd / "whole"
+    for folder in (broken, whole):
+        folder.mkdir()
+        (folder / "rows.jsonl").write_bytes(Path("rows.jsonl").read_bytes())
+    undisturbed, process = start(WORDS, whole), start(WORDS, broken)
+    wait_for((broken / "run" / "rollouts" / "step-00000002" / "step.json").exists, process)
+    assert kill(process) == -9
+    assert undisturbed.wait(600) == 0, tail(whole)
+    assert start(WORDS, broken).wait(600) == 0, tail(broken)
+    assert same_export(broken / "run", whole / "run")
+    for step in (1, 2, 3):
+        assert rollouts(broken / "run", step)[1] == rollouts(whole / "run", step)[1]
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_row_or_leaves_the_row_out(cwd, capfd):
+    (cwd / "picky.py").write_text(FAILING)
+    write_jsonl(
+        Path("rows.jsonl"), [{"prompt": "Why?", "answer": answer} for answer in ("good", "bad", "good", "good")]
+    )
+    words = [*WORDS, "objective.rewards=[{name: picky}]", "--plugin", str(cwd / "picky.py"), "train.max_steps=1"]
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    for part in ("rows.jsonl:2", "picky.py, line 7", "no judge", "objective.on_bad_reward=drop"):
+        assert part in said
+    assert main([*words, "objective.on_bad_reward=drop", "run.dir=other"]) == 0
+    assert "rows.jsonl:2" in capfd.readouterr().out
+    _, answers = rollouts(Path("other"), 1)
+    assert {answer["where"] for answer in answers if answer["advantage"] is None} >= {"rows.jsonl:2"}
+    assert history(Path("other"))[0]["rollout/left_out"] == 0.25
+
+
+def test_equal_rewards_are_not_learned_and_end_the_run_after_some_steps(cwd, capfd):
+    words = [*WORDS, "objective.rewards=[{name: regex, options: {pattern: '~~'}}]", "objective.patience=2"]
+    assert main(words) != 0
+    said = capfd.readouterr().err
+    assert "For 2 steps" in said
+    line = history(Path("run"))[0]
+    assert line["rollout/equal_groups"] == 1
+    assert line["train/grad_norm"] == 0
+
+
+def test_a_column_that_rewards_read_and_rows_lack_is_named(cwd, capfd):
+    assert main([*WORDS, "objective.rewards=[{name: exact, options: {column: solution}}]"]) == 2
+    assert "`solution`" in capfd.readouterr().err
+
+
+def test_two_ranks_write_the_answers_of_one_and_learn_the_same(cwd):
+    assert main(WORDS) == 0
+    assert main([*WORDS, "run.dir=two", "run.gpus=2"]) == 0
+    for step in (1, 2):
+        one, two = (rollouts(Path(name), step)[1] for name in ("run", "two"))
+        assert [answer["ids"] for answer in one] == [answer["ids"] for answer in two]
+    assert losses(Path("run")) == pytest.approx(losses(Path("two")), rel=1e-4, abs=1e-6)

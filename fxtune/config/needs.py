@@ -74,6 +74,12 @@ NEEDS = (
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
     KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
     *(KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts) for entry in fields(SamplerConfig)),
+    *(KeyNeed(f"sampler.{option}", "sampler.name=vllm") for option in ("venv", "arguments")),
+    *(
+        KeyNeed(f"sampler.{option}", "sampler.name=vllm or sampler.url")
+        for option in ("request_seconds", "request_seeds")
+    ),
+    KeyNeed("sampler.batch", "sampler.name=model", lambda config: not config.sampler.is_vllm),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),

@@ -81,23 +81,45 @@ class RunConfig:
         return self.deterministic is True
 
 
+class SamplerName(str, Enum):
+    model = "model"
+    vllm = "vllm"
+
+
 @dataclass
 class SamplerConfig:
     """The answers that an objective with rollouts learns from. In each step the model writes them to the
     train.global_batch_size prompts of the step."""
 
-    answers: int = field(default=8, metadata={"min": 2})
+    name: SamplerName = SamplerName.model
+    """What writes the answers. `model`: the trained model, in this process. `vllm`: vLLM, in a process of its own that
+    the run starts and ends (docs/rl.md)."""
+    url: Optional[str] = None
+    """The address of a vLLM server of yours, or several, separated by commas. null: see sampler.name."""
+    venv: Optional[str] = None
+    """The virtual environment that has vLLM."""
+    arguments: list[str] = field(default_factory=list)
+    """Further arguments of `vllm serve`: [--gpu-memory-utilization, "0.4"]."""
+    answers: int = field(default=8, metadata={"min": 1})
     """Answers to each prompt."""
     max_tokens: int = field(default=512, metadata={"min": 1})
     """The number of tokens after which an answer is cut off."""
     temperature: float = field(default=1.0, metadata={"above": 0})
     """Divides the logits, in sampling and in the loss. Above 1, answers differ more."""
     batch: int = field(default=64, metadata={"min": 1})
-    """Answers that a rank writes at once."""
+    """Answers that a rank writes at once, if the trained model writes them."""
+    request_seconds: float = field(default=600.0, metadata={"above": 0})
+    """How long vLLM may take for an answer before it is asked again."""
+    request_seeds: bool = True
+    """Send a seed with each request, so that vLLM may write the same answers again. On a CPU vLLM takes none."""
     reward_seconds: float = field(default=30.0, metadata={"above": 0})
     """A reward that takes longer than this for the answers to one prompt ends the run."""
     reward_workers: int = field(default=2, metadata={"min": 1, "max": 256})
     """Processes that compute rewards."""
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.url is not None or self.name is SamplerName.vllm
 
 
 class Spikes(str, Enum):
@@ -354,6 +376,15 @@ class Config:
                 "`data.eval_fraction` and `data.eval_sources` hold rows out for a loss, and rollouts have none there: "
                 "set data.questions.path, whose answers are scored before and after training"
             )
+        if sampler.answers == 1 and getattr(self.objective, "rewards", None):
+            yield "`sampler.answers=1`: rewards compare the answers to a prompt: set it to 2 or more"
+        if sampler.is_vllm and not self.techniques.lora.enabled:
+            yield (
+                "`sampler.name=vllm` gets the trained weights as adapters: set techniques=lora, or sampler.name=model "
+                "without sampler.url"
+            )
+        if self.loader.num_workers:
+            yield "`loader.num_workers`: the rollouts of a step are read by the main process: set it to null"
         for key, value in (
             ("train.batch_ramp", self.train.batch_ramp),
             ("data.length_schedule", data.length_schedule),

@@ -15,27 +15,22 @@ and the divergence keeps the student from forgetting what the base could do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
-from fxtune.facts.options import WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import Divergence, Measure
-from fxtune.models.load import FrozenModelConfig, ModelConfig, frozen_model
 from fxtune.models.reference import ReferenceModel
-from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.teacher import StoredTeacher, Teacher
-
-BASE = "base"
+from fxtune.objectives.teacher import BASE, StoredTeacher, Teacher, WithTeacher
 
 
 @dataclass
-class Distillation(Objective):
+class Distillation(WithTeacher):
     logit_tensors: ClassVar[int] = 8
     unit: ClassVar[str] = "loss per supervised token"
     metrics: ClassVar[Mapping[str, str]] = {
@@ -43,14 +38,6 @@ class Distillation(Objective):
         "text_loss": "cross-entropy of the text's own tokens in nats: the loss of objective=causal_lm",
     }
     compared: ClassVar[tuple[str, ...]] = ("kl",)
-    teacher: str = ""
-    """The model that teaches: a folder, a hub id, or `builtin:NAME`, of a model or of an adapter, with the student's
-    tokens. `base`: the student without its adapters, so that tuning on the text forgets less."""
-    teacher_revision: Optional[str] = None
-    """Commit, tag or branch of a teacher from the hub."""
-    teacher_quantize: Optional[WeightFormat] = None
-    """Store the teacher's linears in `nf4`, `int8` or `fp8`, or its experts in `mxfp4` (see techniques.quantize.type).
-    The student is not quantized by this. null: the teacher's weights keep model.dtype."""
     divergence: Measure = Measure.forward_kl
     """`forward_kl`: KL(teacher | student). `reverse_kl`: KL(student | teacher). `jensen_shannon`: between both."""
     teacher_share: float = field(default=0.5, metadata={"above": 0, "below": 1})
@@ -85,12 +72,6 @@ class Distillation(Objective):
     def forward_passes(self) -> int:
         return super().forward_passes + (self.teacher == BASE)
 
-    def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
-        if self.teacher in ("", BASE):
-            return None
-        model = frozen_model(self.teacher, self.teacher_revision, trained.dtype)
-        return replace(model, quantize=self.teacher_quantize)
-
     @property
     def stored_tokens(self) -> int:
         return self.store or 0
@@ -105,39 +86,18 @@ class Distillation(Objective):
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
-        lora = facts.techniques.lora
         if not self.teacher:
             yield (
                 "objective.teacher: there is no teacher. Name its folder or hub id, or set it to base to hold the "
                 "student to the model without its adapters."
-            )
-        if self.teacher == BASE and not lora.enabled:
-            yield (
-                "objective.teacher=base: full fine-tuning has no adapters to switch off. Set objective.teacher to the "
-                "model of model.path, which is then loaded a second time."
-            )
-        if self.teacher == BASE and self.teacher_quantize:
-            yield (
-                "objective.teacher_quantize: with objective.teacher=base the teacher has the student's own weights. "
-                "Set techniques.quantize.enabled=true to quantize both, or set this to null."
             )
         if self.teacher == BASE and not self.text_weight:
             yield (
                 "objective.teacher=base: the student starts as its own teacher, and without the text it would learn "
                 "nothing. Set objective.text_weight, for example to 0.5."
             )
-        if self.teacher == BASE and lora.enabled and lora.factored:
-            yield (
-                "objective.teacher=base: techniques.lora.init moves a part of the base's weights into the adapters, "
-                "so the model without them is not the base. Set techniques.lora.init=default."
-            )
         if self.store and (self.divergence is not Measure.forward_kl or self.teacher == BASE):
             yield (
                 f"objective.store={self.store}: stored tokens give the forward KL of another model alone. Set "
                 "objective.divergence=forward_kl and name a teacher, or set objective.store=null."
-            )
-        if self.teacher not in ("", BASE) and (facts.degrees.shard > 1 or facts.degrees.context > 1):
-            yield (
-                f"objective.teacher={self.teacher}: each rank has a whole teacher and whole rows, and this run has "
-                f"{facts.degrees}. Set parallel.shard=1 and parallel.context=1."
             )

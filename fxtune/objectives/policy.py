@@ -1,4 +1,4 @@
-"""Policy gradients: the model learns from rewards of its own answers.
+"""Policy gradients: the model learns from rewards of its own answers, or from a teacher's opinion of them.
 
 In each step the model writes several answers to each of some prompts, and rewards score them (fxtune/rollouts). An
 answer's advantage says how much better it is than the other answers to its prompt. Training makes the tokens of good
@@ -13,6 +13,10 @@ its rounding differ from the trainer's, so r is not exactly 1 in the first pass,
 model itself, which is 1, and `truncate` and `mask` multiply the loss by the bounded ratio to the sampler (TIS,
 IcePop). No value needs a pass of an older model, because each optimizer step has answers of its own.
 
+A teacher adds `teacher_weight` (log p_teacher(token) - log p_sampler(token)) to the advantage of each token. Without
+rewards this is on-policy distillation: the student learns, on texts that it writes itself, the teacher's likelihoods.
+With `teacher=base` it is a penalty on the distance from the base, the estimator k1 of their KL, as part of the reward.
+
 The advantages that are stored with a step's tokens hold the weight of `reduction`, too. So the loss is a sum over
 tokens that is divided by the number of tokens of the step, whatever the reduction is:
 
@@ -23,7 +27,7 @@ tokens that is divided by the number of tokens of the step, whatever the reducti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Optional
@@ -34,9 +38,10 @@ import torch
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.plan import Plan
 from fxtune.facts.run import Facts
-from fxtune.objectives.base import Objective
+from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
+from fxtune.objectives.teacher import BASE, WithTeacher
 
 SMALL = 1e-4
 """Added to the deviation of a group's rewards, as in TRL."""
@@ -109,7 +114,7 @@ class RewardConfig:
 
 
 @dataclass
-class Policy(Objective):
+class Policy(WithTeacher):
     needs: ClassVar[Needs] = Needs(labels=None, whole_documents=True, row_format="prompt", rollouts=True)
     unit: ClassVar[str] = "loss per sampled token"
     metrics: ClassVar[Mapping[str, str]] = {
@@ -125,6 +130,8 @@ class Policy(Objective):
     on_bad_reward: OnBadReward = OnBadReward.error
     """What happens if a reward raises an error, takes too long, or gives no finite number. `error`: the run ends, and
     the message names the row. `drop`: the answers to this prompt are left out, and a line says so."""
+    teacher_weight: float = field(default=1.0, metadata={"above": 0})
+    """The weight of the teacher's part of the advantages. For `teacher=base` beside rewards: 0.01 to 0.1."""
     advantage: Advantage = Advantage.centre
     """How rewards become advantages, within the answers to a prompt. `centre`: reward - mean. `std`: this divided by
     the standard deviation (GRPO). `leave_one_out`: reward - mean of the other answers (RLOO). `max`: (reward - mean) /
@@ -198,11 +205,26 @@ class Policy(Objective):
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
-        if not self.rewards:
+        if not self.rewards and self.teacher in ("", BASE):
             yield (
                 "objective.rewards: there is none, so no answer is better than another. Name one, for example "
-                "'objective.rewards=[{name: exact}]'."
+                "'objective.rewards=[{name: exact}]', or another model in objective.teacher."
             )
+
+    def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
+        if self.teacher == BASE:
+            model.reference = ReferenceModel(model.prepared, keeps_start=False)
+        elif self.teacher:
+            model.teacher = build_frozen()
+
+    def teacher_log_probs(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
+        """The log-probability that the teacher gives to each target, float32 [supervised], without gradient."""
+        teacher: LanguageModel = model.teacher or model
+        if teacher is model:
+            return model.reference_log_probs(batch)
+        teacher.temperature = model.temperature
+        with torch.no_grad():
+            return teacher.log_probs(batch)
 
     def answer_reward(self, reward: float, length: int, max_tokens: int) -> float:
         """The reward of an answer of `length` tokens, with the punishment of `overlong`."""

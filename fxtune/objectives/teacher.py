@@ -1,4 +1,4 @@
-"""The teacher of distillation: a frozen model whose logits the student learns from.
+"""The teacher of distillation: a frozen model whose logits or log-probabilities the student learns from.
 
 A teacher computes the hidden states of a whole micro-batch at once, without gradient. Its head then runs on chunks of
 rows, so that the logits of teacher and student exist for one chunk at a time.
@@ -6,15 +6,23 @@ rows, so that the logits of teacher and student exist for one chunk at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Optional
 
 import torch
 
 from fxtune.data.batches.batch import Batch
+from fxtune.facts.options import WeightFormat
+from fxtune.facts.run import Facts
 from fxtune.kernels.divergence import TopTargets
+from fxtune.models.load import FrozenModelConfig, ModelConfig, frozen_model
+from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 
+BASE = "base"
+"""The teacher that is the student without its adapters."""
 Targets = Callable[[slice], torch.Tensor | TopTargets]
 """A function from rows, in the order of `Batch.labels`, to the teacher's logits or to its likeliest tokens."""
 
@@ -45,3 +53,47 @@ class Teacher:
                 return head(hidden[rows])
 
         return of_rows
+
+
+@dataclass
+class WithTeacher(Objective):
+    """An objective with a teacher."""
+
+    teacher: str = ""
+    """The model that teaches: a folder, a hub id, or `builtin:NAME`, of a model or of an adapter, with the student's
+    tokens. `base`: the student without its adapters, so that tuning forgets less."""
+    teacher_revision: Optional[str] = None
+    """Commit, tag or branch of a teacher from the hub."""
+    teacher_quantize: Optional[WeightFormat] = None
+    """Store the teacher's linears in `nf4`, `int8` or `fp8`, or its experts in `mxfp4` (see techniques.quantize.type).
+    The student is not quantized by this. null: the teacher's weights keep model.dtype."""
+
+    def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
+        if self.teacher in ("", BASE):
+            return None
+        model = frozen_model(self.teacher, self.teacher_revision, trained.dtype)
+        return replace(model, quantize=self.teacher_quantize)
+
+    def refusals(self, facts: Facts) -> Iterator[str]:
+        yield from super().refusals(facts)
+        lora = facts.techniques.lora
+        if self.teacher == BASE and not lora.enabled:
+            yield (
+                "objective.teacher=base: full fine-tuning has no adapters to switch off. Set objective.teacher to the "
+                "model of model.path, which is then loaded a second time."
+            )
+        if self.teacher == BASE and self.teacher_quantize:
+            yield (
+                "objective.teacher_quantize: with objective.teacher=base the teacher has the student's own weights. "
+                "Set techniques.quantize.enabled=true to quantize both, or set this to null."
+            )
+        if self.teacher == BASE and lora.enabled and lora.factored:
+            yield (
+                "objective.teacher=base: techniques.lora.init moves a part of the base's weights into the adapters, "
+                "so the model without them is not the base. Set techniques.lora.init=default."
+            )
+        if self.teacher not in ("", BASE) and (facts.degrees.shard > 1 or facts.degrees.context > 1):
+            yield (
+                f"objective.teacher={self.teacher}: each rank has a whole teacher and whole rows, and this run has "
+                f"{facts.degrees}. Set parallel.shard=1 and parallel.context=1."
+            )

@@ -256,7 +256,12 @@ class RunBuilder:
             made = self.config.objective.interface(model, self.techniques.liger, self.world.context_group, reference)
             self.config.objective.prepare(made, self.frozen_model)
             if self.config.objective.needs.rollouts:
-                made.temperature = self.config.sampler.temperature
+                made.temperature = temperature = self.config.sampler.temperature
+                if made.cap and temperature != 1:
+                    raise ConfigError(
+                        f"sampler.temperature={temperature}: this model caps its logits, which the fused loss cannot "
+                        "divide afterwards. Set sampler.temperature=1."
+                    )
             return made
 
     @phase("Building the frozen model", part="model")

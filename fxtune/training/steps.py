@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 from fxtune.data.batches.loader import Loader, StepBatches
@@ -79,7 +80,9 @@ class Steps:
             failed, plan = None, self.plan
             if self.collector is not None:
                 self._collect(self.collector, index)
-            self.loader = Loader(self.builder.own(plan.of_step(index)), self.config.loader, self.world.device)
+            # A step of rollouts is small, and is read only once, so workers would cost more than they save.
+            loading = replace(self.config.loader, num_workers=0) if self.collector else self.config.loader
+            self.loader = Loader(self.builder.own(plan.of_step(index)), loading, self.world.device)
             for step in self.loader.steps(index):
                 index, step.data_step = step.index, step.index - plan.sizes.dropped
                 self._announce_stage(index)

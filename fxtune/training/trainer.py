@@ -49,7 +49,8 @@ from fxtune.training.monitors.energy import RunEnergy, sentence
 from fxtune.training.rollouts.collector import Collector
 from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.sampler import ModelSampler
+from fxtune.training.rollouts.sampler import ModelSampler, Sampler
+from fxtune.training.rollouts.vllm import VllmSampler, require_ready
 from fxtune.training.run.about import describe_run, prompts_are_texts
 from fxtune.training.run.end import Decision, RunEnd
 from fxtune.training.run.export import export, write_report
@@ -122,6 +123,8 @@ class Trainer:
         self.builder, resume_check = build_for_run(config, folder, screen.note)
         builder, self.world = self.builder, self.builder.world
         self.energy = RunEnergy(folder, self.world, config.tracking.cost)
+        if config.sampler.is_vllm:
+            self.world.from_main(partial(require_ready, config), "looking for vLLM")
         if reasons := list(tracker.check(config.tracking, builder.facts)):
             raise ConfigError("\n".join(reasons))
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
@@ -192,18 +195,24 @@ class Trainer:
         return self.steps.plan
 
     def _collector(self, plan: RolloutPlan) -> Collector:
-        """The collector of the rollouts, which are sampled from the trained model."""
+        """The collector of the rollouts, with its sampler."""
         builder, prepared = self.builder, self.language_model.prepared
-        sampler = ModelSampler(
-            prepared,
-            self.config.sampler,
-            builder.techniques.precision,
-            self.world,
-            self.rows_per_pass,
-            {*self.ends, *end_tokens(prepared.module.generation_config), self.tokenizer.eos_token_id} - {None},
-            self.tokenizer.pad_token_id or 0,
-            self.data.images,
-        )
+        ends = {*self.ends, *end_tokens(prepared.module.generation_config), self.tokenizer.eos_token_id} - {None}
+        sampler: Sampler
+        if self.config.sampler.is_vllm:
+            rank = builder.techniques.lora.r
+            sampler = VllmSampler(prepared, builder.config, self.world, ends, plan.rollouts.folder, rank)
+        else:
+            sampler = ModelSampler(
+                prepared,
+                self.config.sampler,
+                builder.techniques.precision,
+                self.world,
+                self.rows_per_pass,
+                ends,
+                self.tokenizer.pad_token_id or 0,
+                self.data.images,
+            )
         collector = Collector(
             builder.config,
             self.language_model,

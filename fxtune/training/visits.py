@@ -27,11 +27,12 @@ def visit(
     title: str,
     read: Read,
     shown: bool = False,
+    first: int = 0,
 ) -> None:
     """Call `read` with each batch of this rank's loader. `model` applies no dropout meanwhile.
 
     The ranks agree after every batch, so a rank that gets SIGTERM or SIGINT ends the visit of all ranks. `title`: the
-    name of the work. `shown`: whether a line announces it.
+    name of the work. `shown`: whether a line announces it. `first`: the first step of the plan.
     """
     training = model.model.training
 
@@ -47,7 +48,7 @@ def visit(
         with phase(title, loader.plan.steps, "batches", announce=shown) as work:
             batches = (
                 (batch, step.index, position, step.counted is None or position < step.counted)
-                for step in work.over(loader.steps())
+                for step in work.over(loader.steps(first))
                 for position, batch in enumerate(step.micro_batches)
             )
             while together(world, read_next):  # all ranks have equally many batches, so they end together

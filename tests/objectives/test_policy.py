@@ -53,7 +53,8 @@ def write_rollouts(
             answers.append(Answer("", group, ids, log_probs, True, number, advantage=float(advantage)))
     rollouts = Rollouts(folder)
     weights = objective.reduction.weights(np.array([len(answer.ids) for answer in answers], float), most)
-    rollouts.write(0, asked, answers, weights, {"weights": "", "sampler": "", "figures": {}}, longest)
+    rollouts.stage(0, asked, answers, longest)
+    rollouts.finish(0, answers, weights, {"weights": "", "sampler": "", "figures": {}})
     return rollouts, [(asked[answer.group].prompt, answer) for answer in answers]
 
 

@@ -65,16 +65,16 @@ class Captured:
 
 
 def start_process(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, **pipes: Any
+    command: Sequence[str], environment: Mapping[str, str] | None = None, foreign: bool = False, **pipes: Any
 ) -> subprocess.Popen[bytes]:
     """Start a process that can import this fxtune, as the leader of a process group. The caller must end the process;
     if the calling thread dies first, Linux kills the process. `environment`: variables to add to this process's
-    variables."""
+    variables. `foreign`: the process has packages of its own, and must not import this process's."""
     # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     # `python -m` and `-c` search the working directory first: a numbers.py among a user's files must not be imported.
-    own_variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    own_variables = {"PYTHONPATH": "" if foreign else path, "PYTHONSAFEPATH": "1"}
     return subprocess.Popen(
         [*_die_with_parent(), *command],
         start_new_session=True,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 
 from fxtune.config.root import Config
+from fxtune.data.batches.batch import IGNORE_INDEX, Batch
+from fxtune.data.batches.loader import Loader
 from fxtune.data.read.row import Row
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.distributed.world import World
@@ -27,6 +30,7 @@ from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.sampler import Request, Sampler, seed_of
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores, check_options
+from fxtune.training.visits import visit
 
 PROMPT = ("prompt", "messages", "conversations", "conversation")
 """Columns of a row that hold its prompt; the first one counts. The others are arguments of rewards."""
@@ -61,6 +65,7 @@ class Collector:
 
     def close(self) -> None:
         self.workers.close()
+        self.sampler.close()
 
     def collect(self, plan: RolloutPlan, step: int) -> None:
         """Write the rollouts of `step`, unless they are on the disk, and set `figures`. All ranks call this together.
@@ -86,37 +91,71 @@ class Collector:
         began, answers_each = time.perf_counter(), self.config.sampler.answers
         places = plan.prompts(step)
         asked = [self._asked(plan, *place) for place in places]
-        seeds = [
-            seed_of(self.config.run.seed, step, *place, number) for place in places for number in range(answers_each)
-        ]
+        # The place in the step counts, because a step over the end of an epoch may have a prompt twice.
+        groups, numbers = range(len(places)), range(answers_each)
+        seeds = [seed_of(self.config.run.seed, step, group, number) for group in groups for number in numbers]
         prompts = [each for each in asked for _ in range(answers_each)]
         requests = [Request(each.prompt, seed, each.images) for each, seed in zip(prompts, seeds, strict=True)]
         sampled = self.sampler.sample(requests, version)
         written = time.perf_counter()
 
-        def finish() -> None:
+        held = list[tuple[list[Answer], dict[str, float]]]()  # on rank 0
+
+        def score() -> None:
             answers = [
                 Answer("", at // answers_each, one.ids, one.log_probs, one.finished, seed, self._text(one.ids))
                 for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
             ]
             figures = self._score(answers, places, plan)
-            scored = time.perf_counter()
-            learned = [answer for answer in answers if answer.advantage is not None]
-            lengths = np.array([len(answer.ids) for answer in learned], np.float64)
-            weights = self.objective.reduction.weights(lengths, self.config.sampler.max_tokens)
-            tokens = sum(len(answer.ids) for answer in answers)
+            tokens, seconds = sum(len(answer.ids) for answer in answers), max(written - began, 1e-9)
             figures |= {
                 "tokens": float(tokens),
-                "sampling_seconds": written - began,
-                "reward_seconds": scored - written,
-                "sampled_tokens_per_second": tokens / max(written - began, 1e-9),
+                "sampling_seconds": seconds,
+                "reward_seconds": time.perf_counter() - written,
+                "sampled_tokens_per_second": tokens / seconds,
             }
-            about = {"weights": version, "sampler": self.sampler.name, "figures": figures}
             data = self.config.data
-            longest = data.sequence_length if data.shares_prompts else None
-            self.rollouts.write(step, asked, answers, weights, about, longest)
+            self.rollouts.stage(step, asked, answers, data.sequence_length if data.shares_prompts else None)
+            held.append((answers, figures))
 
-        self.world.from_main(finish, "waiting for the rewards")
+        self.world.from_main(score, "waiting for the rewards")
+        teacher = self._teach(plan, step) if self.objective.teacher else None
+
+        def finish() -> None:
+            (answers, figures) = held[0]
+            lengths = np.array([len(answer.ids) for answer in answers if answer.advantage is not None], np.float64)
+            weights = self.objective.reduction.weights(lengths, self.config.sampler.max_tokens)
+            if teacher is not None:
+                own = sum(sum(answer.log_probs) for answer in answers if answer.advantage is not None)
+                figures["teacher_kl"] = float((own - teacher.sum()) / lengths.sum())
+            about = {"weights": version, "sampler": self.sampler.name, "figures": figures}
+            self.rollouts.finish(step, answers, weights, about, teacher, self.objective.teacher_weight)
+
+        self.world.from_main(finish, "waiting for rank 0 to write rollouts")
+
+    def _teach(self, plan: RolloutPlan, step: int) -> np.ndarray:
+        """The log-probability that the teacher gives to each sampled token of a staged step, float32 [tokens of its
+        table]; 0 for other tokens."""
+        whole = plan.staged(step)
+        own, found = whole.for_rank(self.world.data_rank, self.world.data_ranks), list[tuple[np.ndarray, np.ndarray]]()
+
+        def read(batch: Batch, _: int, position: int, is_counted: bool) -> None:
+            seen = self.objective.teacher_log_probs(self.model, batch)[batch.labels != IGNORE_INDEX]
+            spec, table = own.batch_spec(step, position), own.tables[0]
+            at = [
+                start + 1 + np.flatnonzero(table.supervised[start + 1 : start + length])
+                for start, length in zip(spec.start, spec.length, strict=True)
+            ]
+            if is_counted:
+                found.append((np.concatenate(at), seen.float().cpu().numpy()))
+
+        with closing(Loader(own, replace(self.config.loader, num_workers=0), self.world.device)) as loader:
+            visit(self.model, loader, self.precision, self.world, "Asking the teacher", read, first=step)
+        numbers = np.zeros(len(whole.tables[0].ids), np.float32)
+        for part in self.world.gather(found, "collecting the teacher's numbers"):
+            for at, values in part:
+                numbers[at] = values
+        return numbers
 
     def judge(self, questions: Sequence[Question], answers: Sequence[str]) -> float:
         """The mean reward of one answer to each question. The column `answer` of a row that has none is the right
@@ -187,10 +226,12 @@ class Collector:
             raise ConfigError("objective.rewards: no prompt of this step has rewards. Correct the rewards.")
         for group in usable:
             rewards = np.array([answer.reward for answer in group], np.float64)
-            if np.ptp(rewards) <= EQUAL:
-                equal += 1
+            is_equal = bool(np.ptp(rewards) <= EQUAL)
+            equal += is_equal
+            if is_equal and not objective.teacher:
                 continue
-            for answer, advantage in zip(group, objective.advantage.of(rewards).tolist(), strict=True):
+            advantages = np.zeros(len(group)) if is_equal else objective.advantage.of(rewards)
+            for answer, advantage in zip(group, advantages.tolist(), strict=True):
                 if answer.finished or objective.keep_truncated:
                     answer.advantage = advantage
         answers = [answer for group in usable for answer in group]
@@ -201,7 +242,7 @@ class Collector:
         figures = {
             "reward": float(np.mean([answer.reward for answer in answers])),
             "reward_deviation": float(np.mean(spread)),
-            "equal_groups": equal / len(usable),
+            "equal_groups": 0.0 if objective.teacher else equal / len(usable),
             "truncated": float(np.mean([not answer.finished for answer in answers])),
             "length": float(np.mean([len(answer.ids) for answer in answers])),
             "left_out": 1 - len(usable) / len(groups),

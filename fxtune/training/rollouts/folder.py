@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,38 +108,49 @@ class Rollouts:
         with (self.step_folder(step) / ANSWERS).open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 
-    def write(
+    def stage(self, step: int, asked: Sequence[Asked], answers: Sequence[Answer], longest: int | None = None) -> None:
+        """Write the token table of a step, which counts only after finish(). `asked`: the prompts by the answers'
+        `group`. `longest`: answers to a prompt share it in rows of so many tokens; None: each answer has its own
+        prompt. Raises StorageError."""
+        staging = self._staging(step)
+        with self._writing(staging):
+            shutil.rmtree(staging, ignore_errors=True)
+            with TableWriter(staging, []) as writer:
+                shard = ShardBuilder()
+                for group in _groups(_learned(answers), asked, longest):
+                    documents = [_document(asked[answer.group], answer) for answer in group]
+                    shard.add(documents, group[0].seed, None if longest is None else [math.nan] * len(group))
+                writer.append(shard.shard())
+                writer.finish(name=staging.name, format="prompt")
+
+    def staged(self, step: int) -> TokenTable:
+        """The token table that stage() has written."""
+        return TokenTable(self._staging(step), f"the rollouts of step {step + 1}", image_processor=self.images)
+
+    def finish(
         self,
         step: int,
-        asked: Sequence[Asked],
         answers: Sequence[Answer],
         weights: np.ndarray,
         figures: Mapping[str, Any],
-        longest: int | None = None,
+        teacher: np.ndarray | None = None,
+        teacher_weight: float = 1.0,
     ) -> None:
-        """Write a step, completely or not at all. `asked`: the prompts by the answers' `group`. `weights`: the factor
-        of each answer's advantage, float64 [answers with an advantage]. `longest`: answers to a prompt share it in
-        rows of so many tokens; None: each answer has its own prompt. Raises StorageError."""
-        final = self.step_folder(step)
-        staging = final.with_name(f".{final.name}")
-        try:
-            shutil.rmtree(staging, ignore_errors=True)
-            learned = [answer for answer in answers if answer.advantage is not None]
-            with TableWriter(staging, []) as writer:
-                shard = ShardBuilder()
-                for group in _groups(learned, asked, longest):
-                    documents = [_document(asked[answer.group], answer) for answer in group]
-                    labels = None if longest is None else [math.nan] * len(group)
-                    shard.add(documents, group[0].seed, labels)
-                writer.append(shard.shard())
-                writer.finish(name=final.name, format="prompt")
-            numbers = np.zeros(writer.tokens, RECORD)
-            at = 0
-            for answer, weight in zip(learned, weights.tolist(), strict=True):
-                at += len(asked[answer.group].prompt)
-                own = numbers[at : at + len(answer.ids)]
-                own["sampled"], own["advantages"] = answer.log_probs, (answer.advantage or 0.0) * weight
-                at += len(answer.ids)
+        """Write the other files of a staged step, after which the step exists. `weights`: the factor of each answer's
+        advantage, float64 [answers with an advantage]. `teacher`: the log-probability that a teacher gives to each
+        sampled token, float32 [tokens of the table]. Raises StorageError."""
+        final, staging = self.step_folder(step), self._staging(step)
+        with self._writing(final):
+            table = self.staged(step)
+            numbers = np.zeros(len(table.ids), RECORD)
+            ends = np.asarray(table.offsets[1:])
+            for answer, weight, end in zip(_learned(answers), weights.tolist(), ends.tolist(), strict=True):
+                own = slice(end - len(answer.ids), end)
+                numbers["sampled"][own] = answer.log_probs
+                advantages = np.full(len(answer.ids), answer.advantage)
+                if teacher is not None:
+                    advantages += teacher_weight * (teacher[own] - np.array(answer.log_probs))
+                numbers["advantages"][own] = weight * advantages
             np.save(staging / NUMBERS, numbers)
             lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in answers]
             (staging / ANSWERS).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -149,8 +161,21 @@ class Rollouts:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(staging, final)
             sync(self.folder)
+
+    def _staging(self, step: int) -> Path:
+        final = self.step_folder(step)
+        return final.with_name(f".{final.name}")
+
+    @contextmanager
+    def _writing(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise not_written(f"{final} cannot be written", error, "or set run.dir to another disk") from error
+            raise not_written(f"{folder} cannot be written", error, "or set run.dir to another disk") from error
+
+
+def _learned(answers: Sequence[Answer]) -> list[Answer]:
+    return [answer for answer in answers if answer.advantage is not None]
 
 
 def _document(asked: Asked, answer: Answer) -> Document:

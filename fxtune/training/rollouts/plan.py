@@ -11,6 +11,7 @@ from fxtune.data.batches.layout import BatchSizes, Layout
 from fxtune.data.batches.plan import Plan
 from fxtune.data.batches.segments import Side
 from fxtune.data.config import DataConfig, OnLong
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.training.rollouts.folder import Rollouts
 
 
@@ -55,8 +56,15 @@ class RolloutPlan(Plan):
     def of_step(self, step: int) -> Plan:
         return self._of_step(step)
 
+    def staged(self, step: int) -> Plan:
+        """of_step(), before the rollouts are complete: without log-probabilities and advantages."""
+        return self._plan(self.rollouts.staged(step), step)
+
     def _make(self, step: int) -> Plan:
-        stream = EpochStream([self.rollouts.table(step)], self.settings)
+        return self._plan(self.rollouts.table(step), step)
+
+    def _plan(self, table: TokenTable, step: int) -> Plan:
+        stream = EpochStream([table], self.settings)
         rows = len(stream.epoch(0)) * stream.rows_of_group
         sizes = replace(
             self.sizes, global_batch_size=rows, max_steps=None, epochs=None, last=None, dropped=step, stages=()

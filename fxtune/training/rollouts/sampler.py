@@ -50,7 +50,10 @@ class Sampler(Protocol):
     """The engine and its version."""
 
     def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
-        """An answer to each request, in order, by the weights `weights_version`. All ranks call this together."""
+        """An answer to each request, in order, by the weights `weights_version`. All ranks call this together. Only
+        rank 0 must get the answers."""
+
+    def close(self) -> None: ...
 
 
 def seed_of(*key: int) -> int:
@@ -118,6 +121,9 @@ class ModelSampler:
                 order = order[len(written) :]
                 work.advance(len(written))
         return [answers[index] for index in range(len(requests))]
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def _write(self, requests: Sequence[Request]) -> list[Sampled]:
         draw = Draw([each.seed for each in requests], self.config.temperature, self.config.max_tokens, self.world)

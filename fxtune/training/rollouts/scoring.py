@@ -71,6 +71,8 @@ class RewardWorkers:
 
     def score(self, groups: Sequence[Group]) -> list[Scores]:
         """The scores of each group, in order. A group whose reward fails has a `problem`."""
+        if not self.calls:
+            return [Scores() for _ in groups]
         found: list[Scores | None] = [None] * len(groups)
         waiting = list(reversed(range(len(groups))))
         busy: dict[Connection, tuple[int, float]] = {}

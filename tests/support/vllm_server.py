@@ -1,0 +1,140 @@
+"""A server with the calls of vLLM that fxtune uses, over plain transformers and peft. It fails as real servers do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from support.servers import serving
+from transformers import AutoModelForCausalLM
+
+
+class VllmServer(ThreadingHTTPServer):
+    """`faults`: what goes wrong, by name:
+
+    no_lora     the server was started without --enable-lora
+    base        the adapter is loaded and not used (ms-swift#9855)
+    forgets     the server starts again after half of the first answers, without its adapter
+    drops       every third request for an answer ends without one, once
+    nulls       log-probabilities are null (trl#6868)
+    hot         log-probabilities are before the temperature (trl#4159)
+    other       the answer says that another adapter wrote it
+    """
+
+    daemon_threads = True
+
+    def __init__(self, model: Path, longest: int = 4096, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.base.generation_config.eos_token_id = None
+        self.model: Any = None
+        self.loaded: list[str] = []
+        self.history: list[tuple[str, str]] = []
+        """(call, adapter), in order."""
+        self.asked: list[dict[str, Any]] = []
+        self.longest, self.faults, self.lock = longest, set(faults), threading.Lock()
+        self.over = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+    def load(self, name: str, folder: str) -> tuple[int, Any]:
+        if "no_lora" in self.faults:
+            return 404, {"detail": "Not Found"}
+        if name in self.loaded:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        if not Path(folder, "adapter_config.json").exists():
+            return 404, {"error": {"message": f"No adapter found for {folder}"}}
+        if self.model is None:
+            self.model = PeftModel.from_pretrained(self.base, folder, adapter_name=name).eval()
+        else:
+            self.model.load_adapter(folder, adapter_name=name)
+        self.loaded.append(name)
+        return 200, "Success"
+
+    def complete(self, given: dict[str, Any]) -> tuple[int, Any]:
+        self.asked.append(given)
+        if "forgets" in self.faults and len(self.asked) == 5:
+            self.faults.remove("forgets")
+            self.loaded.clear()
+            self.model.delete_adapter(given["model"])
+            self.model = None
+            self.base = AutoModelForCausalLM.from_pretrained(self.base.name_or_path, dtype=torch.float32)
+        if given["model"] not in self.loaded:
+            return 404, {"error": {"message": f"The model `{given['model']}` does not exist."}}
+        self.model.set_adapter(given["model"])
+        torch.manual_seed(given["seed"] % 2**31)
+        ids, log_probs = list(given["prompt"]), []
+        with torch.no_grad():
+            for _ in range(given["max_tokens"]):
+                if "base" in self.faults:
+                    with self.model.disable_adapter():
+                        logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
+                else:
+                    logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
+                scaled = (logits / given["temperature"]).log_softmax(-1)
+                token = int(torch.multinomial(scaled.exp(), 1))
+                kept = logits.log_softmax(-1) if "hot" in self.faults else scaled
+                ids.append(token)
+                log_probs.append(None if "nulls" in self.faults else float(kept[token]))
+                if token in given["stop_token_ids"]:
+                    break
+        written = ids[len(given["prompt"]) :]
+        choice = {
+            "token_ids": written,
+            "prompt_token_ids": given["prompt"],
+            "logprobs": {"token_logprobs": log_probs},
+            "finish_reason": "stop" if written[-1] in given["stop_token_ids"] else "length",
+        }
+        return 200, {"model": "base" if "other" in self.faults else given["model"], "choices": [choice]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: VllmServer
+
+    def do_GET(self) -> None:
+        models = [{"id": "tiny", "max_model_len": self.server.longest}]
+        self._answer(200, {"/v1/models": {"data": models}, "/version": {"version": "0.0.1"}}.get(self.path, ""))
+
+    def do_POST(self) -> None:
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.history.append((self.path.rpartition("/")[2], given.get("lora_name") or given.get("model")))
+            if self.path == "/v1/load_lora_adapter":
+                self._answer(*server.load(given["lora_name"], given["lora_path"]))
+            elif self.path == "/v1/unload_lora_adapter":
+                server.loaded.remove(given["lora_name"])
+                self._answer(200, "Success")
+            elif "drops" in server.faults and len(server.asked) == 3:
+                server.faults.remove("drops")
+                self.connection.close()
+            else:
+                self._answer(*server.complete(given))
+
+    def _answer(self, status: int, content: Any) -> None:
+        body = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def vllm_server(model: Path, **options: Any) -> Iterator[VllmServer]:
+    with serving(VllmServer(model, **options)) as server:
+        yield server

@@ -1,0 +1,105 @@
+"""Answers of vLLM over HTTP: adapters by version, and everything that a server can do wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.rows import write_jsonl
+from support.runs import history
+from support.vllm_server import vllm_server
+
+from fxtune.cli.main import main
+from fxtune.training.rollouts import vllm
+
+TINY = Path(__file__).parents[3] / "fxtune" / "assets" / "tiny"
+WORDS = [
+    *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.sources=[{path: rows.jsonl}]"),
+    *("objective.rewards=[{name: regex, options: {pattern: o}}]", "data.cache_dir=cache", "sampler.temperature=1.3"),
+    *("sampler.max_tokens=8", "sampler.answers=3", "data.sequence_length=64", "run.dir=run"),
+    *("train.micro_batch_size=1", "train.global_batch_size=2", "train.max_steps=3", "optimizer.lr=1e-2"),
+    *("run.device=cpu", "run.report=false", "tracking.display=plain"),
+]
+
+
+@pytest.fixture(autouse=True)
+def rows(cwd, monkeypatch):
+    monkeypatch.setattr(vllm, "WAIT_SECONDS", 0.01)
+    write_jsonl(Path("rows.jsonl"), [{"prompt": f"Tell me about {thing}."} for thing in ("lamps", "tents", "Rome")])
+
+
+def test_each_step_is_sampled_by_its_own_adapter_and_the_old_one_goes(cwd):
+    with vllm_server(TINY) as server:
+        assert main([*WORDS, f"sampler.url={server.url}"]) == 0
+        assert len(server.loaded) == 1
+    loads = [name for call, name in server.history if call == "load_lora_adapter"]
+    assert len(set(loads)) == len(loads) == 3
+    assert [name for call, name in server.history if call == "unload_lora_adapter"] == loads[:2]
+    assert [name for call, name in server.history if call == "completions"] == [
+        name for name in loads for _ in range(6)
+    ]
+    assert [folder.name for folder in Path("run/rollouts/adapters").iterdir()] != []
+    for line in history(Path("run"))[:3]:
+        assert line["rollout/gap"] < 1e-4, "answers of other weights would have other log-probabilities"
+    about = json.loads(Path("run/rollouts/step-00000002/step.json").read_text())
+    assert about["sampler"] == "vLLM 0.0.1"
+    assert len({asked["seed"] for asked in server.asked}) == 18
+    answers = [json.loads(line) for line in Path("run/rollouts/step-00000001/answers.jsonl").read_text().splitlines()]
+    assert all(answer["finished"] == (len(answer["ids"]) < 8 or answer["ids"][-1] == 2) for answer in answers)
+
+
+@pytest.mark.parametrize("fault", ["forgets", "drops"])
+def test_a_server_that_starts_again_or_drops_a_request_is_asked_again(cwd, fault):
+    with vllm_server(TINY, faults=(fault,)) as server:
+        assert main([*WORDS, f"sampler.url={server.url}", "train.max_steps=2"]) == 0
+        assert not server.faults
+    assert all(line["rollout/gap"] < 1e-4 for line in history(Path("run"))[:2])
+
+
+@pytest.mark.parametrize(
+    ("fault", "parts"),
+    [
+        ("no_lora", ("--enable-lora", "--max-lora-rank 16")),
+        ("base", ("objective.max_gap", "Step 2")),
+        ("hot", ("objective.max_gap", "Step 1")),
+        ("nulls", ("--logprobs-mode processed_logprobs",)),
+        ("other", ("not of the trained weights",)),
+    ],
+)
+def test_a_server_that_does_not_serve_the_trained_weights_ends_the_run(cwd, capfd, fault, parts):
+    with vllm_server(TINY, faults=(fault,)) as server:
+        assert main([*WORDS, f"sampler.url={server.url}", "objective.max_gap=0.01"]) != 0
+    said = capfd.readouterr().err
+    assert all(part in said for part in parts), said
+    assert len(said.strip().splitlines()) < 4
+
+
+def test_a_server_that_is_gone_or_too_short_or_no_vllm_is_refused_before_the_first_step(cwd, capfd):
+    assert main([*WORDS, "sampler.url=http://127.0.0.1:1"]) == 2
+    assert "http://127.0.0.1:1" in capfd.readouterr().err
+    with vllm_server(TINY, longest=32) as server:
+        assert main([*WORDS, f"sampler.url={server.url}"]) == 2
+    assert "--max-model-len 64" in capfd.readouterr().err
+    for words in (["sampler=vllm"], ["sampler=vllm", "sampler.venv=nowhere"]):
+        assert main([*WORDS, *words]) == 2
+        assert "sampler.venv" in capfd.readouterr().err
+
+
+def test_what_vllm_cannot_serve_is_refused(cwd, capfd):
+    with vllm_server(TINY) as server:
+        words = [*WORDS, f"sampler.url={server.url}"]
+        assert main([*words, "techniques.lora.enabled=false"]) == 2
+        assert "sampler.name=model" in capfd.readouterr().err
+        assert main([*words, "techniques.lora.dora=true"]) == 2
+        assert "DoRA" in capfd.readouterr().err
+
+
+def test_a_server_that_dies_ends_the_run_with_one_message(cwd, capfd, monkeypatch):
+    with vllm_server(TINY) as server:
+        url = server.url
+        monkeypatch.setattr(type(server), "complete", lambda self, given: (500, {"error": {"message": "no memory"}}))
+        assert main([*WORDS, f"sampler.url={url}"]) != 0
+    said = capfd.readouterr().err
+    assert "no memory" in said
+    assert url in said

@@ -62,6 +62,15 @@ def _has_rollouts(config: Config) -> bool:
     return config.objective.needs.rollouts
 
 
+def _has_vllm(config: Config) -> bool:
+    return _has_rollouts(config) and config.sampler.is_vllm
+
+
+def _samples_itself(config: Config) -> bool:
+    return _has_rollouts(config) and not config.sampler.is_vllm
+
+
+_VLLM_OPTIONS = ("venv", "arguments", "request_seconds", "request_seeds")
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
@@ -73,13 +82,13 @@ NEEDS = (
     KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
     KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
-    *(KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts) for entry in fields(SamplerConfig)),
-    *(KeyNeed(f"sampler.{option}", "sampler.name=vllm") for option in ("venv", "arguments")),
     *(
-        KeyNeed(f"sampler.{option}", "sampler.name=vllm or sampler.url")
-        for option in ("request_seconds", "request_seeds")
+        KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)
+        for entry in fields(SamplerConfig)
+        if entry.name not in (*_VLLM_OPTIONS, "batch")
     ),
-    KeyNeed("sampler.batch", "sampler.name=model", lambda config: not config.sampler.is_vllm),
+    *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
+    KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),

@@ -102,7 +102,7 @@ class SamplerConfig:
     """Further arguments of `vllm serve`: [--gpu-memory-utilization, "0.4"]."""
     answers: int = field(default=8, metadata={"min": 1})
     """Answers to each prompt."""
-    max_tokens: int = field(default=512, metadata={"min": 1})
+    max_tokens: int = field(default=256, metadata={"min": 1})
     """The number of tokens after which an answer is cut off."""
     temperature: float = field(default=1.0, metadata={"above": 0})
     """Divides the logits, in sampling and in the loss. Above 1, answers differ more."""
@@ -370,11 +370,6 @@ class Config:
             yield (
                 f"`sampler.max_tokens={sampler.max_tokens}` leaves no room for a prompt in a row of "
                 f"`data.sequence_length={data.sequence_length}`: raise data.sequence_length"
-            )
-        if data.holds_out:
-            yield (
-                "`data.eval_fraction` and `data.eval_sources` hold rows out for a loss, and rollouts have none there: "
-                "set data.questions.path, whose answers are scored before and after training"
             )
         if sampler.answers == 1 and getattr(self.objective, "rewards", None):
             yield "`sampler.answers=1`: rewards compare the answers to a prompt: set it to 2 or more"

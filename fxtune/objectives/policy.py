@@ -107,7 +107,7 @@ class OnBadReward(str, Enum):
 class RewardConfig:
     name: str = "???"
     """A reward of fxtune (`fxtune help objective.rewards`), or of a plugin (docs/rl.md)."""
-    weight: float = 1.0
+    weight: float = field(default=1.0, metadata={"min": -1e6, "max": 1e6})
     """The factor of this reward in the sum of all rewards."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the reward: {column: solution}."""
@@ -125,6 +125,7 @@ class Policy(WithTeacher):
         "gap": "mean distance of the two models' log-probabilities of a sampled token, in nats",
         "clipped": "share of tokens whose ratio is outside of the bounds and whose gradient is 0, or cut",
     }
+    compared: ClassVar[tuple[str, ...]] = ("reward",)
     rewards: list[RewardConfig] = field(default_factory=list)
     """What an answer is worth: the weighted sum of these rewards."""
     on_bad_reward: OnBadReward = OnBadReward.error

@@ -47,6 +47,7 @@ from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
 from fxtune.training.rollouts.collector import Collector
+from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.sampler import ModelSampler, Sampler
@@ -167,8 +168,11 @@ class Trainer:
         )
         planned = Schedule.of(config.schedule, self.peak_rate, plan.steps)
         schedule = schedule_of_run(self.run_state, planned, plan, recipe)
-        self.held_out: HeldOutEvaluation | None = None
-        if self.data.evaluation:
+        self.collector = self._collector(plan) if isinstance(plan, RolloutPlan) else None
+        self.held_out: HeldOutEvaluation | RewardEvaluation | None = None
+        if self.data.evaluation and self.collector:
+            self.held_out = RewardEvaluation(self.data.evaluation, self.collector)
+        elif self.data.evaluation:
             self.held_out = builder.held_out(self.data.evaluation, self.language_model, self.objective)
         self.tracker: tracker.Tracker = tracker.NoTracker()
         if self.world.main:
@@ -179,7 +183,6 @@ class Trainer:
         # run.
         self.state.wandb_id = self.tracker.wandb_id or self.state.wandb_id
         self.log = RunLog(folder, screen, self.tracker, self.state, STARTUP, compile)
-        self.collector = self._collector(plan) if isinstance(plan, RolloutPlan) else None
         self.steps = Steps(
             builder, self.run_state, self.rows_per_pass, self.end, self.tracker, plan, schedule, self.collector
         )
@@ -484,7 +487,7 @@ class Trainer:
         self.log.compiled("evaluation")
         return self.end.evaluated(figures, self.steps.schedule)
 
-    def _judge_before(self, held_out: HeldOutEvaluation) -> None:
+    def _judge_before(self, held_out: HeldOutEvaluation | RewardEvaluation) -> None:
         """Evaluate on the held-out data before training, and log the figures as before/accuracy and so on."""
         self.world.heartbeat.doing("evaluating")
         with self.clock.timed("questions"), interruptible(self.world):

@@ -14,7 +14,7 @@ REFUSED = [
     (["schedule.name=constant", "schedule.min_lr_ratio=0.1"], "schedule.min_lr_ratio=0.1", "cosine|linear|wsd"),
     (["data.mix.threshold=100"], "data.mix.threshold=100", "data.mix.long_share"),
     (["data.dedup=exact", "data.dedup_similarity=0.5"], "data.dedup_similarity=0.5", "data.dedup=near"),
-    (["data.share_prompts=true"], "data.share_prompts=true", "an objective over pairs"),
+    (["data.share_prompts=true"], "data.share_prompts=true", "an objective over answers to a prompt"),
     (["data.questions.path=null", "data.on_overlap=drop"], "data.on_overlap=drop", "data.eval_sources"),
     (["train.eval_share=0.1"], "train.eval_share=0.1", "train.eval_every or train.stop.patience"),
     (["train.stop.min_delta=0.1"], "train.stop.min_delta=0.1", "train.stop.patience"),
@@ -22,6 +22,23 @@ REFUSED = [
     (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
     (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
     (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
+    *(
+        ([f"sampler.{key}={value}"], f"sampler.{key}={value}", "objective=policy")
+        for key, value in (
+            ("name", "vllm"),
+            ("url", "http://host"),
+            ("venv", "folder"),
+            ("arguments", "[a]"),
+            ("answers", "3"),
+            ("max_tokens", "3"),
+            ("temperature", "0.5"),
+            ("batch", "3"),
+            ("request_seconds", "3.0"),
+            ("request_seeds", "false"),
+            ("reward_seconds", "3.0"),
+            ("reward_workers", "3"),
+        )
+    ),
     (["loader.num_workers=0", "loader.prefetch_factor=2"], "loader.prefetch_factor=2", "loader.num_workers"),
 ]
 WARNED = [

@@ -324,7 +324,8 @@ def test_compiled_layers_without_a_graph_break(backend):
 @pytest.mark.parametrize("backend", ["flash4", "sdpa", "cudnn"])
 def test_answers_with_a_cache_and_padding_on_the_left(backend):
     """A kernel for packed documents does not support these calls. All backends use the same fallback."""
-    from fxtune.training.answers import Question, _greedy
+    from fxtune.training.answers import Question
+    from fxtune.training.generation import _write
 
     given = batch("llama", (900,), packed=False)
     prompts = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6]]
@@ -334,7 +335,7 @@ def test_answers_with_a_cache_and_padding_on_the_left(backend):
         model, *_ = build(using(name), "llama", given, dtype="float32" if name == "eager" else "bfloat16")
         model = model.float().eval()
         with torch.no_grad():
-            written.append(_greedy(model, {2}, 0, 6, questions))
+            written.append(_write(model, {2}, 0, 6, questions, lambda logits: logits.argmax(-1), None).tolist())
     assert written[0] == written[1]
 
 

@@ -209,7 +209,8 @@ def test_long_answers_are_punished_softly():
     ("words", "key"),
     [
         (["objective.rewards=[]"], "objective.rewards"),
-        (["data.eval_fraction=0.1"], "data.eval_fraction"),
+        (["sampler.answers=1"], "sampler.answers"),
+        (["loader.num_workers=2"], "loader.num_workers"),
         (["sampler.max_tokens=96"], "sampler.max_tokens"),
         (["train.batch_ramp=[[0.5, 8]]"], "train.batch_ramp"),
         (["parallel.average_every=2"], "parallel.average_every"),

@@ -103,6 +103,11 @@ PAIRS = "objective.name=dpo data.sources=[{path: pairs.jsonl}] data.eval_fractio
 JUDGED = PAIRS.replace("dpo", "kto").replace("pairs.jsonl", "judged.jsonl")
 DISTILLS = "objective.name=distillation objective.teacher=builtin:tiny"
 LABELLED = PAIRS.replace("dpo", "classification").replace("pairs", "labelled")
+REWARD = "{name: regex, options: {pattern: 'an|er|on'}}"
+POLICY = (
+    f"objective.name=policy objective.rewards=[{REWARD}] data.sources=[{{path: prompts.jsonl}}] data.eval_fraction=0 "
+    "sampler.max_tokens=8 sampler.answers=4 train.max_steps=2 train.global_batch_size=4"
+)
 TRIPLETS = PAIRS.replace("dpo", "embedding").replace("pairs", "triplets") + " train.global_batch_size=8"
 """Four queries a step: a query that is alone has no candidate but its positive."""
 PLUGIN = """
@@ -253,6 +258,37 @@ CASES: dict[str, Case] = {
     "objective.false_negative_margin": Case(step, "0.0", TRIPLETS),
     "objective.matryoshka": Case(step, "[4]", TRIPLETS),
     "objective.instruction": Case(batches, "Find", TRIPLETS),
+    "objective.rewards.0.name": Case(
+        trained, "length", POLICY.replace(", options: {pattern: 'an|er|on'}", "").replace("regex", "number")
+    ),
+    "objective.rewards.0.weight": Case(trained, "2.0", POLICY),
+    "objective.rewards.0.options": Case(trained, "{pattern: s}", POLICY),
+    "objective.on_bad_reward": Case(batches, "later", POLICY, refused="on_bad_reward"),
+    "objective.teacher_weight": Case(trained, "0.5", f"{POLICY} objective.teacher=base"),
+    "objective.advantage": Case(trained, "std", POLICY),
+    "objective.surrogate": Case(trained, "weighted", f"{POLICY} sampler.temperature=0.8"),
+    "objective.ratio": Case(trained, "sequence", f"{POLICY} objective.clip_high=0.0"),
+    "objective.clip_low": Case(trained, "0.0", POLICY),
+    "objective.clip_high": Case(batches, "high", POLICY, refused="clip_high"),
+    "objective.correction": Case(trained, "none", POLICY),
+    "objective.correction_limit": Case(trained, "1.0", f"{POLICY} objective.correction=mask"),
+    "objective.reduction": Case(batches, "words", POLICY, refused="reduction"),
+    "objective.overlong": Case(trained, "4", POLICY),
+    "objective.keep_truncated": Case(trained, "false", POLICY),
+    "objective.max_gap": Case(batches, "0.0", POLICY, refused="max_gap"),  # tests/training/rollouts/test_vllm.py
+    "objective.patience": Case(trained, "1", POLICY.replace("'an|er|on'", "'~~~~'"), refused="For 1 steps"),
+    "sampler.name": Case(trained, "vllm", POLICY, refused="sampler.venv"),
+    "sampler.url": Case(trained, "http://127.0.0.1:1", POLICY, refused="no vLLM server"),
+    "sampler.venv": Case(trained, "nowhere", f"{POLICY} sampler.name=vllm", refused="nowhere"),
+    "sampler.arguments": Case(batches, "[a]", POLICY, refused="is not read"),
+    "sampler.answers": Case(trained, "2", POLICY),
+    "sampler.max_tokens": Case(trained, "4", POLICY),
+    "sampler.temperature": Case(trained, "0.5", POLICY),
+    "sampler.batch": Case(trained, "2", POLICY),
+    "sampler.request_seconds": Case(batches, "3.0", POLICY, refused="is not read"),
+    "sampler.request_seeds": Case(batches, "false", POLICY, refused="is not read"),
+    "sampler.reward_seconds": Case(trained, "1e-9", POLICY, refused="reward_seconds"),
+    "sampler.reward_workers": Case(batches, "0", POLICY, refused="reward_workers"),
     "objective.center": Case(step, "1.0", PAIRS.replace("dpo", "reward")),
     "objective.margin": Case(step, "true", PAIRS.replace("dpo", "reward")),
     "optimizer.name": Case(step, "sgd"),
@@ -444,6 +480,7 @@ def write_files(place: Path) -> None:
     triplets = [{"query": f"Where is {number}?", "positive": f"{number} is here."} for number in range(40)]
     (place / "triplets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    jsonl("prompts.jsonl", [{"prompt": f"Row {number}?", "answer": number} for number in range(40)])
     jsonl("titled.jsonl", [{"text": f"text {row}", "title": f"title {row}"} for row in range(40)])
     jsonl("noted.jsonl", [{**json.loads(chat), "note": "a note"} for chat in held])
     jsonl("doubled.jsonl", [*map(json.loads, chats), *map(json.loads, chats)])
@@ -579,7 +616,8 @@ def one_of(key: str, number: float | str) -> str:
 
 def test_numbers_beyond_every_range_are_refused_in_one_message():
     for key, slot in NUMBERS.items():
-        for number in [-1, 2**63, 10**30] if slot.kind is int else [-1.0, 1e308, math.nan, math.inf]:
+        below = min(2 * slot.limits.get("min", 0), -1.0)
+        for number in [-1, 2**63, 10**30] if slot.kind is int else [below, 1e308, math.nan, math.inf]:
             validator = Validator(Config, lambda _: "on the command line")
             validator.check(slot, number, tuple(key.split(".")))
             (message,) = validator.problems
@@ -592,7 +630,10 @@ def test_the_ends_of_every_range_are_refused_or_act_in_time(key):
     """The lowest and the highest number either builds (a run that is longer than a test is not started), or ends in a
     message of fxtune's."""
     slot, case = NUMBERS[key], CASES[key]
-    built = {trained: step, exhausted: step, evaluated_slowly: step, launched: batches}.get(case.observe, case.observe)
+    trains = batches if "name=policy" in case.beside else step  # rollouts exist only in a run
+    built = {trained: trains, exhausted: step, evaluated_slowly: step, launched: batches}.get(
+        case.observe, case.observe
+    )
     for number in {*([lowest(slot)] if slot.kind is float else []), highest(slot)}:
         observe(replace(case, observe=built), f"{beside(key, case)} {one_of(key, number)}")
 

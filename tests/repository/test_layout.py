@@ -63,7 +63,12 @@ ELSEWHERE = {
     "data/images/placeholders.py": "tests/data/chat/test_images.py",
     "facts/execution.py": "plain data; estimate/test_memory.py",
     "objectives/base.py": "a protocol",
-    "objectives/teacher.py": "test_distillation.py, by whole runs",
+    "training/generation.py": "test_answers.py, with the answers to questions",
+    **dict.fromkeys(
+        [f"training/rollouts/{name}.py" for name in ("evaluation", "folder", "plan")],
+        "training/rollouts/test_collector.py, by the command",
+    ),
+    "training/rollouts/reward_functions.py": "test_scoring.py, with the workers that call them",
     "objectives/registry.py": "test_plugins.py, with the other registries",
     "techniques/assemble.py": "test_pipeline.py, with the order of the techniques",
     "techniques/base.py": "a contract; its implementations are tested",

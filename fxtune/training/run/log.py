@@ -133,7 +133,8 @@ def conclusion(
                 for side in sides
             )
         )
-        yield f"Held-out loss at the last evaluation: {loss:.4f}"
+        if not objective.needs.rollouts:
+            yield f"Held-out loss at the last evaluation: {loss:.4f}"
     elif not config.data.holds_out and config.data.questions.path is None:
         yield "Nothing is held out, so no figure shows what the model learned: data.eval_fraction=0.05 holds rows out"
     summary = data.training.summary()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.rows import write_jsonl
 from support.runs import history
-from support.vllm_server import vllm_server
+from support.vllm_server import real_vllm, vllm_server
 
 from fxtune.cli.main import main
 from fxtune.training.rollouts import vllm
@@ -103,3 +103,17 @@ def test_a_server_that_dies_ends_the_run_with_one_message(cwd, capfd, monkeypatc
     said = capfd.readouterr().err
     assert "no memory" in said
     assert url in said
+
+
+@pytest.mark.slow
+def test_the_real_engine_serves_each_adapter_with_its_log_probabilities(cwd, monkeypatch):
+    """vLLM in a process of the run, on a CPU, where it takes no seeds."""
+    for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    own = ["sampler=vllm", f"sampler.venv={real_vllm()}", "sampler.request_seeds=false"]
+    assert main([*WORDS, *own, "sampler.arguments=[--enforce-eager]"]) == 0
+    lines = history(Path("run"))[:3]
+    assert all(line["rollout/gap"] < 1e-4 for line in lines), "each step has the adapter of its own weights"
+    assert len({json.loads(file.read_text())["weights"] for file in Path("run/rollouts").glob("*/step.json")}) == 3
+    assert json.loads(Path("run/rollouts/step-00000001/step.json").read_text())["sampler"].startswith("vLLM 0.32")

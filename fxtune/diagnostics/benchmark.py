@@ -123,7 +123,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     assert steps >= 1
     STARTUP.begin_run()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
-    plan = builder.read()[1].training
+    plan = builder.trial_data()[1].training
     model, _ = builder.proven_model()
     train_step = builder.train_step(model, builder.config.objective)
     model.model.train()

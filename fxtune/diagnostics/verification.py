@@ -75,7 +75,7 @@ def verify(config: Config, loss: bool = False, each: bool = False) -> Verificati
     config = replace(config, data=replace(config.data, length_schedule=[]))  # all steps have the longest rows
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
-        _, data = builder.read()
+        _, data = builder.trial_data()
         for note in [*config.techniques.ignored_options(), *builder.notes]:
             say(note)
         if builder.facts.in_backward:

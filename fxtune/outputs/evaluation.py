@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.config import compose
-from fxtune.config.root import Config
+from fxtune.config.root import Config, SamplerName
 from fxtune.data.batches.build import prepare_evaluation
+from fxtune.data.batches.plan import Plan
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
+from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.checkpoint_model import load_checkpoint
 from fxtune.outputs.run_output import OutputKind, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
@@ -24,7 +27,12 @@ from fxtune.techniques.lora.trained_tokens import ids_of_adapter
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
 from fxtune.training.builder import RunBuilder
+from fxtune.training.data.run_data import rows_to_read
+from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.rollouts.collector import make_collector
+from fxtune.training.rollouts.evaluation import RewardEvaluation
+from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,15 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     )
     rows, accept = config.train.micro_batch_size, config.objective.accept
     images = image_processor(config.model, data, tokenizer, builder.settled.hf_config, builder.facts.dtype)
-    prepare = partial(prepare_evaluation, data, tokenizer, rows, progress=world.main, accept=accept, images=images)
+    prepare = partial(
+        prepare_evaluation,
+        rows_to_read(builder.config),
+        tokenizer,
+        rows,
+        progress=world.main,
+        accept=accept,
+        images=images,
+    )
     plan = world.main_first(prepare, "waiting for rank 0 to tokenize")
     questions = []
     if data.questions.path and world.main:
@@ -121,7 +137,7 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
     figures: dict[str, Any] = {}
     if plan is not None:
-        with closing(builder.held_out(plan, language_model, builder.config.objective)) as held_out:
+        with closing(_held_out(builder, plan, language_model, tokenizer, sizes, images)) as held_out:
             figures.update(held_out.figures(sizes, config.train.micro_batch_size))
     limits: Any = dict(max_new_tokens=data.questions.max_new_tokens, batch_sizes=sizes)
     answers = answer(language_model.prepared, tokenizer, questions, **limits, images=images)
@@ -138,6 +154,23 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
         builder.facts.dtype,
         data.questions.show,
     )
+
+
+def _held_out(
+    builder: RunBuilder,
+    plan: Plan,
+    model: LanguageModel,
+    tokenizer: Any,
+    sizes: RowsPerPass,
+    images: ImageProcessor | None,
+) -> HeldOutEvaluation | RewardEvaluation:
+    config, precision = builder.config, builder.techniques.precision
+    if not config.objective.needs.rollouts:
+        return builder.held_out(plan, model, config.objective)
+    own = replace(config, sampler=replace(config.sampler, name=SamplerName.model, url=None))
+    rollouts = Rollouts(Path(ROLLOUTS))  # an evaluation writes none
+    made = make_collector(own, model, tokenizer, rollouts, precision, builder.world, sizes, images, console.say)
+    return RewardEvaluation(plan, made)
 
 
 def _trained_techniques(config: Config) -> Pipeline:

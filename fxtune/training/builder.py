@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,6 +72,7 @@ from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, Teach
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.rollouts.made_up import made_up_plan
 from fxtune.training.step import TrainStep
 
 CHANGE_NUMBERS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
@@ -182,6 +184,15 @@ class RunBuilder:
         self.stage = self.stage.decided(notes)
         self.inform(data.training.tables)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
+        return tokenizer, data
+
+    def trial_data(self) -> tuple[Any, PreparedData]:
+        """read(), for commands that take steps without a run. Rollouts have made-up answers there."""
+        tokenizer, data = self.read()
+        if self.config.objective.needs.rollouts:
+            self._trial_folder = tempfile.TemporaryDirectory(prefix="fxtune-")  # removed with this builder
+            plan = made_up_plan(self.config, data.training, Path(self._trial_folder.name))
+            data = replace(data, training=plan)
         return tokenizer, data
 
     def inform(self, tables: Sequence[TokenTable]) -> None:

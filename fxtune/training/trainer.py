@@ -21,7 +21,6 @@ from fxtune.data.tokenized.ends import learned_ends, template_ends
 from fxtune.distributed.heartbeat import EXPORTING, SAVING
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, Stopped, StorageError, UserError
-from fxtune.models.end_tokens import end_tokens
 from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import Schedule
@@ -46,12 +45,11 @@ from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
-from fxtune.training.rollouts.collector import Collector
+from fxtune.training.rollouts.collector import Collector, make_collector
 from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.sampler import ModelSampler, Sampler
-from fxtune.training.rollouts.vllm import VllmSampler, require_ready
+from fxtune.training.rollouts.vllm import require_ready
 from fxtune.training.run.about import describe_run, prompts_are_texts
 from fxtune.training.run.end import Decision, RunEnd
 from fxtune.training.run.export import export, write_report
@@ -199,31 +197,16 @@ class Trainer:
 
     def _collector(self, plan: RolloutPlan) -> Collector:
         """The collector of the rollouts, with its sampler."""
-        builder, prepared = self.builder, self.language_model.prepared
-        ends = {*self.ends, *end_tokens(prepared.module.generation_config), self.tokenizer.eos_token_id} - {None}
-        sampler: Sampler
-        if self.config.sampler.is_vllm:
-            rank = builder.techniques.lora.r
-            sampler = VllmSampler(prepared, builder.config, self.world, ends, plan.rollouts.folder, rank)
-        else:
-            sampler = ModelSampler(
-                prepared,
-                self.config.sampler,
-                builder.techniques.precision,
-                self.world,
-                self.rows_per_pass,
-                ends,
-                self.tokenizer.pad_token_id or 0,
-                self.data.images,
-            )
-        collector = Collector(
+        builder = self.builder
+        collector = make_collector(
             builder.config,
             self.language_model,
-            sampler,
+            self.tokenizer,
             plan.rollouts,
             builder.techniques.precision,
             self.world,
-            self.tokenizer,
+            self.rows_per_pass,
+            self.data.images,
             self.screen.note,
         )
         if self.questions:

@@ -51,7 +51,7 @@ FOLDERS = {
     "data": "formats read images chat tokenized batches",
     "models": "kinds",
     "system": "machine terminal process files",
-    "training": "monitors data forecast rollouts run",
+    "training": "monitors data rollouts forecast run",
     "techniques": "attention experts lora quantize liger checkpointing compile",
 }
 """Package -> its folders, lowest first: a folder imports only folders before it."""

@@ -19,7 +19,6 @@ from peft import PeftModel
 from support.servers import serving
 from transformers import AutoModelForCausalLM
 
-
 VLLM = "0.32.0"
 
 

@@ -51,12 +51,8 @@ def run_data(
             accepted = False
         return tables, held_out
 
-    rows = objective.data_config(config.data)
-    if objective.needs.rollouts:  # the rows are prompts, each with room for an answer
-        room = config.data.sequence_length - config.sampler.max_tokens
-        rows = replace(rows, sequence_length=room, packing=False, buckets=[], share_prompts=False)
     data = prepare_data(
-        rows,
+        rows_to_read(config),
         tokenizer,
         images=images,
         micro_batch_size=train.micro_batch_size,
@@ -73,6 +69,15 @@ def run_data(
             raise ConfigError(reason)
         refused(reason)
     return data
+
+
+def rows_to_read(config: Config) -> DataConfig:
+    """`config.data` for the rows of the sources. With rollouts these are prompts, each with room for an answer."""
+    rows = config.objective.data_config(config.data)
+    if not config.objective.needs.rollouts:
+        return rows
+    room = config.data.sequence_length - config.sampler.max_tokens
+    return replace(rows, sequence_length=room, packing=False, buckets=[], share_prompts=False)
 
 
 def held_out_note(evaluation: Plan) -> str:

@@ -49,6 +49,7 @@ from fxtune.training.data.run_data import run_data
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import Change, MemoryPhase
 from fxtune.training.forecast.step_count import few_steps
+from fxtune.training.rollouts.made_up import made_up_plan
 
 WHOLE_BYTES = 16 << 20
 """If all files together are no larger, they are tokenized whole."""
@@ -62,6 +63,10 @@ SHORT = 10.0
 IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024
 """Assumptions without data: the share of image tokens in all tokens, and the tokens of an image if its size decides
 them."""
+WITHOUT_SAMPLING = (
+    "answers are assumed to have from 1 to sampler.max_tokens tokens; the time to sample and score them is not in the "
+    "forecast"
+)
 FORWARD = 0.35
 """The time of a forward pass, as a share of the time of a training step without recomputation."""
 
@@ -230,7 +235,7 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
     return RunForecast(
         stage.techniques,
         facts,
-        list(stage.notes),
+        [*stage.notes, *[WITHOUT_SAMPLING] * stage.config.objective.needs.rollouts],
         stage.techniques.memory_need(facts),
         step,
         row_tokens * used * (lengths.whole if lengths else 1.0),
@@ -332,6 +337,10 @@ def count_tokens(config: Config) -> Lengths | str:
         data = replace(data, length_schedule=[]) if sampled else data
         counted = replace(config, data=data)
         prepared = run_data(counted, tokenizer, images_here, complete=not sampled, progress=False)
+    if config.objective.needs.rollouts:
+        with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
+            made_up = made_up_plan(config, prepared.training, Path(folder))
+            prepared = replace(prepared, training=made_up)
     summary, plan = prepared.training.summary(), prepared.training
     held_out = prepared.evaluation.summary()["computed_tokens"] if prepared.evaluation else 0
     images, fullest = _epoch_images(_encoder_shape(config), plan)

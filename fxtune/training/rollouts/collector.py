@@ -19,21 +19,26 @@ from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import SourceConfig
+from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read.row import Row
+from fxtune.data.tokenized.ends import template_ends
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
+from fxtune.models.end_tokens import end_tokens
 from fxtune.models.structure import without_dropout
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.policy import EQUAL, OnBadReward, Policy
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.techniques.precision import Precision
 from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.sampler import Request, Sampler, seed_of
+from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampler, seed_of
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores, check_options
+from fxtune.training.rollouts.vllm import VllmSampler
 from fxtune.training.visits import visit
 
 PROMPT = ("prompt", "messages", "conversations", "conversation")
@@ -94,7 +99,7 @@ class Collector:
     def _sample(self, plan: RolloutPlan, step: int, version: str) -> None:
         began, answers_each = time.perf_counter(), self.config.sampler.answers
         places = plan.prompts(step)
-        asked = [self._asked(plan, *place) for place in places]
+        asked = [Asked.of(plan.tables[source], document) for source, document in places]
         # The place in the step counts, because a step over the end of an epoch may have a prompt twice.
         groups, numbers = range(len(places)), range(answers_each)
         seeds = [seed_of(self.config.run.seed, step, group, number) for group in groups for number in numbers]
@@ -168,7 +173,7 @@ class Collector:
         shares = zip(data.sources, data.held_out_shares, strict=True)
         sources = [source for source, share in shares if share] + data.eval_sources
         places = [place for step in range(plan.steps) for place in plan.documents(step, 0)]
-        asked = [self._asked(plan, *place) for place in places]
+        asked = [Asked.of(plan.tables[source], document) for source, document in places]
         seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
         requests = [Request(each.prompt, seed, each.images) for each, seed in zip(asked, seeds, strict=True)]
         sampled = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
@@ -208,12 +213,6 @@ class Collector:
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _asked(self, plan: Plan, source: int, document: int) -> Asked:
-        table = plan.tables[source]
-        start, end = (int(at) for at in table.offsets[document : document + 2])
-        placed = tuple(table.placed_images(start, end - start))
-        return Asked(table.ids[start:end].tolist(), tuple(each.image for each in placed), placed)
 
     def _score(
         self, answers: Sequence[Answer], places: Sequence[tuple[int, int]], plan: RolloutPlan
@@ -355,3 +354,28 @@ def _group(row: Row, answers: Sequence[Answer]) -> Group:
     completions = [answer.text if is_text else [{"role": "assistant", "content": answer.text}] for answer in answers]
     columns = {key: value for key, value in values.items() if key not in PROMPT}
     return Group(row.where, prompt, completions, [answer.ids for answer in answers], columns)
+
+
+def make_collector(
+    config: Config,
+    model: LanguageModel,
+    tokenizer: Any,
+    rollouts: Rollouts,
+    precision: Precision,
+    world: World,
+    rows_per_pass: RowsPerPass,
+    images: ImageProcessor | None,
+    note: Callable[[str], None],
+) -> Collector:
+    """A collector with the sampler of the recipe, `config` with all rows decided. Raises HardwareError if vLLM does
+    not start."""
+    prepared = model.prepared
+    known = end_tokens(prepared.module.generation_config)
+    ends = {*template_ends(tokenizer, config.data), *known, tokenizer.eos_token_id} - {None}
+    sampler: Sampler
+    if config.sampler.is_vllm:
+        sampler = VllmSampler(prepared, config, world, ends, rollouts.folder, config.techniques.lora.r)
+    else:
+        pad = tokenizer.pad_token_id or 0
+        sampler = ModelSampler(prepared, config.sampler, precision, world, rows_per_pass, ends, pad, images)
+    return Collector(config, model, sampler, rollouts, precision, world, tokenizer, note)

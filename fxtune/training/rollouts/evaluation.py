@@ -20,7 +20,7 @@ class RewardEvaluation:
         return {f"eval/{name}": value for name, value in {"loss": -means["reward"], **means}.items()}
 
     def close(self) -> None:
-        """Nothing is open."""
+        self.collector.close()
 
     @property
     def max_row_length(self) -> int:

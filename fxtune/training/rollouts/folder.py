@@ -71,6 +71,13 @@ class Asked:
     images: tuple[Any, ...] = ()
     placed: tuple[PlacedImage, ...] = ()
 
+    @staticmethod
+    def of(table: TokenTable, document: int) -> Asked:
+        """The prompt that is a document of `table`."""
+        start, end = (int(at) for at in table.offsets[document : document + 2])
+        placed = tuple(table.placed_images(start, end - start))
+        return Asked(table.ids[start:end].tolist(), tuple(each.image for each in placed), placed)
+
 
 class Rollouts:
     """The steps in `folder`. `images`: the processor of a model that reads images."""

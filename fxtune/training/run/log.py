@@ -174,7 +174,10 @@ def introduction(config: Config, builder: RunBuilder, data: PreparedData) -> Ite
     yield from few_steps(config.train, summary["steps"], summary["rows"])
     alone = facts.device == "cpu" and builder.world.size == 1
     decided, passes = replace(facts, techniques=builder.techniques), builder.config.objective.forward_passes
-    if alone and (seconds := seconds_here(decided, data.training, passes)):
+    if config.objective.needs.rollouts:
+        count = config.train.global_batch_size * config.sampler.answers
+        yield f"{count:,} answers of at most {config.sampler.max_tokens:,} tokens in each step"
+    elif alone and (seconds := seconds_here(decided, data.training, passes)):
         duration = format_seconds(seconds)
         yield f"the steps take about {duration} if these cores stay as free as now (a product was timed)"
     yield from config.data.unasked()

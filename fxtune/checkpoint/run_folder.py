@@ -1,6 +1,7 @@
 """Finds, creates and locks the folder of a run, so that no run is overwritten and no two runs write to one folder.
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
+                rollouts/, if the run learns from its own answers
                 about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html
                 libraries.log, if a library warned of something
 
@@ -76,6 +77,10 @@ TEMPLATE_TIME = "template_time"
 """The key in about.json. Its value is the time that chat templates wrote into the tokens."""
 PICTURES = "question_images"
 """The folder with small copies of the images of the first questions: DIGEST.jpg, by the hash of an image's file."""
+ROLLOUTS = "rollouts"
+"""The folder with the answers of each step, in a run that learns from its own answers (training/rollouts)."""
+ROLLOUT_ANSWERS = "answers.jsonl"
+"""The answers of a step, in the step's folder."""
 REPORT = "report.html"
 """A page about the run (fxtune/reports/page.py)."""
 _FILES = (".json", ".jsonl", ".yaml")

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fxtune.checkpoint.run_folder import ROLLOUTS
 from fxtune.config import compose
 from fxtune.config.root import Config, SamplerName
 from fxtune.data.batches.build import prepare_evaluation
@@ -32,7 +33,7 @@ from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.rollouts.collector import make_collector
 from fxtune.training.rollouts.evaluation import RewardEvaluation
-from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
+from fxtune.training.rollouts.folder import Rollouts
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from fxtune.errors import StorageError
 from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
 from fxtune.reports.held_out import class_tables, measures
+from fxtune.reports.rollouts import COLUMNS, rollout_rows
 from fxtune.reports.run_difference import NAMES, flat
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION, RunFiles, as_written
 from fxtune.reports.time_shares import TimeShare, time_shares
@@ -61,14 +62,19 @@ CHARTS = (
     ("Exact match", "share of the questions", {"questions/exact_match": "exact match"}),
 )
 """(title, unit, the name of each metric) for each chart."""
-PREFERENCES = (
+OF_OBJECTIVES = (
     ("Reward accuracy", "share of the rows", _sides("reward_accuracy")),
     ("Reward margin", "of rewards", _sides("reward_margin")),
     ("Rewards", "", _both("reward")),
     ("Log-probabilities", "nats a token of the answer", _both("log_probs")),
     ("Length of answers", "tokens", _both("length")),
+    ("Reward", "mean over answers", {"rollout/reward": "sampled", "eval/reward": "held out"}),
+    ("Length of sampled answers", "tokens", {"rollout/length": "sampled", "eval/length": "held out"}),
+    ("Groups and answers", "share", {"rollout/equal_groups": "equal rewards", "rollout/truncated": "cut off"}),
+    ("Entropy", "nats a token", {"train/entropy": "entropy"}),
+    ("Gap of sampler and trainer", "nats a token", {"rollout/gap": "mean", "rollout/gap_p99": "99th percentile"}),
 )
-"""The charts in the same form that only runs with an objective of preferences have."""
+"""The charts in the same form that only runs with some objectives have."""
 
 
 @dataclass
@@ -116,6 +122,8 @@ class Page:
     lengths: list[tuple[str, list[tuple[str, int, float]]]]
     """(training source and names of runs, [(range of tokens, number of documents, share of the largest number)])."""
     answers: Table
+    rollouts: list[tuple[str, Table]]
+    """(title, answers of some steps) of each run that learns from its own answers."""
     environment: Table
     written: str
     version: str = __version__
@@ -169,6 +177,11 @@ def collect(runs: Sequence[RunFiles]) -> Page:
         evidence=_grouped(names, [run.evidence for run in runs]),
         lengths=_lengths(runs, names),
         answers=_answers(runs, names),
+        rollouts=[
+            (f"Answers that were learned from{f', {name}' * (len(runs) > 1)}", Table(COLUMNS, rows))
+            for run, name in zip(runs, names, strict=True)
+            if (rows := list(rollout_rows(run.folder)))
+        ],
         environment=_environment(runs, names),
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
@@ -283,7 +296,7 @@ def _charts(runs: Sequence[RunFiles], names: list[str]) -> tuple[list[Chart], li
     charts, missing = [], []
     recorded = {metric for run in runs for metric in run.curves}
     measured = measures(run.last for run in runs)
-    of_objective = [chart for chart in PREFERENCES if recorded & chart[2].keys()]
+    of_objective = [chart for chart in OF_OBJECTIVES if recorded & chart[2].keys()]
     of_objective += [(name, "", _sides(name)) for name in measured]
     loss = (CHARTS[0][0], "a row", CHARTS[0][2]) if of_objective else CHARTS[0]
     for title, unit, metrics in (loss, *of_objective, *CHARTS[1:]):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, RunFolder, read_template_time
+from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, ROLLOUTS, RunFolder, read_template_time
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.plan import Plan
@@ -47,7 +47,7 @@ from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
 from fxtune.training.rollouts.collector import Collector, make_collector
 from fxtune.training.rollouts.evaluation import RewardEvaluation
-from fxtune.training.rollouts.folder import ROLLOUTS, Rollouts
+from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.vllm import require_ready
 from fxtune.training.run.about import describe_run, prompts_are_texts
@@ -226,9 +226,13 @@ class Trainer:
             self.screen.note(line)
         evidence += builder.prove_objective(language_model, self.objective, self.data.training)
         resume_check.check_model(prepared, builder.techniques.options())
-        self.folder.write(EVIDENCE, [dataclasses.asdict(observation) for observation in evidence])
+        self.evidence = evidence
+        self._write_evidence()
         self.screen.evidence(evidence)
         return language_model
+
+    def _write_evidence(self) -> None:
+        self.folder.write(EVIDENCE, [dataclasses.asdict(observation) for observation in self.evidence])
 
     def run(self) -> dict[str, Any]:
         """Train from the current state to the last step. Returns the last value of each metric."""
@@ -429,6 +433,9 @@ class Trainer:
         self.line_due = False
         figures = self.monitor.read()
         startup = self.log.started()
+        if startup and self.collector:  # the first line
+            self.evidence.append(self.collector.evidence())
+            self._write_evidence()
         self.clock.reached(self.state.step)
         timings = self.run_state.checkpoints.save_timings()
         self.clock.last_seconds["saving"] = timings.get("checkpoint/seconds", self.clock.last_seconds["saving"])

@@ -45,6 +45,13 @@ HUB = {  # the keys that techniques read from the configs of the recipes' hub mo
         "qwen3",
         dict(LLAMA, intermediate_size=12288, num_hidden_layers=36, vocab_size=151936, max_position_embeddings=40960),
     ),
+    "Qwen/Qwen3-0.6B": (
+        "qwen3",
+        dict(
+            **decoder_sizes(1024, 3072, layers=28, heads=16, key_heads=8, head_dim=128, vocabulary=151936),
+            max_position_embeddings=40960,
+        ),
+    ),
     "Qwen/Qwen2.5-VL-7B-Instruct": (
         "qwen2_5_vl",
         dict(

@@ -31,6 +31,7 @@ from fxtune.models.structure import without_dropout
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.policy import EQUAL, OnBadReward, Policy
 from fxtune.system.process.oom import RowsPerPass
+from fxtune.techniques.base import Evidence
 from fxtune.techniques.precision import Precision
 from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
@@ -95,6 +96,16 @@ class Collector:
         self.figures = {f"rollout/{name}": value for name, value in found["figures"].items()}
         self._check_gap(plan, step)
         self._check_progress(step)
+
+    def evidence(self) -> Evidence:
+        """What was observed of the newest step."""
+        mean, high = (self.figures[f"rollout/{name}"] for name in ("gap", "gap_p99"))
+        again = "sampled again, they are the same" if self.sampler.repeats else "sampled again, they may differ"
+        seen = (
+            f"log-probabilities of its tokens are {mean:.1e} nats from the model's on average, 99 % within "
+            f"{high:.1e}; stored answers are learned with the same bits; {again}"
+        )
+        return Evidence("sampler", f"{self.sampler.name}: answers of the trained weights", seen, acted=True)
 
     def _sample(self, plan: RolloutPlan, step: int, version: str) -> None:
         began, answers_each = time.perf_counter(), self.config.sampler.answers
@@ -378,4 +389,5 @@ def make_collector(
     else:
         pad = tokenizer.pad_token_id or 0
         sampler = ModelSampler(prepared, config.sampler, precision, world, rows_per_pass, ends, pad, images)
+        sampler.repeats = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     return Collector(config, model, sampler, rollouts, precision, world, tokenizer, note)

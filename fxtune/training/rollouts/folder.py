@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from fxtune.checkpoint.run_folder import ROLLOUT_ANSWERS as ANSWERS
 from fxtune.data.chat.encode import Document
 from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
@@ -30,9 +31,7 @@ from fxtune.data.tokenized.table import ShardBuilder, TableWriter, TokenTable
 from fxtune.errors import StorageError, not_written
 from fxtune.system.files.atomic_files import read_json, sync
 
-ROLLOUTS = "rollouts"
-"""The folder of the steps inside the run's folder."""
-NUMBERS, ANSWERS, STEP = "numbers.npy", "answers.jsonl", "step.json"
+NUMBERS, STEP = "numbers.npy", "step.json"
 RECORD = np.dtype([("sampled", "<f4"), ("advantages", "<f4")])
 """The numbers of a token. The names are fields of Batch."""
 

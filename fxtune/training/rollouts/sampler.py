@@ -48,6 +48,8 @@ class Sampled:
 class Sampler(Protocol):
     name: str
     """The engine and its version."""
+    repeats: bool
+    """Whether the same weights and seeds give the same answers, bit for bit."""
 
     def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
         """An answer to each request, in order, by the weights `weights_version`. All ranks call this together. Only
@@ -107,7 +109,7 @@ class ModelSampler:
     ) -> None:
         self.model, self.config, self.precision, self.world = model, config, precision, world
         self.rows_per_pass, self.ends, self.pad, self.images = rows_per_pass, ends, pad, images
-        self.name = f"the trained model, torch {torch.__version__}"
+        self.name, self.repeats = f"the trained model, torch {torch.__version__}", False
 
     def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))

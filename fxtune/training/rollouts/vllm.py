@@ -132,7 +132,7 @@ class VllmSampler:
         self.adapters, self.rank = folder / "adapters", rank
         self.process: subprocess.Popen[bytes] | None = None
         self.clients = list[Client]()
-        self.name = "vLLM"
+        self.name, self.repeats = "vLLM", False
         self.loaded = ""
         """The newest adapter that all servers have."""
         world.from_main(self._connect, "waiting for vLLM")

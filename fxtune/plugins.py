@@ -162,6 +162,8 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
 )
 """Functions with TRL's signature: f(prompts, completions, completion_ids, **columns) -> a number or None for each
 completion. Options of a recipe are keywords, too."""
+REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}
+"""Arguments of a reward that are neither columns of rows nor options."""
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
 

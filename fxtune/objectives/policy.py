@@ -27,6 +27,7 @@ tokens that is divided by the number of tokens of the step, whatever the reducti
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,6 +43,7 @@ from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.teacher import BASE, WithTeacher
+from fxtune.plugins import REWARD_ARGUMENTS, REWARDS
 
 SMALL = 1e-4
 """Added to the deviation of a group's rewards, as in TRL."""
@@ -111,6 +113,24 @@ class RewardConfig:
     """The factor of this reward in the sum of all rewards."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the reward: {column: solution}."""
+
+    def refusal(self) -> str:
+        """Why there is no such reward with these options; empty if there is."""
+        if self.name not in REWARDS:
+            return f"objective.rewards: {REWARDS.unknown(self.name)}"
+        parameters = inspect.signature(REWARDS[self.name]).parameters
+        is_ours = self.name not in REWARDS.added()
+        if not is_ours and any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return ""  # the rows' columns are keywords, too
+        known = [
+            key for key, one in parameters.items() if one.kind is not one.VAR_KEYWORD and key not in REWARD_ARGUMENTS
+        ]
+        shown = f"Its options: {', '.join(known) or 'none'}."
+        if unknown := [key for key in self.options if key not in known]:
+            return f"objective.rewards: {self.name} has no option `{unknown[0]}`. {shown}"
+        empty = inspect.Parameter.empty
+        needed = [key for key in known if parameters[key].default is empty and key not in self.options]
+        return f"objective.rewards: {self.name} needs the option `{needed[0]}`. {shown}" if needed and is_ours else ""
 
 
 @dataclass
@@ -206,6 +226,7 @@ class Policy(WithTeacher):
 
     def refusals(self, facts: Facts) -> Iterator[str]:
         yield from super().refusals(facts)
+        yield from filter(None, (reward.refusal() for reward in self.rewards))
         if not self.rewards and self.teacher in ("", BASE):
             yield (
                 "objective.rewards: there is none, so no answer is better than another. Name one, for example "

@@ -38,7 +38,7 @@ from fxtune.training.data.stored_numbers import weights_checksum
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampler, seed_of
-from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores, check_options
+from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores
 from fxtune.training.rollouts.vllm import VllmSampler
 from fxtune.training.visits import visit
 
@@ -68,8 +68,6 @@ class Collector:
         self.figures: dict[str, float] = {}
         """The figures of the newest step, for its log line."""
         self._read: dict[Path, list[Row]] = {}
-        for reward in self.objective.rewards:
-            check_options(reward.name, reward.options)
         calls = [Call(reward.name, dict(reward.options)) for reward in self.objective.rewards]
         self.workers = RewardWorkers(calls, config.sampler.reward_seconds, config.sampler.reward_workers)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxtune.errors import did_you_mean
+from fxtune.plugins import REWARD_ARGUMENTS
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
@@ -24,7 +25,8 @@ def text_of(completion: Any) -> str:
 def column_of(columns: dict[str, Any], name: str) -> Sequence[Any]:
     """The values of a column. Raises ValueError if the rows have no such column."""
     if name not in columns:
-        raise ValueError(f"the rows have no column `{name}`{did_you_mean(name, columns)} Set the option `column`")
+        known = [each for each in columns if each not in REWARD_ARGUMENTS]
+        raise ValueError(f"the rows have no column `{name}`{did_you_mean(name, known)} Set the option `column`")
     found: Sequence[Any] = columns[name]
     return found
 

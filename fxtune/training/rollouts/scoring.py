@@ -19,13 +19,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fxtune.errors import ConfigError, HardwareError, UserError, first_line
+from fxtune.errors import HardwareError, UserError, first_line
 from fxtune.plugins import REWARDS
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
-
-SENT = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}
-"""Arguments of a reward that are no columns."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +124,6 @@ class RewardWorkers:
         pipe.close()
 
 
-def check_options(name: str, options: dict[str, Any]) -> None:
-    """Raise ConfigError if the reward `name` does not exist, lacks an option, or does not take one of `options`."""
-    parameters = inspect.signature(REWARDS[name]).parameters
-    if name in REWARDS.added() and any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return  # the rows' columns are keywords, too
-    known = [key for key, one in parameters.items() if one.kind is not one.VAR_KEYWORD and key not in SENT]
-    shown = f"Its options: {', '.join(known) or 'none'}."
-    if unknown := [key for key in options if key not in known]:
-        raise ConfigError(f"objective.rewards: {name} has no option `{unknown[0]}`. {shown}")
-    needed = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in options]
-    if needed and name not in REWARDS.added():
-        raise ConfigError(f"objective.rewards: {name} needs the option `{needed[0]}`. {shown}")
-
-
 def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
     leave_signals_to_main_process()
     LIBRARY_LOG.collect_in_worker(log)
@@ -196,6 +179,6 @@ def _line(error: BaseException) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    if frame is None or Path(frame.tb_frame.f_code.co_filename) == Path(__file__):
-        return ""
+    if frame is None or Path(__file__).parent in Path(frame.tb_frame.f_code.co_filename).parents:
+        return ""  # a reward of fxtune
     return f" ({frame.tb_frame.f_code.co_filename}, line {frame.tb_lineno})"

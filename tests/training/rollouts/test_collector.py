@@ -151,3 +151,30 @@ def test_two_ranks_write_the_answers_of_one_and_learn_the_same(cwd):
         one, two = (rollouts(Path(name), step)[1] for name in ("run", "two"))
         assert [answer["ids"] for answer in one] == [answer["ids"] for answer in two]
     assert losses(Path("run")) == pytest.approx(losses(Path("two")), rel=1e-4, abs=1e-6)
+
+
+def test_held_out_prompts_have_a_reward_before_and_after_and_in_eval(cwd, capfd):
+    words = [*WORDS, "data.eval_fraction=0.4", "train.max_steps=2", "train.eval_every=1", "objective.patience=99"]
+    assert main(words) == 0
+    figures = {name: value for line in history(Path("run")) for name, value in line.items()}
+    assert {"before/reward", "eval/reward", "eval/reward_regex", "eval/length"} <= figures.keys()
+    assert figures["eval/loss"] == -figures["eval/reward"]
+    capfd.readouterr()
+    assert main(["eval", "run", "--json", "eval.json"]) == 0
+    found = json.loads(Path("eval.json").read_text())
+    best = max(line["eval/reward"] for line in history(Path("run")) if "eval/reward" in line)
+    assert f"{best:.4f}" in json.dumps(found) or str(best) in json.dumps(found)
+
+
+@pytest.mark.parametrize("share", ["true", "false"])
+def test_verify_compares_the_loss_with_plain_transformers_on_made_up_answers(cwd, share):
+    assert main(["verify", *WORDS, f"data.share_prompts={share}", "--loss", "--json", "verify.json"]) == 0
+    rows = json.loads(Path("verify.json").read_text())
+    assert "within" in json.dumps(rows)
+
+
+def test_evidence_says_what_wrote_the_answers_and_whether_they_come_again(cwd):
+    assert main([*WORDS, "train.max_steps=1"]) == 0
+    (seen,) = [row for row in json.loads(Path("run/evidence.json").read_text()) if row["technique"] == "sampler"]
+    assert seen["acted"]
+    assert "the same bits" in seen["observed"]

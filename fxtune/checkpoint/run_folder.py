@@ -46,6 +46,7 @@ FREE_ON_RESUME = (
     "train.log_every",
     "train.max_minutes",
     "train.pause_after",
+    *(f"sampler.{key}" for key in ("url", "venv", "arguments", "request_seconds", "reward_seconds", "reward_workers")),
     "data.workers",
     "data.cache_dir",
     "data.questions",

@@ -32,7 +32,9 @@ from fxtune.system.terminal.redact import redact_text
 CODES = {1: "check", 2: "config", 3: "data", 4: "hardware", 5: "numbers", 6: "storage", 7: "rank"}
 CODES |= {75: "stopped", 130: "stopped"}
 """The name of the error for each exit code. An error with a traceback is a `bug`."""
-SECTIONS = "run|model|data|objective|train|optimizer|schedule|techniques|parallel|loader|checkpoint|tracking|refresh"
+SECTIONS = (
+    "run|model|data|objective|train|optimizer|schedule|techniques|parallel|loader|sampler|checkpoint|tracking|refresh"
+)
 """The sections of a config. The class Config has them, too, but takes seconds to import."""
 
 _KEY = re.compile(rf"unknown key `([^`]+)`|(?<![\w./-])((?:{SECTIONS})(?:(?:\.\w+)+|(?==)))(?![/(])")

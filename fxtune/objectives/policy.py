@@ -156,15 +156,15 @@ class Policy(WithTeacher):
     advantage: Advantage = Advantage.centre
     """How rewards become advantages, within the answers to a prompt. `centre`: reward - mean. `std`: this divided by
     the standard deviation (GRPO). `leave_one_out`: reward - mean of the other answers (RLOO). `max`: (reward - mean) /
-    mean (MaxRL, arXiv:2602.02710)."""
+    mean, for rewards from 0 on (MaxRL, arXiv:2602.02710)."""
     surrogate: Surrogate = Surrogate.clipped
     """`clipped`: the pessimistic bound of PPO. `weighted`: log-probabilities, weighted by the clipped ratio."""
     ratio: Ratio = Ratio.token
     """`token`: a ratio for each token. `sequence`: one for each answer, the geometric mean over its tokens (GSPO)."""
     clip_low: Optional[float] = field(default=0.2, metadata={"min": 0, "max": 1})
-    """The ratio counts from 1 - clip_low on. null: no lower bound."""
+    """A ratio below 1 - clip_low is clipped to this bound. null: no lower bound."""
     clip_high: Optional[float] = field(default=0.28, metadata={"min": 0})
-    """The ratio counts up to 1 + clip_high. null: no upper bound."""
+    """A ratio above 1 + clip_high is clipped to this bound. null: no upper bound."""
     correction: Correction = Correction.ratio
     """What is done about the distance of sampler and trainer. `ratio`: the ratio is to the sampler. `truncate`: the
     loss is multiplied by the ratio to the sampler, at most correction_limit. `mask`: likewise, and 0 outside of 1 /
@@ -175,10 +175,10 @@ class Policy(WithTeacher):
     """What counts the same in a step: each of its `tokens`, or each of its `answers`. `max_length`: each token, and
     the sum is divided by the answers times sampler.max_tokens, so that long answers are not favoured."""
     overlong: int = field(default=0, metadata={"min": 0})
-    """The last so many tokens up to sampler.max_tokens lower the reward of an answer, from 0 to -1 at the limit
-    (DAPO's soft punishment). 0: none."""
+    """Over the last `overlong` tokens before sampler.max_tokens an answer's reward falls by 0 to 1 (DAPO's soft
+    punishment). 0: none."""
     keep_truncated: bool = True
-    """Learn from answers that sampler.max_tokens cut off. False: they count in the mean of their group alone."""
+    """Learn from answers that sampler.max_tokens cut off. False: these answers count only in their group's mean."""
     max_gap: float = field(default=0.1, metadata={"above": 0})
     """The largest mean distance, in nats, of the log-probabilities that sampler and trainer give to a sampled token.
     Above it the run ends: the sampler has other weights."""

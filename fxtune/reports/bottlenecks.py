@@ -158,6 +158,18 @@ RULES: dict[str, Rule] = {
         lambda times: "Sums over the ranks, and waiting for each other, took {share} of the time",
         lambda times: ["a larger train.global_batch_size", "parallel.compression=bfloat16"],
     ),
+    "sampling": Rule(
+        0.30,
+        lambda times: times.share("sampling"),
+        lambda times: "The model wrote answers for {share} of the time",
+        lambda times: ["a vLLM server in sampler.url" if not times.option("sampler.url") else "more of sampler.url"],
+    ),
+    "rewards": Rule(
+        0.10,
+        lambda times: times.share("rewards"),
+        lambda times: "Rewards took {share} of the time",
+        lambda times: [f"sampler.reward_workers={2 * int(times.option('sampler.reward_workers') or 1)}"],
+    ),
     "evaluations": Rule(
         0.10,
         lambda times: times.share("evaluation"),

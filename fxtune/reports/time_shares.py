@@ -39,6 +39,10 @@ class StepTimes:
     update: float | None
     saving: float
     """Seconds for which checkpoints stopped the loop."""
+    sampling: float | None = None
+    """Seconds in which rollouts are written."""
+    rewards: float | None = None
+    """Seconds in which rollouts are scored."""
 
 
 def step_times(run: RunFiles) -> StepTimes | None:
@@ -62,7 +66,8 @@ def step_times(run: RunFiles) -> StepTimes | None:
     if passes is not None:
         # A GPU that still computes earlier steps does not wait while the host waits for data.
         waiting = min(waiting, max(seconds - passes - (update or 0.0), 0.0))
-    return StepTimes(steps, seconds, waiting, passes, update, saving)
+    sampling, rewards = mean("rollout/sampling_seconds"), mean("rollout/reward_seconds")
+    return StepTimes(steps, seconds, waiting, passes, update, saving, sampling, rewards)
 
 
 def time_shares(run: RunFiles) -> list[TimeShare]:
@@ -76,7 +81,8 @@ def time_shares(run: RunFiles) -> list[TimeShare]:
     left = loop - evaluations
     if (step := step_times(run)) is not None:
         steps = step.steps
-        pieces = [("data", "waiting for data", step.waiting), ("passes", "forward and backward", step.passes)]
+        pieces = [("sampling", "sampling answers", step.sampling), ("rewards", "rewards", step.rewards)]
+        pieces += [("data", "waiting for data", step.waiting), ("passes", "forward and backward", step.passes)]
         pieces += [("update", "optimizer", step.update), ("saving", "checkpoints", step.saving)]
         for key, name, seconds in pieces:
             if seconds is not None:

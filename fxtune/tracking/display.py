@@ -269,7 +269,7 @@ HIDDEN = (
         "train/update_seconds",
         "train/gap",
         "train/clipped",
-        *(f"rollout/{name}" for name in ("gap_p99", "left_out", "reward_", "sampl", "tokens")),
+        *(f"rollout/{name}" for name in ("gap_p99", "left_out", "idle", "reward", "sampl", "tokens", "metric")),
     ),
     *(
         f"{part}/{name}"

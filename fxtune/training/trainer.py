@@ -132,6 +132,8 @@ class Trainer:
         if self.objective.needs.rollouts:
             rollouts = Rollouts(folder.path / ROLLOUTS, self.data.images)
             plan = RolloutPlan.of(plan, rollouts, builder.config.data)
+            if not folder.resumed and self.world.main:
+                rollouts.clear()
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
         self.ends = learned_ends(self.data.tables, self.tokenizer)

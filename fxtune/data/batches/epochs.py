@@ -242,7 +242,7 @@ class EpochStream(RowSequence):
     @cached_property
     def most_documents(self) -> int:
         """The number of documents in the largest group."""
-        return max(int(np.diff(table.groups).max(initial=1)) for table in self.tables)
+        return max((int(np.diff(table.groups).max()) for table in self.tables if table.is_grouped), default=1)
 
     @property
     def is_grouped(self) -> bool:

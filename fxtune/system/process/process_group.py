@@ -18,6 +18,8 @@ GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
 TAIL = 4000
 """Bytes at the end of the output that are kept."""
+RANKS = ("TORCHELASTIC_", "RANK", "LOCAL_RANK", "GROUP_", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
+"""The beginnings of variables that make a process a rank of this run."""
 PACKAGES = str(Path(__file__).parents[3])
 _PRELUDE = """import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -75,10 +77,11 @@ def start_process(
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     # `python -m` and `-c` search the working directory first: a numbers.py among a user's files must not be imported.
     own_variables = {"PYTHONPATH": "" if foreign else path, "PYTHONSAFEPATH": "1"}
+    given = {name: value for name, value in os.environ.items() if not (foreign and name.startswith(RANKS))}
     return subprocess.Popen(
         [*_die_with_parent(), *command],
         start_new_session=True,
-        env={**os.environ, **(environment or {}), **own_variables},
+        env={**given, **(environment or {}), **own_variables},
         **pipes,
     )
 

@@ -4,6 +4,7 @@ advantages are written to the disk. A step that is on the disk is read again.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,6 +20,7 @@ from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import SourceConfig
+from fxtune.data.formats.chat_format import is_chat, with_parsed_lists
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read.row import Row
 from fxtune.data.tokenized.ends import template_ends
@@ -29,7 +31,7 @@ from fxtune.errors import ConfigError, NumbersError
 from fxtune.models.end_tokens import end_tokens
 from fxtune.models.structure import without_dropout
 from fxtune.objectives.language_model import LanguageModel
-from fxtune.objectives.policy import EQUAL, OnBadReward, Policy
+from fxtune.objectives.policy import EQUAL, SMALL, Advantage, OnBadReward, Policy
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.techniques.base import Evidence
 from fxtune.techniques.precision import Precision
@@ -68,7 +70,12 @@ class Collector:
         self.figures: dict[str, float] = {}
         """The figures of the newest step, for its log line."""
         self._read: dict[Path, list[Row]] = {}
-        calls = [Call(reward.name, dict(reward.options)) for reward in self.objective.rewards]
+        names = [reward.name for reward in self.objective.rewards]
+        counts = [names[:at].count(name) for at, name in enumerate(names)]
+        self.keys = [f"{name}_{n + 1}" if n else name for name, n in zip(names, counts, strict=True)]
+        """The name of each reward in figures."""
+        rewards = zip(self.keys, self.objective.rewards, strict=True)
+        calls = [Call(reward.name, dict(reward.options), key) for key, reward in rewards]
         self.workers = RewardWorkers(calls, config.sampler.reward_seconds, config.sampler.reward_workers)
 
     def close(self) -> None:
@@ -86,13 +93,19 @@ class Collector:
         if not stored:
             self._sample(plan, step, version)
         found = self.world.from_main(lambda: self.rollouts.figures(step), "reading rollouts")
-        if stored and self.world.main and found["weights"] != version:
+        alike = found["shards"] == self.world.degrees.shard  # the checksum is of one rank's part
+        if stored and self.world.main and alike and found["weights"] != version:
             self.note(
-                f"Step {step + 1} learns from stored answers of other weights than it has now: they were written by "
-                f"{found['sampler']}. From here on the run differs from its first course."
+                f"Step {step + 1} learns from stored answers. {found['sampler']} wrote these answers with other "
+                "weights than the model has now, so from here on the run differs from its first course."
             )
         self.figures = {f"rollout/{name}": value for name, value in found["figures"].items()}
-        self._check_gap(plan, step)
+        try:
+            self._check_gap(plan, step)
+        except NumbersError:
+            if not stored:  # the same command samples them again
+                self.world.from_main(lambda: self.rollouts.remove(step), "removing rollouts")
+            raise
         self._check_progress(step)
 
     def evidence(self) -> Evidence:
@@ -137,7 +150,8 @@ class Collector:
             held.append((answers, figures))
 
         self.world.from_main(score, "waiting for the rewards")
-        teacher = self._teach(plan, step) if self.objective.teacher else None
+        idle = self.world.from_main(lambda: held[0][1]["idle"] > 0, "looking at the advantages")
+        teacher = self._teach(plan, step) if self.objective.teacher and not idle else None
 
         def finish() -> None:
             (answers, figures) = held[0]
@@ -146,7 +160,8 @@ class Collector:
             if teacher is not None:
                 own = sum(sum(answer.log_probs) for answer in answers if answer.advantage is not None)
                 figures["teacher_kl"] = float((own - teacher.sum()) / lengths.sum())
-            about = {"weights": version, "sampler": self.sampler.name, "figures": figures}
+            about = {"weights": version, "shards": self.world.degrees.shard, "sampler": self.sampler.name}
+            about["figures"] = figures
             self.rollouts.finish(step, answers, weights, about, teacher, self.objective.teacher_weight)
 
         self.world.from_main(finish, "waiting for rank 0 to write rollouts")
@@ -196,9 +211,7 @@ class Collector:
                 _group(self._rows(sources[source], plan.tables[source])[document], [answer])
                 for (source, document), answer in zip(places, answers, strict=True)
             ]
-            for group, answer, found in zip(groups, answers, self.workers.score(groups), strict=True):
-                self._reward(group, [answer], found)
-            return self._means(answers)
+            return self._means(self._rewarded(groups, answers))
 
         return self.world.from_main(work, "waiting for the rewards")
 
@@ -214,9 +227,7 @@ class Collector:
                 made.append(Answer("", at, ids, [], True, 0, text))
                 group = _group(row, made[-1:])
                 groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
-            for group, answer, found in zip(groups, made, self.workers.score(groups), strict=True):
-                self._reward(group, [answer], found)
-            return float(np.mean([answer.reward for answer in made]))
+            return self._means(self._rewarded(groups, made))["reward"]
 
         return self.world.from_main(work, "waiting for the rewards")
 
@@ -238,7 +249,16 @@ class Collector:
         scores = self.workers.score(groups)
         for group, own, found in zip(groups, by_group, scores, strict=True):
             self._reward(group, own, found)
-        return self._advantages(by_group, scores)
+        return self._advantages(by_group, scores, groups)
+
+    def _rewarded(self, groups: Sequence[Group], answers: Sequence[Answer]) -> list[Answer]:
+        """The answers that have rewards, one to each prompt. Raises ConfigError if there is none."""
+        found = list(zip(groups, answers, self.workers.score(groups), strict=True))
+        for group, answer, scores in found:
+            self._reward(group, [answer], scores)
+        if usable := [answer for _, answer, scores in found if not scores.problem]:
+            return usable
+        raise _no_rewards(found[0][0], found[0][2])
 
     def _reward(self, group: Group, answers: Sequence[Answer], scores: Scores) -> None:
         """Set the rewards of the answers to one prompt."""
@@ -255,29 +275,37 @@ class Collector:
             answer.extra = {name: values[at] for name, values in scores.extra.items() if at < len(values)}
             known = [
                 config.weight * value
-                for config in self.objective.rewards
-                if (value := answer.rewards.get(config.name)) is not None
+                for key, config in zip(self.keys, self.objective.rewards, strict=True)
+                if (value := answer.rewards.get(key)) is not None
             ]
             answer.reward = self.objective.answer_reward(sum(known), len(answer.ids), self.config.sampler.max_tokens)
 
-    def _advantages(self, groups: Sequence[Sequence[Answer]], scores: Sequence[Scores]) -> dict[str, float]:
+    def _advantages(
+        self, groups: Sequence[Sequence[Answer]], scores: Sequence[Scores], groups_of_rows: Sequence[Group]
+    ) -> dict[str, float]:
         """Set the advantages of the answers to learn from. Returns the figures of the step."""
         objective, equal = self.objective, 0
         usable = [group for group, found in zip(groups, scores, strict=True) if not found.problem]
         if not usable:
-            raise ConfigError("objective.rewards: no prompt of this step has rewards. Correct the rewards.")
+            raise _no_rewards(groups_of_rows[0], scores[0])
         for group in usable:
             rewards = np.array([answer.reward for answer in group], np.float64)
             is_equal = bool(np.ptp(rewards) <= EQUAL)
             equal += is_equal
             if is_equal and not objective.teacher:
                 continue
+            if not is_equal and objective.advantage is Advantage.max and rewards.mean() <= SMALL:
+                raise ConfigError(
+                    f"objective.advantage=max divides by the mean reward, and the answers to {group[0].where} have "
+                    f"the mean {rewards.mean():.3g}. Give rewards above 0, or set objective.advantage=centre."
+                )
             advantages = np.zeros(len(group)) if is_equal else objective.advantage.of(rewards)
             for answer, advantage in zip(group, advantages.tolist(), strict=True):
                 if answer.finished or objective.keep_truncated:
                     answer.advantage = advantage
         answers = [answer for group in usable for answer in group]
-        if all(answer.advantage is None for answer in answers):  # a step needs tokens: these have no gradient
+        idle = all(answer.advantage is None for answer in answers)
+        if idle:  # a step needs tokens: these have no gradient
             for answer in usable[0]:
                 answer.advantage = 0.0
         spread = [np.std([answer.reward for answer in group]) for group in usable]
@@ -285,12 +313,13 @@ class Collector:
             "reward_deviation": float(np.mean(spread)),
             "equal_groups": 0.0 if objective.teacher else equal / len(usable),
             "left_out": 1 - len(usable) / len(groups),
+            "idle": float(idle),
         }
         logged: dict[str, list[float]] = {}
         for found in scores:
             for name, values in found.metrics.items():
                 logged.setdefault(name, []).extend(values)
-        return figures | {name: float(np.mean(values)) for name, values in logged.items()}
+        return figures | {f"metric/{name}": float(np.mean(values)) for name, values in logged.items()}
 
     def _means(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Mean figures of scored answers."""
@@ -299,10 +328,10 @@ class Collector:
             "truncated": float(np.mean([not answer.finished for answer in answers])),
             "length": float(np.mean([len(answer.ids) for answer in answers])),
         }
-        for config in self.objective.rewards:
-            own = [value for answer in answers if (value := answer.rewards.get(config.name)) is not None]
+        for key in self.keys:
+            own = [value for answer in answers if (value := answer.rewards.get(key)) is not None]
             if own:
-                figures[f"reward_{config.name}"] = float(np.mean(own))
+                figures[f"reward/{key}"] = float(np.mean(own))
         return figures
 
     def _rows(self, source: SourceConfig, table: TokenTable) -> list[Row]:
@@ -329,7 +358,8 @@ class Collector:
             raise NumbersError(
                 f"Step {step + 1}: the sampler's log-probabilities of a token are {mean:.3g} nats from the model's on "
                 f"average, more than objective.max_gap={self.objective.max_gap:g}. The sampler has other weights, "
-                "another temperature, or too coarse a dtype. Compare them, or raise this bound."
+                "another temperature, or too coarse a dtype. Compare the server's model, --dtype and --logprobs-mode "
+                f"(processed_logprobs) with this run, or raise the bound. The answers: {self.rollouts.folder}."
             )
 
     def _check_progress(self, step: int) -> None:
@@ -354,11 +384,20 @@ class Collector:
             )
 
 
+def _no_rewards(group: Group, scores: Scores) -> ConfigError:
+    return ConfigError(
+        f"objective.rewards: no prompt has rewards. {scores.problem or 'Nothing applies'}. The first prompt: "
+        f"{group.where}. Correct the rewards."
+    )
+
+
 def _group(row: Row, answers: Sequence[Answer]) -> Group:
-    values = row.value or {}
+    values = with_parsed_lists(row.value or {})
     prompt = next((values[name] for name in PROMPT if values.get(name) is not None), "")
-    if isinstance(prompt, list) and prompt[-1].get("role") == "assistant":  # a question with its right answer
-        prompt = prompt[:-1]
+    if isinstance(prompt, str) and is_chat(prompt):
+        prompt = json.loads(prompt)
+    if isinstance(prompt, list) and prompt[-1].get("role", prompt[-1].get("from")) in ("assistant", "gpt"):
+        prompt = prompt[:-1]  # of a question with its right answer
     is_text = isinstance(prompt, str)
     completions = [answer.text if is_text else [{"role": "assistant", "content": answer.text}] for answer in answers]
     columns = {key: value for key, value in values.items() if key not in PROMPT}

@@ -32,6 +32,8 @@ from fxtune.errors import StorageError, not_written
 from fxtune.system.files.atomic_files import read_json, sync
 
 NUMBERS, STEP = "numbers.npy", "step.json"
+DIGITS = 5
+"""Decimals of a log-probability in ANSWERS."""
 RECORD = np.dtype([("sampled", "<f4"), ("advantages", "<f4")])
 """The numbers of a token. The names are fields of Batch."""
 
@@ -109,6 +111,14 @@ class Rollouts:
         except ValueError as error:
             raise StorageError(f"{self.step_folder(step) / STEP}: {error}. Remove its folder.") from error
 
+    def remove(self, step: int) -> None:
+        shutil.rmtree(self.step_folder(step), ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove all steps, of an earlier run that failed."""
+        for folder in [*self.folder.glob("step-*"), *self.folder.glob(".step-*")]:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def answers(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield each answer of `step`, with the fields of Answer."""
         with (self.step_folder(step) / ANSWERS).open(encoding="utf-8") as lines:
@@ -158,7 +168,7 @@ class Rollouts:
                     advantages += teacher_weight * (teacher[own] - np.array(answer.log_probs))
                 numbers["advantages"][own] = weight * advantages
             np.save(staging / NUMBERS, numbers)
-            lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in answers]
+            lines = [json.dumps(_as_json(answer), ensure_ascii=False) for answer in answers]
             (staging / ANSWERS).write_text("\n".join(lines) + "\n", encoding="utf-8")
             (staging / STEP).write_text(json.dumps(figures, indent=1), encoding="utf-8")
             for name in (NUMBERS, ANSWERS, STEP):
@@ -178,6 +188,11 @@ class Rollouts:
             yield
         except OSError as error:
             raise not_written(f"{folder} cannot be written", error, "or set run.dir to another disk") from error
+
+
+def _as_json(answer: Answer) -> dict[str, Any]:
+    """The fields of an answer. Log-probabilities are rounded, because NUMBERS has them."""
+    return {**asdict(answer), "log_probs": [round(value, DIGITS) for value in answer.log_probs]}
 
 
 def _learned(answers: Sequence[Answer]) -> list[Answer]:

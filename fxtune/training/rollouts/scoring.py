@@ -7,11 +7,14 @@ prompts are scored side by side. A worker never imports torch, unless a reward d
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import math
 import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import HardwareError, UserError, first_line
-from fxtune.plugins import REWARDS
+from fxtune.plugins import REWARD_ARGUMENTS, REWARDS
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
 
@@ -31,6 +34,12 @@ class Call:
 
     name: str
     options: dict[str, Any]
+    key: str = ""
+    """The name in figures and messages, if a recipe has several rewards of one name."""
+
+    @property
+    def label(self) -> str:
+        return self.key or self.name
 
 
 @dataclass
@@ -73,23 +82,30 @@ class RewardWorkers:
         found: list[Scores | None] = [None] * len(groups)
         waiting = list(reversed(range(len(groups))))
         busy: dict[Connection, tuple[int, float]] = {}
+        running: dict[Connection, str] = {}
         while waiting or busy:
             while waiting and len(busy) < self.processes:
                 pipe = next((pipe for pipe in self._workers if pipe not in busy), None) or self._start()
-                index = waiting.pop()
-                pipe.send(groups[index])
-                busy[pipe] = index, time.monotonic() + self.seconds
+                try:
+                    pipe.send(groups[waiting[-1]])
+                except OSError:  # an idle process has ended
+                    self._end(pipe)
+                    continue
+                busy[pipe], running[pipe] = (waiting.pop(), time.monotonic() + self.seconds), "reward"
             ready = wait(list(busy), max(min(until for _, until in busy.values()) - time.monotonic(), 0))
             for pipe in [pipe for pipe in busy if pipe in ready]:
-                index, _ = busy.pop(pipe)
                 try:
-                    found[index] = pipe.recv()
+                    answer = pipe.recv()
                 except (EOFError, OSError):
-                    found[index] = Scores(problem="it ended its process")
+                    answer = Scores(problem=f"the reward {running[pipe]} ended its process")
                     self._end(pipe)
+                if isinstance(answer, Scores):
+                    found[busy.pop(pipe)[0]] = answer
+                else:  # the reward that the process begins
+                    running[pipe] = answer
             for pipe in [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic()]:
-                index, _ = busy.pop(pipe)
-                found[index] = Scores(problem=f"it took longer than sampler.reward_seconds={self.seconds:g}")
+                limit = f"sampler.reward_seconds={self.seconds:g}"
+                found[busy.pop(pipe)[0]] = Scores(problem=f"the reward {running[pipe]} took longer than {limit}")
                 self._end(pipe)
         return [scores for scores in found if scores is not None]
 
@@ -101,8 +117,11 @@ class RewardWorkers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = theirs, self.calls, LIBRARY_LOG.file
-        process = context.Process(target=_worker_main, args=arguments, daemon=True)
+        # No daemon, because a reward may start processes of its own. It ends with this process: see _worker_main().
+        process = context.Process(target=_worker_main, args=arguments, daemon=False)
         process.start()
+        if not self._workers:
+            atexit.register(self.close)
         self._workers[ours] = process
         theirs.close()  # the worker alone holds this end, so the pipe ends with it
         try:
@@ -119,12 +138,15 @@ class RewardWorkers:
 
     def _end(self, pipe: Connection) -> None:
         process = self._workers.pop(pipe)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # _worker_main() made it the leader of a group
         process.kill()
         process.join()
         pipe.close()
 
 
 def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
+    os.setsid()
     leave_signals_to_main_process()
     LIBRARY_LOG.collect_in_worker(log)
     try:
@@ -135,16 +157,18 @@ def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
     pipe.send(None)
     with suppress(EOFError, OSError):  # the main process has ended
         while True:
-            pipe.send(_score(functions, calls, pipe.recv()))
+            pipe.send(_score(functions, calls, pipe.recv(), pipe.send))
 
 
-def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group) -> Scores:
+def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group, begins: Callable[[str], None]) -> Scores:
+    """The scores of a group. `begins`: called with the label of each reward before it is computed."""
     scores = Scores()
     for function, call in zip(functions, calls, strict=True):
+        begins(call.label)
         try:
-            scores.rewards[call.name] = _values(function, call, group, scores)
+            scores.rewards[call.label] = _values(function, call, group, scores)
         except Exception as error:  # noqa: BLE001  a reward is the user's code and can raise anything
-            return Scores(problem=f"{call.name}: {first_line(error)}{_line(error)}")
+            return Scores(problem=f"{call.label}: {first_line(error)}{_line(error)}")
     return scores
 
 
@@ -152,10 +176,12 @@ def _values(function: Any, call: Call, group: Group, scores: Scores) -> list[flo
     count = len(group.completions)
     sent: dict[str, Any] = {name: [value] * count for name, value in group.columns.items()}
     sent |= {"prompts": [group.prompt] * count, "completions": group.completions, "completion_ids": group.ids}
-    sent["log_extra"] = lambda name, values: scores.extra.update({name: list(values)})
+    sent["log_extra"] = lambda name, values: scores.extra.update({name: [_plain(value) for value in values]})
     sent["log_metric"] = lambda name, value: scores.metrics.setdefault(name, []).append(float(value))
-    sent |= call.options
     parameters = inspect.signature(function).parameters
+    if call.name not in REWARDS.added():  # a column is no option of a reward of fxtune
+        sent = {name: value for name, value in sent.items() if name in REWARD_ARGUMENTS or name not in parameters}
+    sent |= call.options
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         sent = {name: value for name, value in sent.items() if name in parameters}
     values = function(**sent)
@@ -168,6 +194,12 @@ def _values(function: Any, call: Call, group: Group, scores: Scores) -> list[flo
         if value is not None and not math.isfinite(float(value)):
             raise ValueError(f"it returned {value}, which is no finite number")
     return [None if value is None else float(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can express."""
+    value = value.item() if hasattr(value, "item") else value
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 async def _result(values: Any) -> Any:

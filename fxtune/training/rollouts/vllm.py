@@ -7,6 +7,7 @@ old weights (vllm#42125). The version before it is unloaded afterwards.
     sampler.url=http://host:8000        servers that run already, separated by commas. They must see the run's folder:
                                         VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora
                                         --max-lora-rank 16 --max-loras 2 --logprobs-mode processed_logprobs
+                                        --generation-config vllm
     sampler=vllm sampler.venv=FOLDER    the virtual environment that has vLLM. Its torch is not fxtune's, so it has an
                                         environment of its own, and fxtune never imports it
 
@@ -16,6 +17,8 @@ calls for adapters.
 
 from __future__ import annotations
 
+import atexit
+import http.client
 import json
 import math
 import os
@@ -24,9 +27,11 @@ import socket
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,12 @@ WAIT_SECONDS = 5.0
 """The pause before a request is sent again."""
 START_SECONDS = 900.0
 """How long a server may take to start: it reads the weights and compiles."""
+WHOLE_DISTRIBUTION = {
+    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+}
+"""Options of a request that leave out no token. vLLM would take others from the model's generation_config.json."""
+LOCAL = ("127.0.0.1", "localhost")
 ALLOW = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
@@ -66,17 +77,20 @@ class Client:
 
     def __init__(self, url: str, seconds: float) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
+        # A proxy of the environment would not reach this machine.
+        local = urllib.parse.urlsplit(self.url).hostname in LOCAL
+        self._open = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local).open
 
     def call(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
         """The answer to a request: JSON, or text. `content`: for a POST. Raises ServerError."""
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self.seconds) as answer:
+            with self._open(request, timeout=self.seconds) as answer:
                 body = answer.read()
         except urllib.error.HTTPError as error:
             raise ServerError(self.url, error.code, _reason(error.read(), error.reason)) from error
-        except (OSError, ValueError) as error:  # the connection, a time limit, or no URL
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the connection, a time limit, or no URL
             reason = getattr(error, "reason", error)
             raise ServerError(self.url, 0, f"no answer ({reason})") from error
         try:
@@ -139,7 +153,10 @@ class VllmSampler:
 
     def _connect(self) -> None:
         self.clients = clients_of(self.config) or [Client(self._start(), self.config.sampler.request_seconds)]
-        self.name = f"vLLM {self.clients[0].call('/version')['version']}"
+        try:
+            self.name = f"vLLM {self.clients[0].call('/version')['version']}"
+        except ServerError as error:
+            raise self._failed(error) from error
 
     def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
         """An answer to each request, on rank 0; the other ranks get none. Raises HardwareError if the servers fail."""
@@ -164,10 +181,12 @@ class VllmSampler:
                     # A server that has started again does not know the adapter: 404.
                     if not left or (400 <= error.status < 500 and error.status != 404):
                         raise self._failed(error) from error
-                    time.sleep(WAIT_SECONDS)
                     self.loaded = ""
                     if self.process is not None and self.process.poll() is not None:
-                        self.clients[0].url = self._start()
+                        self.close()  # its children may still hold the card
+                        self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
+                    for client in self.clients:
+                        _wait_for(client)
         return [answers[number] for number in range(len(requests))]
 
     def _ask_all(
@@ -194,10 +213,15 @@ class VllmSampler:
             raise failed
 
     def close(self) -> None:
-        """End the process that this run has started."""
+        """End the process that this run has started, and take the adapter from servers of the user."""
         process, self.process = self.process, None
         if process is not None:
             end_process(process)
+        elif self.loaded:
+            for client in self.clients:
+                with suppress(ServerError):
+                    client.call("/v1/unload_lora_adapter", {"lora_name": self.loaded})
+        self.loaded = ""
 
     def _write_adapter(self, name: str) -> Path:
         """Write the adapter for vLLM, unless it is there. All ranks call this together."""
@@ -235,7 +259,7 @@ class VllmSampler:
         except ServerError as error:
             if "already" in error.reason:
                 return
-            if not error.status:
+            if not error.status or error.status >= 500:
                 raise
             raise ConfigError(
                 f"sampler.url={client.url}: vLLM does not load the adapter {folder} ({error.reason}). "
@@ -251,6 +275,7 @@ class VllmSampler:
             "prompt": request.prompt,
             "max_tokens": sampler.max_tokens,
             "temperature": sampler.temperature,
+            **WHOLE_DISTRIBUTION,
             "logprobs": 0,
             "return_token_ids": True,
             "stop_token_ids": sorted(self.ends),
@@ -293,31 +318,29 @@ class VllmSampler:
 
     def _start(self) -> str:
         """Start vLLM on a free port, and wait for it. Returns its URL."""
-        sampler, port = self.config.sampler, _free_port()
-        words = [
-            str(_program(self.config)),
-            "serve",
-            str(self.model.module.name_or_path),
-            "--port",
-            str(port),
-            "--host",
-            "127.0.0.1",
-        ]
+        sampler, model, port = self.config.sampler, self.config.model, _free_port()
+        words = [str(_program(self.config)), "serve", str(self.model.module.name_or_path)]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
+        words += ["--revision", model.revision] if model.on_hub and model.revision else []
+        words += ["--trust-remote-code"] if model.trust_remote_code else []
         words += ["--enable-lora", "--max-lora-rank", str(max_rank(self.rank) or self.rank), "--max-loras", "2"]
         words += ["--max-model-len", str(self.config.data.sequence_length), "--logprobs-mode", "processed_logprobs"]
         words += ["--dtype", str(base_dtype(self.model.module)).removeprefix("torch."), *sampler.arguments]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "vllm.log").open("ab") as log:
             self.process = start_process(words, {ALLOW: "1"}, foreign=True, stdout=log, stderr=log)
+        atexit.register(self.close)  # for a run that fails before it begins
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-        with phase("Starting vLLM"):
-            while time.monotonic() < until and self.process.poll() is None:
-                try:
-                    Client(url, 5).call("/health")
-                except ServerError:
+        try:
+            with phase("Starting vLLM"):
+                while time.monotonic() < until and self.process.poll() is None:
+                    with suppress(ServerError):
+                        Client(url, 5).call("/health")
+                        return url
                     time.sleep(0.5)
-                    continue
-                return url
+        except BaseException:  # a signal
+            self.close()
+            raise
         self.close()
         raise HardwareError(f"vLLM did not start. The end of {self.folder / 'vllm.log'}:\n{_tail(self.folder)}")
 
@@ -331,7 +354,7 @@ def _how(config: Config) -> str:
     rank = max_rank(config.techniques.lora.r) or config.techniques.lora.r
     return (
         f"Start it with {ALLOW}=1 and --enable-lora --max-lora-rank {rank} --max-loras 2 --logprobs-mode "
-        "processed_logprobs"
+        "processed_logprobs --generation-config vllm"
     )
 
 
@@ -339,6 +362,16 @@ def _require_servable(folder: Path, tensors: Mapping[str, str]) -> None:
     """Raise ConfigError if vLLM cannot serve the adapter in `folder`."""
     if found := refusals(read_json(folder / "adapter_config.json"), tensors):
         raise ConfigError(f"sampler.name=vllm: vLLM serves {', '.join(found)}. Set sampler.name=model.")
+
+
+def _wait_for(client: Client) -> None:
+    """Wait until a server answers, at most START_SECONDS: it may be starting again."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        time.sleep(WAIT_SECONDS)
+        with suppress(ServerError):
+            client.call("/health")
+            return
 
 
 def _make_empty(folder: Path) -> None:

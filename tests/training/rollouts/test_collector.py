@@ -157,7 +157,7 @@ def test_held_out_prompts_have_a_reward_before_and_after_and_in_eval(cwd, capfd)
     words = [*WORDS, "data.eval_fraction=0.4", "train.max_steps=2", "train.eval_every=1", "objective.patience=99"]
     assert main(words) == 0
     figures = {name: value for line in history(Path("run")) for name, value in line.items()}
-    assert {"before/reward", "eval/reward", "eval/reward_regex", "eval/length"} <= figures.keys()
+    assert {"before/reward", "eval/reward", "eval/reward/regex", "eval/length"} <= figures.keys()
     assert figures["eval/loss"] == -figures["eval/reward"]
     capfd.readouterr()
     assert main(["eval", "run", "--json", "eval.json"]) == 0

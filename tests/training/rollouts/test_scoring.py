@@ -82,7 +82,7 @@ def test_a_reward_that_fails_is_named_and_the_others_go_on(score):
     assert "nan" in found["nan"].problem
     assert "1 rewards for 2 completions" in found["few"].problem
     assert all("bad" in found[kind].problem for kind in ("raise", "nan", "few", "text"))
-    assert "process" in found["die"].problem
+    assert "the reward bad ended its process" in found["die"].problem
 
 
 def test_a_reward_that_hangs_is_ended(score):

@@ -129,7 +129,10 @@ def answer(
     choose = likeliest(world)
 
     def ask(batch: Sequence[Question]) -> list[list[int]]:
-        written = write(model, ends, pad, max_new_tokens, batch, choose, images)
+        try:
+            written = write(model, ends, pad, max_new_tokens, batch, choose, images)
+        except DataError as error:
+            raise DataError(f"data.questions: {error}") from None
         return [list(takewhile(lambda token: token not in ends, row)) for row in written.tolist()]
 
     with phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions") as work:

@@ -92,8 +92,8 @@ class SamplerConfig:
     train.global_batch_size prompts of the step."""
 
     name: SamplerName = SamplerName.model
-    """What writes the answers. `model`: the trained model, in this process. `vllm`: vLLM, in a process of its own that
-    the run starts and ends (docs/rl.md)."""
+    """What writes the answers. `model`: the trained model, in this process. `vllm`: vLLM, in a process
+    that the run starts and ends (docs/rl.md)."""
     url: Optional[str] = None
     """The address of a vLLM server of yours, or several, separated by commas. null: see sampler.name."""
     venv: Optional[str] = None

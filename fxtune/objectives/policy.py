@@ -1,4 +1,4 @@
-"""Policy gradients: the model learns from rewards of its own answers, or from a teacher's opinion of them.
+"""Policy gradients: the model learns from rewards of its own answers, or from a teacher that rates their tokens.
 
 In each step the model writes several answers to each of some prompts, and rewards score them (fxtune/rollouts). An
 answer's advantage says how much better it is than the other answers to its prompt. Training makes the tokens of good
@@ -11,7 +11,8 @@ r is the ratio of the trained model's probability to the sampler's probability o
 its rounding differ from the trainer's, so r is not exactly 1 in the first pass, and `correction` says what happens:
 `ratio` (the default) trains on this ratio, as tinker and prime-rl do. The other values take the ratio to the trained
 model itself, which is 1, and `truncate` and `mask` multiply the loss by the bounded ratio to the sampler (TIS,
-IcePop). No value needs a pass of an older model, because each optimizer step has answers of its own.
+IcePop). No value needs a pass of an older model, because no two optimizer steps learn
+from the same answers.
 
 A teacher adds `teacher_weight` (log p_teacher(token) - log p_sampler(token)) to the advantage of each token. Without
 rewards this is on-policy distillation: the student learns, on texts that it writes itself, the teacher's likelihoods.

@@ -106,7 +106,7 @@ class Plan:
         return Plan(self.stream, replace(self.sizes, **sizes), self.layout)
 
     def of_step(self, step: int) -> Plan:
-        """The plan that has the batches of `step`. It is this plan, unless each step has data of its own."""
+        """The plan that has the batches of `step`: this plan, unless each step makes its data shortly before."""
         return self
 
     def dealt_out(self, rank: int, ranks: int) -> Plan:

@@ -71,7 +71,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process that can import this fxtune, as the leader of a process group. The caller must end the process;
     if the calling thread dies first, Linux kills the process. `environment`: variables to add to this process's
-    variables. `foreign`: the process has packages of its own, and must not import this process's."""
+    variables. `foreign`: the process belongs to another
+    environment, so it gets no path to fxtune and is no rank of this run."""
     # An installed fxtune needs no entry. Its site-packages, first in PYTHONPATH, would hide the user's own entries.
     own = None if sysconfig.get_path("purelib") == PACKAGES else PACKAGES
     path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))

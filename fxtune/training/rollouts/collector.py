@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampler, seed_of
+from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampled, Sampler, seed_of
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores
 from fxtune.training.rollouts.vllm import VllmSampler
 from fxtune.training.visits import visit
@@ -133,10 +134,7 @@ class Collector:
         held = list[tuple[list[Answer], dict[str, float]]]()  # on rank 0
 
         def score() -> None:
-            answers = [
-                Answer("", at // answers_each, one.ids, one.log_probs, one.finished, seed, self._text(one.ids))
-                for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
-            ]
+            answers = self._answers(sampled, seeds, answers_each)
             figures = self._score(answers, places, plan)
             tokens, seconds = sum(len(answer.ids) for answer in answers), max(written - began, 1e-9)
             figures |= {
@@ -203,10 +201,7 @@ class Collector:
         sampled = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
 
         def work() -> dict[str, float]:
-            answers = [
-                Answer("", at, one.ids, one.log_probs, one.finished, seed, self._text(one.ids))
-                for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
-            ]
+            answers = self._answers(sampled, seeds)
             groups = [
                 _group(self._rows(sources[source], plan.tables[source])[document], [answer])
                 for (source, document), answer in zip(places, answers, strict=True)
@@ -231,8 +226,13 @@ class Collector:
 
         return self.world.from_main(work, "waiting for the rewards")
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _answers(self, sampled: Sequence[Sampled], seeds: Sequence[int], each: int = 1) -> list[Answer]:
+        """The answers without rewards. `each`: the number of answers to a prompt."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [
+            Answer("", at // each, one.ids, one.log_probs, one.finished, seed, decode(one.ids))
+            for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
+        ]
 
     def _score(
         self, answers: Sequence[Answer], places: Sequence[tuple[int, int]], plan: RolloutPlan
@@ -371,8 +371,8 @@ class Collector:
         def idle() -> bool:
             earlier = range(step - patience + 1, step + 1)
             return all(
-                self.rollouts.has(one) and self.rollouts.figures(one)["figures"]["equal_groups"] == 1
-                for one in earlier
+                self.rollouts.has(earlier_step) and self.rollouts.figures(earlier_step)["figures"]["equal_groups"] == 1
+                for earlier_step in earlier
             )
 
         if self.world.from_main(idle, "looking at earlier rewards"):

@@ -23,8 +23,8 @@ LOG_PROB = -2.0
 
 
 def made_up_plan(config: Config, prompts: Plan, folder: Path) -> Plan:
-    """A plan of as many steps as `prompts` takes, whose first step has an answer of its own for each of
-    sampler.answers and each prompt; later steps take its rows again. `folder`: for the answers."""
+    """A plan with as many steps as `prompts`. The first step has sampler.answers different answers to each prompt of
+    step 0, and the later steps take the same rows again. `folder`: where the answers are written."""
     random, sampler = np.random.default_rng(config.run.seed), config.sampler
     rollouts, answers = Rollouts(folder), list[Answer]()
     plan = RolloutPlan.of(prompts, rollouts, config.data)

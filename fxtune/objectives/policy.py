@@ -1,8 +1,8 @@
 """Policy gradients: the model learns from rewards of its own answers, or from a teacher that rates their tokens.
 
-In each step the model writes several answers to each of some prompts, and rewards score them (fxtune/rollouts). An
-answer's advantage says how much better it is than the other answers to its prompt. Training makes the tokens of good
-answers likelier:
+In each step the model writes several answers to each of some prompts, and rewards score them
+(fxtune/training/rollouts). An answer's advantage says how much better it is than the other answers to its prompt.
+Training makes the tokens of good answers likelier:
 
     clipped     loss = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)        PPO, GRPO, DAPO, GSPO
     weighted    loss = - stop_gradient(clip(r)) A log p(token)                   CISPO, RLOO

@@ -269,7 +269,10 @@ HIDDEN = (
         "train/update_seconds",
         "train/gap",
         "train/clipped",
-        *(f"rollout/{name}" for name in ("gap_p99", "left_out", "idle", "reward", "sampl", "tokens", "metric")),
+        *(
+            f"rollout/{name}"
+            for name in ("gap_p99", "left_out", "idle", "reward/", "reward_", "sampl", "tokens", "metric/")
+        ),
     ),
     *(
         f"{part}/{name}"

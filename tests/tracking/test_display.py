@@ -258,3 +258,8 @@ def test_no_color_is_respected():
     out, code, _ = in_terminal(NO_COLOR="1")
     assert code == 0
     assert not re.search(r"\x1b\[[0-9;]*(?:3[0-9]|38;5;\d+|9[0-7])m", out)
+
+
+def test_the_reward_of_rollouts_is_shown_and_its_parts_are_hidden():
+    given = {"train/loss": 0.0, "rollout/reward": 0.5, "rollout/reward/exact": 0.5, "rollout/reward_deviation": 0.1}
+    assert [column.name for column in figures(given)] == ["loss", "reward"]

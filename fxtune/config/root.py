@@ -108,6 +108,9 @@ class SamplerConfig:
     """Divides the logits, in sampling and in the loss. Above 1, answers differ more."""
     batch: int = field(default=64, metadata={"min": 1})
     """Answers that a rank writes at once, if the trained model writes them."""
+    ahead: bool = False
+    """Let vLLM write the answers of a step while the step before it is trained, by the weights from before that step.
+    So the answers are one step older, and sampling and training take place at the same time."""
     request_seconds: float = field(default=600.0, metadata={"above": 0})
     """How long vLLM may take for an answer before it is asked again."""
     request_seeds: bool = True

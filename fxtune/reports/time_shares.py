@@ -67,6 +67,8 @@ def step_times(run: RunFiles) -> StepTimes | None:
         # A GPU that still computes earlier steps does not wait while the host waits for data.
         waiting = min(waiting, max(seconds - passes - (update or 0.0), 0.0))
     sampling, rewards = mean("rollout/sampling_seconds"), mean("rollout/reward_seconds")
+    if (waited := mean("rollout/wait_seconds")) is not None:  # answers were sampled and scored during training
+        sampling, rewards = waited, None
     return StepTimes(steps, seconds, waiting, passes, update, saving, sampling, rewards)
 
 

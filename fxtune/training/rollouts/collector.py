@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,8 +47,48 @@ from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores
 from fxtune.training.rollouts.vllm import VllmSampler
 from fxtune.training.visits import visit
 
+Result = TypeVar("Result")
+
 PROMPT = ("prompt", "messages", "conversations", "conversation")
 """Columns of a row that hold its prompt; the first one counts. The others are arguments of rewards."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The answers of a step, with their scores."""
+
+    answers: list[Answer]
+    groups: list[Group]
+    scores: list[Scores]
+    sampling_seconds: float
+    reward_seconds: float
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A step whose rollouts are being sampled and scored."""
+
+    plan: RolloutPlan
+    step: int
+    version: str
+    """The weights that sample the step."""
+    asked: list[Asked]
+    result: Callable[[], Scored]
+    """Waits for the scored answers. On rank 0."""
+
+
+def in_background(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Begin work() in a thread. Returns a function that waits for its result. The end of the process does not wait."""
+    future = Future[Result]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is wanted
+            future.set_exception(error)
+
+    Thread(target=run, name="fxtune-rollouts", daemon=True).start()
+    return future.result
 
 
 class Collector:
@@ -71,6 +113,10 @@ class Collector:
         self.figures: dict[str, float] = {}
         """The figures of the newest step, for its log line."""
         self._read: dict[Path, list[Row]] = {}
+        self._sampling: Sampling | None = None
+        """The step that is sampled ahead."""
+        self._version = ""
+        """The weights before the step before. Empty before the first step of this process."""
         names = [reward.name for reward in self.objective.rewards]
         counts = [names[:at].count(name) for at, name in enumerate(names)]
         self.keys = [f"{name}_{n + 1}" if n else name for name, n in zip(names, counts, strict=True)]
@@ -84,30 +130,41 @@ class Collector:
         self.sampler.close()
 
     def collect(self, plan: RolloutPlan, step: int) -> None:
-        """Write the rollouts of `step`, unless they are on the disk, and set `figures`. All ranks call this together.
+        """Write the rollouts of `step`, unless they are on the disk, and set `figures`. With sampler.ahead, begin to
+        sample the next step. All ranks call this together.
 
         Raises ConfigError for a reward that fails, and NumbersError if the sampler's log-probabilities are not the
         model's, or if nothing was learned for too many steps.
         """
+        ahead, began = self.config.sampler.ahead, time.perf_counter()
         version = weights_checksum(self.model.model, trained=True)
-        stored = self.world.from_main(lambda: self.rollouts.has(step), "looking for rollouts")
-        if not stored:
-            self._sample(plan, step, version)
+        is_new = self._sampling is not None
+        self._settle()
+        if not self._has(step):
+            self._end(self._begin(plan, step, self._weights_of(step, version)))
+            is_new = True
+        waited = time.perf_counter() - began
         found = self.world.from_main(lambda: self.rollouts.figures(step), "reading rollouts")
         alike = found["shards"] == self.world.degrees.shard  # the checksum is of one rank's part
-        if stored and self.world.main and alike and found["weights"] != version:
+        expected = self._version if ahead and step else version
+        if not is_new and self.world.main and alike and expected and found["weights"] != expected:
             self.note(
                 f"Step {step + 1} learns from stored answers. {found['sampler']} wrote these answers with other "
                 "weights than the model has now, so from here on the run differs from its first course."
             )
+        self._version = version
         self.figures = {f"rollout/{name}": value for name, value in found["figures"].items()}
+        if ahead:
+            self.figures["rollout/wait_seconds"] = waited
         try:
             self._check_gap(plan, step)
         except NumbersError:
-            if not stored:  # the same command samples them again
+            if is_new:  # the same command samples them again
                 self.world.from_main(lambda: self.rollouts.remove(step), "removing rollouts")
             raise
         self._check_progress(step)
+        if ahead and step + 1 < plan.steps and not self._has(step + 1):
+            self._sampling = self._begin(plan, step + 1, version)
 
     def evidence(self) -> Evidence:
         """What was observed of the newest step."""
@@ -119,7 +176,22 @@ class Collector:
         )
         return Evidence("sampler", f"{self.sampler.name}: answers of the trained weights", seen, acted=True)
 
-    def _sample(self, plan: RolloutPlan, step: int, version: str) -> None:
+    def _has(self, step: int) -> bool:
+        return self.world.from_main(lambda: self.rollouts.has(step), "looking for rollouts")
+
+    def _weights_of(self, step: int, version: str) -> str:
+        """The weights that sample `step`. `version`: of the model. A resumed run with sampler.ahead finds the weights
+        of the step before in the files of the sampler."""
+        if not self.config.sampler.ahead or step == 0:
+            return version
+        kept = self.world.from_main(lambda: self.rollouts.ahead(step), "looking for earlier weights")
+        if kept and self.world.from_main(lambda: self.sampler.has(kept), "looking for earlier weights"):
+            return kept
+        self.note(f"Step {step + 1} is sampled by the present weights: the weights of the step before are gone.")
+        return version
+
+    def _begin(self, plan: RolloutPlan, step: int, version: str) -> Sampling:
+        """Begin to sample and score the rollouts of `step` with the weights `version`."""
         began, answers_each = time.perf_counter(), self.config.sampler.answers
         places = plan.prompts(step)
         asked = [Asked.of(plan.tables[source], document) for source, document in places]
@@ -128,26 +200,45 @@ class Collector:
         seeds = [seed_of(self.config.run.seed, step, group, number) for group in groups for number in numbers]
         prompts = [each for each in asked for _ in range(answers_each)]
         requests = [Request(each.prompt, seed, each.images) for each, seed in zip(prompts, seeds, strict=True)]
-        sampled = self.sampler.sample(requests, version)
-        written = time.perf_counter()
+        ask = self.sampler.sample(requests, version)
+        if self.config.sampler.ahead:
+            self.world.from_main(lambda: self.rollouts.write_ahead(step, version), "naming the sampler's weights")
 
+        def work() -> Scored:
+            answers = self._answers(ask(), seeds, answers_each)
+            written = time.perf_counter()
+            found = self._groups(answers, places, plan)
+            scores = self.workers.score(found)
+            return Scored(answers, found, scores, written - began, time.perf_counter() - written)
+
+        aside = self.config.sampler.ahead and self.world.main
+        return Sampling(plan, step, version, asked, in_background(work) if aside else work)
+
+    def _settle(self) -> None:
+        """Finish the rollouts that are being sampled. All ranks call this together."""
+        sampling, self._sampling = self._sampling, None
+        if sampling is not None:
+            self._end(sampling)
+
+    def _end(self, sampling: Sampling) -> None:
+        """Write the rollouts that _begin() has begun."""
+        plan, step, asked = sampling.plan, sampling.step, sampling.asked
         held = list[tuple[list[Answer], dict[str, float]]]()  # on rank 0
 
-        def score() -> None:
-            answers = self._answers(sampled, seeds, answers_each)
-            figures = self._score(answers, places, plan)
-            tokens, seconds = sum(len(answer.ids) for answer in answers), max(written - began, 1e-9)
-            figures |= {
+        def judge() -> None:
+            scored = sampling.result()
+            tokens, seconds = sum(len(answer.ids) for answer in scored.answers), max(scored.sampling_seconds, 1e-9)
+            figures = self._advantages(scored) | {
                 "tokens": float(tokens),
                 "sampling_seconds": seconds,
-                "reward_seconds": time.perf_counter() - written,
+                "reward_seconds": scored.reward_seconds,
                 "sampled_tokens_per_second": tokens / seconds,
             }
             data = self.config.data
-            self.rollouts.stage(step, asked, answers, data.sequence_length if data.shares_prompts else None)
-            held.append((answers, figures))
+            self.rollouts.stage(step, asked, scored.answers, data.sequence_length if data.shares_prompts else None)
+            held.append((scored.answers, figures))
 
-        self.world.from_main(score, "waiting for the rewards")
+        self.world.from_main(judge, "waiting for answers and rewards")
         idle = self.world.from_main(lambda: held[0][1]["idle"] > 0, "looking at the advantages")
         teacher = self._teach(plan, step) if self.objective.teacher and not idle else None
 
@@ -158,7 +249,7 @@ class Collector:
             if teacher is not None:
                 own = sum(sum(answer.log_probs) for answer in answers if answer.advantage is not None)
                 figures["teacher_kl"] = float((own - teacher.sum()) / lengths.sum())
-            about = {"weights": version, "shards": self.world.degrees.shard, "sampler": self.sampler.name}
+            about = {"weights": sampling.version, "shards": self.world.degrees.shard, "sampler": self.sampler.name}
             about["figures"] = figures
             self.rollouts.finish(step, answers, weights, about, teacher, self.objective.teacher_weight)
 
@@ -198,17 +289,18 @@ class Collector:
         asked = [Asked.of(plan.tables[source], document) for source, document in places]
         seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
         requests = [Request(each.prompt, seed, each.images) for each, seed in zip(asked, seeds, strict=True)]
-        sampled = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
+        self._settle()
+        ask = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
 
         def work() -> dict[str, float]:
-            answers = self._answers(sampled, seeds)
+            answers = self._answers(ask(), seeds)
             groups = [
                 _group(self._rows(sources[source], plan.tables[source])[document], [answer])
                 for (source, document), answer in zip(places, answers, strict=True)
             ]
             return self._means(self._rewarded(groups, answers))
 
-        return self.world.from_main(work, "waiting for the rewards")
+        return self.world.from_main(work, "waiting for answers and rewards")
 
     def judge(self, questions: Sequence[Question], answers: Sequence[str]) -> float:
         """The mean reward of one answer to each question. The column `answer` of a row that has none is the right
@@ -224,6 +316,7 @@ class Collector:
                 groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
             return self._means(self._rewarded(groups, made))["reward"]
 
+        self._settle()
         return self.world.from_main(work, "waiting for the rewards")
 
     def _answers(self, sampled: Sequence[Sampled], seeds: Sequence[int], each: int = 1) -> list[Answer]:
@@ -234,22 +327,17 @@ class Collector:
             for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
         ]
 
-    def _score(
-        self, answers: Sequence[Answer], places: Sequence[tuple[int, int]], plan: RolloutPlan
-    ) -> dict[str, float]:
-        """Set the rewards and advantages of the answers. Returns the figures of the step."""
-        by_group = [list[Answer]() for _ in places]
-        for answer in answers:
-            by_group[answer.group].append(answer)
-        data = self.config.data
-        groups = [
-            _group(self._rows(data.sources[source], plan.tables[source])[document], own)
-            for (source, document), own in zip(places, by_group, strict=True)
+    def _groups(self, answers: Sequence[Answer], places: Sequence[tuple[int, int]], plan: RolloutPlan) -> list[Group]:
+        """The answers to each prompt, for rewards."""
+        sources = self.config.data.sources
+        return [
+            _group(self._rows(sources[source], plan.tables[source])[document], own)
+            for (source, document), own in zip(places, self._by_prompt(answers), strict=True)
         ]
-        scores = self.workers.score(groups)
-        for group, own, found in zip(groups, by_group, scores, strict=True):
-            self._reward(group, own, found)
-        return self._advantages(by_group, scores, groups)
+
+    def _by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
+        each = self.config.sampler.answers
+        return [answers[at : at + each] for at in range(0, len(answers), each)]
 
     def _rewarded(self, groups: Sequence[Group], answers: Sequence[Answer]) -> list[Answer]:
         """The answers that have rewards, one to each prompt. Raises ConfigError if there is none."""
@@ -280,39 +368,41 @@ class Collector:
             ]
             answer.reward = self.objective.answer_reward(sum(known), len(answer.ids), self.config.sampler.max_tokens)
 
-    def _advantages(
-        self, groups: Sequence[Sequence[Answer]], scores: Sequence[Scores], groups_of_rows: Sequence[Group]
-    ) -> dict[str, float]:
-        """Set the advantages of the answers to learn from. Returns the figures of the step."""
-        objective, equal = self.objective, 0
-        usable = [group for group, found in zip(groups, scores, strict=True) if not found.problem]
+    def _advantages(self, scored: Scored) -> dict[str, float]:
+        """Set the rewards of the answers, and the advantages of the answers to learn from. Returns the figures of the
+        step."""
+        objective, equal, scores, usable = self.objective, 0, scored.scores, list[Sequence[Answer]]()
+        for group, own, found in zip(scored.groups, self._by_prompt(scored.answers), scores, strict=True):
+            self._reward(group, own, found)
+            if not found.problem:
+                usable.append(own)
         if not usable:
-            raise _no_rewards(groups_of_rows[0], scores[0])
-        for group in usable:
-            rewards = np.array([answer.reward for answer in group], np.float64)
+            raise _no_rewards(scored.groups[0], scores[0])
+        for own in usable:
+            rewards = np.array([answer.reward for answer in own], np.float64)
             is_equal = bool(np.ptp(rewards) <= EQUAL)
             equal += is_equal
             if is_equal and not objective.teacher:
                 continue
             if not is_equal and objective.advantage is Advantage.max and rewards.mean() <= SMALL:
                 raise ConfigError(
-                    f"objective.advantage=max divides by the mean reward, and the answers to {group[0].where} have "
+                    f"objective.advantage=max divides by the mean reward, and the answers to {own[0].where} have "
                     f"the mean {rewards.mean():.3g}. Give rewards above 0, or set objective.advantage=centre."
                 )
-            advantages = np.zeros(len(group)) if is_equal else objective.advantage.of(rewards)
-            for answer, advantage in zip(group, advantages.tolist(), strict=True):
+            advantages = np.zeros(len(own)) if is_equal else objective.advantage.of(rewards)
+            for answer, advantage in zip(own, advantages.tolist(), strict=True):
                 if answer.finished or objective.keep_truncated:
                     answer.advantage = advantage
-        answers = [answer for group in usable for answer in group]
+        answers = [answer for own in usable for answer in own]
         idle = all(answer.advantage is None for answer in answers)
         if idle:  # a step needs tokens: these have no gradient
             for answer in usable[0]:
                 answer.advantage = 0.0
-        spread = [np.std([answer.reward for answer in group]) for group in usable]
+        spread = [np.std([answer.reward for answer in own]) for own in usable]
         figures = self._means(answers) | {
             "reward_deviation": float(np.mean(spread)),
             "equal_groups": 0.0 if objective.teacher else equal / len(usable),
-            "left_out": 1 - len(usable) / len(groups),
+            "left_out": 1 - len(usable) / len(scores),
             "idle": float(idle),
         }
         logged: dict[str, list[float]] = {}
@@ -355,11 +445,14 @@ class Collector:
         mean, high = float(everyone.mean()), float(np.percentile(everyone, 99))
         self.figures |= {"rollout/gap": mean, "rollout/gap_p99": high}
         if not mean <= self.objective.max_gap:
+            learned = (
+                " With sampler.ahead the distance also has one step of learning in it." * self.config.sampler.ahead
+            )
             raise NumbersError(
                 f"Step {step + 1}: the sampler's log-probabilities of a token are {mean:.3g} nats from the model's on "
                 f"average, more than objective.max_gap={self.objective.max_gap:g}. The sampler has other weights, "
                 "another temperature, or too coarse a dtype. Compare the server's model, --dtype and --logprobs-mode "
-                f"(processed_logprobs) with this run, or raise the bound. The answers: {self.rollouts.folder}."
+                f"(processed_logprobs) with this run, or raise the bound.{learned} Answers: {self.rollouts.folder}."
             )
 
     def _check_progress(self, step: int) -> None:

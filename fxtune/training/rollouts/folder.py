@@ -29,9 +29,9 @@ from fxtune.data.images.placed import PlacedImage
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.table import ShardBuilder, TableWriter, TokenTable
 from fxtune.errors import StorageError, not_written
-from fxtune.system.files.atomic_files import read_json, sync
+from fxtune.system.files.atomic_files import read_json, replace_text, sync
 
-NUMBERS, STEP = "numbers.npy", "step.json"
+NUMBERS, STEP, AHEAD = "numbers.npy", "step.json", "ahead.json"
 DIGITS = 5
 """Decimals of a log-probability in ANSWERS."""
 RECORD = np.dtype([("sampled", "<f4"), ("advantages", "<f4")])
@@ -111,6 +111,20 @@ class Rollouts:
         except ValueError as error:
             raise StorageError(f"{self.step_folder(step) / STEP}: {error}. Remove its folder.") from error
 
+    def write_ahead(self, step: int, weights: str) -> None:
+        """Keep the name of the weights that sample `step`, so that a resumed run can use them. Raises StorageError."""
+        with self._writing(self.folder / AHEAD):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_text(self.folder / AHEAD, json.dumps({"step": step, "weights": weights}))
+
+    def ahead(self, step: int) -> str:
+        """The weights of write_ahead(); empty if they are unknown."""
+        try:
+            found = read_json(self.folder / AHEAD)
+        except (OSError, ValueError):
+            return ""
+        return str(found["weights"]) if found["step"] == step else ""
+
     def remove(self, step: int) -> None:
         shutil.rmtree(self.step_folder(step), ignore_errors=True)
 
@@ -118,6 +132,7 @@ class Rollouts:
         """Remove all steps, of an earlier run that failed."""
         for folder in [*self.folder.glob("step-*"), *self.folder.glob(".step-*")]:
             shutil.rmtree(folder, ignore_errors=True)
+        (self.folder / AHEAD).unlink(missing_ok=True)
 
     def answers(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield each answer of `step`, with the fields of Answer."""

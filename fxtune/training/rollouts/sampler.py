@@ -6,7 +6,7 @@ number of ranks draws the same answers, up to rounding: a batch of other prompts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -51,9 +51,13 @@ class Sampler(Protocol):
     repeats: bool
     """Whether the same weights and seeds give the same answers, bit for bit."""
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
-        """An answer to each request, in order, by the weights `weights_version`. All ranks call this together. Only
-        rank 0 must get the answers."""
+    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
+        """Begin to write an answer to each request by the weights `weights_version`: the model's, or weights that the
+        sampler has(). All ranks call this together. Rank 0 calls the returned function, which waits for the answers,
+        before the next sample(). The function may run in another thread."""
+
+    def has(self, weights_version: str) -> bool:
+        """Whether the sampler can still use these weights after the model has changed. Rank 0 calls this."""
 
     def close(self) -> None: ...
 
@@ -111,7 +115,7 @@ class ModelSampler:
         self.rows_per_pass, self.ends, self.pad, self.images = rows_per_pass, ends, pad, images
         self.name, self.repeats = f"the trained model, torch {torch.__version__}", False
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
+    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
         answers: dict[int, Sampled] = {}
         with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
@@ -122,7 +126,10 @@ class ModelSampler:
                 answers.update(zip(order, written, strict=False))
                 order = order[len(written) :]
                 work.advance(len(written))
-        return [answers[index] for index in range(len(requests))]
+        return lambda: [answers[index] for index in range(len(requests))]
+
+    def has(self, weights_version: str) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing is open."""

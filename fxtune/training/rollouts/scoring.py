@@ -74,6 +74,7 @@ class RewardWorkers:
     def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
         self.calls, self.seconds, self.processes = list(calls), seconds, processes
         self._workers: dict[Connection, BaseProcess] = {}
+        self._closed = False
 
     def score(self, groups: Sequence[Group]) -> list[Scores]:
         """The scores of each group, in order. A group whose reward fails has a `problem`."""
@@ -110,10 +111,13 @@ class RewardWorkers:
         return [scores for scores in found if scores is not None]
 
     def close(self) -> None:
+        self._closed = True
         for pipe in list(self._workers):
             self._end(pipe)
 
     def _start(self) -> Connection:
+        if self._closed:  # by the main thread, while another thread scores
+            raise HardwareError("The run ends, so rewards are no longer computed.")
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = theirs, self.calls, LIBRARY_LOG.file

@@ -29,10 +29,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from fxtune.config.root import Config
@@ -44,7 +46,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process, start_process
-from fxtune.system.terminal.progress import phase
+from fxtune.system.terminal.progress import Phase, phase
 from fxtune.training.rollouts.sampler import Request, Sampled
 
 CONNECTIONS = 256
@@ -147,8 +149,8 @@ class VllmSampler:
         self.process: subprocess.Popen[bytes] | None = None
         self.clients = list[Client]()
         self.name, self.repeats = "vLLM", False
-        self.loaded = ""
-        """The newest adapter that all servers have."""
+        self.loaded, self.closed = "", False
+        """`loaded`: the newest adapter that all servers have."""
         world.from_main(self._connect, "waiting for vLLM")
 
     def _connect(self) -> None:
@@ -158,20 +160,21 @@ class VllmSampler:
         except ServerError as error:
             raise self._failed(error) from error
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
-        """An answer to each request, on rank 0; the other ranks get none. Raises HardwareError if the servers fail."""
-        name = f"fxtune-{weights_version[:16]}"
+    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
+        """See Sampler. The returned function raises HardwareError if the servers fail."""
         if any(request.images for request in requests):
             raise ConfigError("sampler.name=vllm: prompts with images need sampler.name=model.")
-        folder = self._write_adapter(name)
+        name = _name_of(weights_version)
+        return partial(self._sample, requests, name, self._write_adapter(name))
 
-        found = list[Sampled]()
-        self.world.from_main(lambda: found.extend(self._sample(requests, name, folder)), "waiting for vLLM")
-        return found
+    def has(self, weights_version: str) -> bool:
+        return (self.adapters / _name_of(weights_version) / "adapter_config.json").exists()
 
     def _sample(self, requests: Sequence[Request], name: str, folder: Path) -> list[Sampled]:
         answers, left = dict[int, Sampled](), TRIES
-        with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
+        about = f"Writing {len(requests):,} answers", len(requests), "answers"
+        # The answers of a step ahead are no part of what the loop does meanwhile.
+        with nullcontext(Phase(*about)) if self.config.sampler.ahead else phase(*about, announce=False) as work:
             while missing := [number for number in range(len(requests)) if number not in answers]:
                 try:
                     self._load(name, folder)
@@ -179,11 +182,11 @@ class VllmSampler:
                 except ServerError as error:
                     left -= 1
                     # A server that has started again does not know the adapter: 404.
-                    if not left or (400 <= error.status < 500 and error.status != 404):
+                    if self.closed or not left or (400 <= error.status < 500 and error.status != 404):
                         raise self._failed(error) from error
                     self.loaded = ""
                     if self.process is not None and self.process.poll() is not None:
-                        self.close()  # its children may still hold the card
+                        self._end_process()  # its children may still hold the card
                         self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
                     for client in self.clients:
                         _wait_for(client)
@@ -192,36 +195,45 @@ class VllmSampler:
     def _ask_all(
         self, requests: Sequence[Request], missing: Sequence[int], answers: dict[int, Sampled], done: Any
     ) -> None:
-        """Add the answers to the requests of these numbers to `answers`. Raises the ServerError of a request after all
+        """Add the answers to the requests of these numbers to `answers`. Raises an error of a request after all
         requests have ended."""
-        failed = None
+        waiting, errors = deque(missing), list[Exception]()
 
-        def ask(number: int) -> Sampled | ServerError:
-            try:
-                return self._ask(requests[number], self.clients[number % len(self.clients)])
-            except ServerError as error:
-                return error
+        def ask() -> None:
+            with suppress(IndexError):  # nothing is waiting
+                while not self.closed:
+                    number = waiting.popleft()
+                    try:
+                        answers[number] = self._ask(requests[number], self.clients[number % len(self.clients)])
+                        done(1)
+                    except Exception as error:  # noqa: BLE001  raised below
+                        errors.append(error)
 
-        with ThreadPoolExecutor(min(CONNECTIONS * len(self.clients), len(missing))) as threads:
-            for number, answer in zip(missing, threads.map(ask, missing), strict=True):
-                if isinstance(answer, ServerError):
-                    failed = answer
-                else:
-                    answers[number] = answer
-                    done(1)
-        if failed is not None:
-            raise failed
+        # The end of the process does not wait for these threads.
+        count = min(CONNECTIONS * len(self.clients), len(missing))
+        threads = [Thread(target=ask, name="fxtune-request", daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors if not isinstance(error, ServerError)), errors[0])
 
     def close(self) -> None:
         """End the process that this run has started, and take the adapter from servers of the user."""
-        process, self.process = self.process, None
-        if process is not None:
-            end_process(process)
+        self.closed = True
+        if self.process is not None:
+            self._end_process()
         elif self.loaded:
             for client in self.clients:
                 with suppress(ServerError):
                     client.call("/v1/unload_lora_adapter", {"lora_name": self.loaded})
         self.loaded = ""
+
+    def _end_process(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            end_process(process)
 
     def _write_adapter(self, name: str) -> Path:
         """Write the adapter for vLLM, unless it is there. All ranks call this together."""
@@ -329,7 +341,7 @@ class VllmSampler:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "vllm.log").open("ab") as log:
             self.process = start_process(words, {ALLOW: "1"}, foreign=True, stdout=log, stderr=log)
-        atexit.register(self.close)  # for a run that fails before it begins
+        atexit.register(self._end_process)  # for a run that fails before it begins
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         try:
             with phase("Starting vLLM"):
@@ -339,14 +351,19 @@ class VllmSampler:
                         return url
                     time.sleep(0.5)
         except BaseException:  # a signal
-            self.close()
+            self._end_process()
             raise
-        self.close()
+        self._end_process()
         raise HardwareError(f"vLLM did not start. The end of {self.folder / 'vllm.log'}:\n{_tail(self.folder)}")
 
 
 def _program(config: Config) -> Path:
     return Path(config.sampler.venv or "", "bin", "vllm").expanduser()
+
+
+def _name_of(weights_version: str) -> str:
+    """The name of an adapter in vLLM."""
+    return f"fxtune-{weights_version[:16]}"
 
 
 def _how(config: Config) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.rows import write_jsonl
-from support.runs import history
+from support.runs import history, same_export
 from support.vllm_server import real_vllm, vllm_server
 
 from fxtune.cli.main import main
@@ -104,6 +104,33 @@ def test_a_server_that_dies_ends_the_run_with_one_message(cwd, capfd, monkeypatc
     said = capfd.readouterr().err
     assert "no memory" in said
     assert url in said
+
+
+def test_a_step_ahead_is_sampled_by_the_weights_before_it_and_is_learned_the_same_after_a_kill(cwd, monkeypatch):
+    """Batch s has the weights of step s - 1, whether the run is killed or not."""
+    words = [
+        *WORDS,
+        "sampler.ahead=true",
+        "train.max_steps=5",
+        "checkpoint.every=1",
+        "train.eval_every=2",
+        "optimizer.lr=1e-3",
+    ]
+    write_jsonl(Path("held_out.jsonl"), [{"prompt": "Tell me about Oslo."}])
+    words += ["data.eval_sources=[{path: held_out.jsonl}]"]
+    with vllm_server(TINY) as server:
+        assert main([*words, f"sampler.url={server.url}", "run.dir=whole"]) == 0
+        for steps in (1, 3):
+            assert main([*words, f"sampler.url={server.url}", f"train.pause_after={steps}"]) == 0
+        assert main([*words, f"sampler.url={server.url}"]) == 0
+    assert same_export("run", "whole")
+    weights = {}
+    for run in ("run", "whole"):
+        steps = [Path(run, "rollouts", f"step-{step:08d}") for step in range(1, 6)]
+        weights[run] = [json.loads((step / "step.json").read_text())["weights"] for step in steps]
+    assert weights["run"] == weights["whole"]
+    assert weights["run"][0] == weights["run"][1], "the first two steps have the weights of the start"
+    assert len(set(weights["run"])) == 4
 
 
 @pytest.mark.slow

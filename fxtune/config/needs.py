@@ -70,7 +70,7 @@ def _samples_itself(config: Config) -> bool:
     return _has_rollouts(config) and not config.sampler.is_vllm
 
 
-_VLLM_OPTIONS = ("venv", "arguments", "ahead", "request_seconds", "request_seeds")
+_VLLM_OPTIONS = ("venv", "arguments", "ahead", "sleep", "request_seconds", "request_seeds")
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"

@@ -111,6 +111,8 @@ class SamplerConfig:
     ahead: bool = False
     """Let vLLM write the answers of a step while the step before it is trained, by the weights from before that step.
     So the answers are one step older, and sampling and training take place at the same time."""
+    sleep: bool = False
+    """Let vLLM give its part of the card's memory back while the model trains on the same card."""
     request_seconds: float = field(default=600.0, metadata={"above": 0})
     """How long vLLM may take for an answer before it is asked again."""
     request_seeds: bool = True
@@ -377,11 +379,8 @@ class Config:
             )
         if sampler.answers == 1 and getattr(self.objective, "rewards", None):
             yield "`sampler.answers=1`: rewards compare the answers to a prompt: set it to 2 or more"
-        if sampler.is_vllm and not self.techniques.lora.enabled:
-            yield (
-                "`sampler.name=vllm` gets the trained weights as adapters: set techniques=lora, or sampler.name=model "
-                "without sampler.url"
-            )
+        if sampler.sleep and sampler.ahead:
+            yield "`sampler.sleep`: with sampler.ahead vLLM works while the model trains: set one of them to false"
         if self.loader.num_workers:
             yield "`loader.num_workers`: the rollouts of a step are read by the main process: set it to null"
         for key, value in (

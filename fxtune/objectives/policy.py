@@ -237,7 +237,7 @@ class Policy(WithTeacher):
     def prepare(self, model: LanguageModel, build_frozen: Callable[[], LanguageModel]) -> None:
         if self.teacher == BASE:
             model.reference = ReferenceModel(model.prepared, keeps_start=False)
-        elif self.teacher:
+        elif self.teacher and not self.teacher_is_server:
             model.teacher = build_frozen()
 
     def teacher_log_probs(self, model: LanguageModel, batch: Batch) -> torch.Tensor:

@@ -61,15 +61,20 @@ class WithTeacher(Objective):
 
     teacher: str = ""
     """The model that teaches: a folder, a hub id, or `builtin:NAME`, of a model or of an adapter, with the student's
-    tokens. `base`: the student without its adapters, so that tuning forgets less."""
+    tokens. `base`: the student without its adapters, so that tuning forgets less. With objective=policy also the
+    address of a vLLM server, or several, separated by commas."""
     teacher_revision: Optional[str] = None
     """Commit, tag or branch of a teacher from the hub."""
     teacher_quantize: Optional[WeightFormat] = None
     """Store the teacher's linears in `nf4`, `int8` or `fp8`, or its experts in `mxfp4` (see techniques.quantize.type).
     The student is not quantized by this. null: the teacher's weights keep model.dtype."""
 
+    @property
+    def teacher_is_server(self) -> bool:
+        return self.teacher.startswith(("http://", "https://"))
+
     def frozen_model(self, trained: ModelConfig) -> FrozenModelConfig | None:
-        if self.teacher in ("", BASE):
+        if self.teacher in ("", BASE) or self.teacher_is_server:
             return None
         model = frozen_model(self.teacher, self.teacher_revision, trained.dtype)
         return replace(model, quantize=self.teacher_quantize)
@@ -92,7 +97,18 @@ class WithTeacher(Objective):
                 "objective.teacher=base: techniques.lora.init moves a part of the base's weights into the adapters, "
                 "so the model without them is not the base. Set techniques.lora.init=default."
             )
-        if self.teacher not in ("", BASE) and (facts.degrees.shard > 1 or facts.degrees.context > 1):
+        if self.teacher_is_server and not self.needs.rollouts:
+            yield (
+                f"objective.teacher={self.teacher}: a server gives log-probabilities of given tokens only, and this "
+                "objective needs whole distributions. Name a model, or set objective=distill_on_policy."
+            )
+        if self.teacher_is_server and self.teacher_quantize:
+            yield f"objective.teacher_quantize: the server of {self.teacher} decides this. Set it to null."
+        if (
+            self.teacher not in ("", BASE)
+            and not self.teacher_is_server
+            and (facts.degrees.shard > 1 or facts.degrees.context > 1)
+        ):
             yield (
                 f"objective.teacher={self.teacher}: each rank has a whole teacher and whole rows, and this run has "
                 f"{facts.degrees}. Set parallel.shard=1 and parallel.context=1."

@@ -45,11 +45,10 @@ from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
-from fxtune.training.rollouts.collector import Collector, make_collector
+from fxtune.training.rollouts.collector import Collector, make_collector, require_servers
 from fxtune.training.rollouts.evaluation import RewardEvaluation
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.vllm import require_ready
 from fxtune.training.run.about import describe_run, prompts_are_texts
 from fxtune.training.run.end import Decision, RunEnd
 from fxtune.training.run.export import export, write_report
@@ -122,8 +121,8 @@ class Trainer:
         self.builder, resume_check = build_for_run(config, folder, screen.note)
         builder, self.world = self.builder, self.builder.world
         self.energy = RunEnergy(folder, self.world, config.tracking.cost)
-        if config.sampler.is_vllm:
-            self.world.from_main(partial(require_ready, config), "looking for vLLM")
+        if config.objective.needs.rollouts:
+            self.world.from_main(partial(require_servers, config), "looking for servers")
         if reasons := list(tracker.check(config.tracking, builder.facts)):
             raise ConfigError("\n".join(reasons))
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))

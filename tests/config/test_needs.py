@@ -35,6 +35,8 @@ REFUSED = [
             ("batch", "3"),
             ("request_seconds", "3.0"),
             ("request_seeds", "false"),
+            ("ahead", "true"),
+            ("sleep", "true"),
             ("reward_seconds", "3.0"),
             ("reward_workers", "3"),
         )

@@ -286,6 +286,7 @@ CASES: dict[str, Case] = {
     "sampler.temperature": Case(trained, "0.5", POLICY),
     "sampler.batch": Case(trained, "2", POLICY),
     "sampler.request_seconds": Case(batches, "3.0", POLICY, refused="is not read"),
+    "sampler.sleep": Case(batches, "true", POLICY, refused="is not read"),
     "sampler.ahead": Case(batches, "true", POLICY, refused="is not read"),
     "sampler.request_seeds": Case(batches, "false", POLICY, refused="is not read"),
     "sampler.reward_seconds": Case(trained, "1e-9", POLICY, refused="reward_seconds"),

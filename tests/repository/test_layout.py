@@ -65,7 +65,7 @@ ELSEWHERE = {
     "objectives/base.py": "a protocol",
     "training/generation.py": "test_answers.py, with the answers to questions",
     **dict.fromkeys(
-        [f"training/rollouts/{name}.py" for name in ("evaluation", "folder", "made_up", "plan")],
+        [f"training/rollouts/{name}.py" for name in ("client", "evaluation", "folder", "made_up", "pending", "plan")],
         "training/rollouts/test_collector.py, by the command",
     ),
     "training/rollouts/reward_functions.py": "test_scoring.py, with the workers that call them",

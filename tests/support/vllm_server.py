@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from support.servers import serving
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 VLLM = "0.32.0"
 
@@ -32,6 +32,7 @@ class VllmServer(ThreadingHTTPServer):
     nulls       log-probabilities are null (trl#6868)
     hot         log-probabilities are before the temperature (trl#4159)
     other       the answer says that another adapter wrote it
+    asleep      the server does not wake up
     """
 
     daemon_threads = True
@@ -45,6 +46,8 @@ class VllmServer(ThreadingHTTPServer):
         self.history: list[tuple[str, str]] = []
         """(call, adapter), in order."""
         self.asked: list[dict[str, Any]] = []
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.sleeps = False
         self.longest, self.faults, self.lock = longest, set(faults), threading.Lock()
         self.over = threading.Event()
 
@@ -69,7 +72,27 @@ class VllmServer(ThreadingHTTPServer):
         self.loaded.append(name)
         return 200, "Success"
 
+    def reload(self, given: dict[str, Any]) -> tuple[int, Any]:
+        assert given["method"] == "reload_weights"
+        folder = given["kwargs"]["weights_path"]
+        if "base" not in self.faults:
+            self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self.base.generation_config.eos_token_id = None
+        return 200, {"results": [None]}
+
+    def rate(self, given: dict[str, Any]) -> tuple[int, Any]:
+        """The log-probabilities of a prompt."""
+        ids = given["prompt"]
+        with torch.no_grad():
+            rated = self.base(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        found = [{str(token): {"logprob": float(rated[at][token])}} for at, token in enumerate(ids[1:])]
+        return 200, {"model": "tiny", "choices": [{"prompt_logprobs": [None, *found]}]}
+
     def complete(self, given: dict[str, Any]) -> tuple[int, Any]:
+        if self.sleeps:
+            return 500, {"error": {"message": "the engine sleeps"}}
+        if "prompt_logprobs" in given:
+            return self.rate(given)
         self.asked.append(given)
         if "forgets" in self.faults and len(self.asked) == 5:
             self.faults.remove("forgets")
@@ -77,18 +100,20 @@ class VllmServer(ThreadingHTTPServer):
             self.model.delete_adapter(given["model"])
             self.model = None
             self.base = AutoModelForCausalLM.from_pretrained(self.base.name_or_path, dtype=torch.float32)
-        if given["model"] not in self.loaded:
+        if given["model"] != "tiny" and given["model"] not in self.loaded:
             return 404, {"error": {"message": f"The model `{given['model']}` does not exist."}}
-        self.model.set_adapter(given["model"])
+        model = self.base if given["model"] == "tiny" else self.model
+        if model is self.model:
+            model.set_adapter(given["model"])
         torch.manual_seed(given["seed"] % 2**31)
         ids, log_probs = list(given["prompt"]), []
         with torch.no_grad():
             for _ in range(given["max_tokens"]):
-                if "base" in self.faults:
+                if "base" in self.faults and model is self.model:
                     with self.model.disable_adapter():
                         logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
                 else:
-                    logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
+                    logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
                 scaled = (logits / given["temperature"]).log_softmax(-1)
                 token = int(torch.multinomial(scaled.exp(), 1))
                 kept = logits.log_softmax(-1) if "hot" in self.faults else scaled
@@ -123,6 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
             elif self.path == "/v1/unload_lora_adapter":
                 server.loaded.remove(given["lora_name"])
                 self._answer(200, "Success")
+            elif self.path == "/collective_rpc":
+                self._answer(*server.reload(given))
+            elif self.path == "/tokenize":
+                self._answer(200, {"tokens": server.tokenizer(given["prompt"], add_special_tokens=False)["input_ids"]})
+            elif self.path.startswith(("/sleep", "/wake_up")):
+                server.sleeps = self.path.startswith("/sleep") or "asleep" in server.faults
+                self._answer(200, {"status": "sleeping" if server.sleeps else "awake"})
+            elif self.path == "/reset_prefix_cache":
+                self._answer(200, {"success": True})
             elif "drops" in server.faults and len(server.asked) == 3:
                 server.faults.remove("drops")
                 self.connection.close()

@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +30,7 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, NumbersError
 from fxtune.models.end_tokens import end_tokens
+from fxtune.models.load import load_tokenizer
 from fxtune.models.structure import without_dropout
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.policy import EQUAL, SMALL, Advantage, OnBadReward, Policy
@@ -41,54 +40,16 @@ from fxtune.techniques.precision import Precision
 from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
+from fxtune.training.rollouts.pending import PendingStep, Scored, in_background
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampled, Sampler, seed_of
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores
-from fxtune.training.rollouts.vllm import VllmSampler
+from fxtune.training.rollouts.teacher_server import TeacherServer
+from fxtune.training.rollouts.vllm import VllmSampler, require_ready
 from fxtune.training.visits import visit
-
-Result = TypeVar("Result")
 
 PROMPT = ("prompt", "messages", "conversations", "conversation")
 """Columns of a row that hold its prompt; the first one counts. The others are arguments of rewards."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The answers of a step, with their scores."""
-
-    answers: list[Answer]
-    groups: list[Group]
-    scores: list[Scores]
-    sampling_seconds: float
-    reward_seconds: float
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """A step whose rollouts are being sampled and scored."""
-
-    plan: RolloutPlan
-    step: int
-    version: str
-    """The weights that sample the step."""
-    asked: list[Asked]
-    result: Callable[[], Scored]
-    """Waits for the scored answers. On rank 0."""
-
-
-def in_background(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Begin work() in a thread. Returns a function that waits for its result. The end of the process does not wait."""
-    future = Future[Result]()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is wanted
-            future.set_exception(error)
-
-    Thread(target=run, name="fxtune-rollouts", daemon=True).start()
-    return future.result
 
 
 class Collector:
@@ -110,10 +71,13 @@ class Collector:
         self.precision, self.world, self.tokenizer, self.note = precision, world, tokenizer, note
         assert isinstance(config.objective, Policy)
         self.objective = config.objective
+        self.teacher_server: TeacherServer | None = None
+        if self.objective.teacher_is_server:
+            self.teacher_server = TeacherServer(self.objective.teacher, config.sampler)
         self.figures: dict[str, float] = {}
         """The figures of the newest step, for its log line."""
         self._read: dict[Path, list[Row]] = {}
-        self._sampling: Sampling | None = None
+        self._sampling: PendingStep | None = None
         """The step that is sampled ahead."""
         self._version = ""
         """The weights before the step before. Empty before the first step of this process."""
@@ -190,7 +154,7 @@ class Collector:
         self.note(f"Step {step + 1} is sampled by the present weights: the weights of the step before are gone.")
         return version
 
-    def _begin(self, plan: RolloutPlan, step: int, version: str) -> Sampling:
+    def _begin(self, plan: RolloutPlan, step: int, version: str) -> PendingStep:
         """Begin to sample and score the rollouts of `step` with the weights `version`."""
         began, answers_each = time.perf_counter(), self.config.sampler.answers
         places = plan.prompts(step)
@@ -212,7 +176,7 @@ class Collector:
             return Scored(answers, found, scores, written - began, time.perf_counter() - written)
 
         aside = self.config.sampler.ahead and self.world.main
-        return Sampling(plan, step, version, asked, in_background(work) if aside else work)
+        return PendingStep(plan, step, version, asked, in_background(work) if aside else work)
 
     def _settle(self) -> None:
         """Finish the rollouts that are being sampled. All ranks call this together."""
@@ -220,7 +184,7 @@ class Collector:
         if sampling is not None:
             self._end(sampling)
 
-    def _end(self, sampling: Sampling) -> None:
+    def _end(self, sampling: PendingStep) -> None:
         """Write the rollouts that _begin() has begun."""
         plan, step, asked = sampling.plan, sampling.step, sampling.asked
         held = list[tuple[list[Answer], dict[str, float]]]()  # on rank 0
@@ -258,6 +222,10 @@ class Collector:
     def _teach(self, plan: RolloutPlan, step: int) -> np.ndarray:
         """The log-probability that the teacher gives to each sampled token of a staged step, float32 [tokens of its
         table]; 0 for other tokens."""
+        if (server := self.teacher_server) is not None:
+            return self.world.from_main(
+                lambda: server.log_probs(self.rollouts.staged(step)), "waiting for the teacher"
+            )
         whole = plan.staged(step)
         own, found = whole.for_rank(self.world.data_rank, self.world.data_ranks), list[tuple[np.ndarray, np.ndarray]]()
 
@@ -495,6 +463,15 @@ def _group(row: Row, answers: Sequence[Answer]) -> Group:
     completions = [answer.text if is_text else [{"role": "assistant", "content": answer.text}] for answer in answers]
     columns = {key: value for key, value in values.items() if key not in PROMPT}
     return Group(row.where, prompt, completions, [answer.ids for answer in answers], columns)
+
+
+def require_servers(config: Config) -> None:
+    """Raise ConfigError if the servers of the recipe, or of its teacher, are not there or do not fit."""
+    assert isinstance(config.objective, Policy)
+    if config.sampler.is_vllm:
+        require_ready(config)
+    if config.objective.teacher_is_server:
+        TeacherServer(config.objective.teacher, config.sampler).require_ready(config, load_tokenizer(config.model))
 
 
 def make_collector(

@@ -11,46 +11,42 @@ old weights (vllm#42125). The version before it is unloaded afterwards.
     sampler=vllm sampler.venv=FOLDER    the virtual environment that has vLLM. Its torch is not fxtune's, so it has an
                                         environment of its own, and fxtune never imports it
 
-Only what vLLM offers without its development mode is used: /v1/completions, /v1/models, /version, /health, and the two
-calls for adapters.
+Adapters need only calls that vLLM offers without its development mode: /v1/completions, /v1/models, /version, /health,
+/v1/load_lora_adapter and /v1/unload_lora_adapter. Full fine-tuning needs that mode (VLLM_SERVER_DEV_MODE=1): the
+weights of each step are written to the disk, and /collective_rpc makes vLLM read them in the place of the old weights.
+sampler.sleep needs it, too: /sleep and /wake_up.
 """
 
 from __future__ import annotations
 
 import atexit
-import http.client
-import json
 import math
 import os
 import shutil
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
+
+import torch
 
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, UserError
+from fxtune.errors import ConfigError, HardwareError, UserError, not_written
 from fxtune.export.vllm import max_rank, refusals
-from fxtune.export.weights import ExportedWeights
+from fxtune.export.weights import ExportedWeights, on_main
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process, start_process
 from fxtune.system.terminal.progress import Phase, phase
+from fxtune.training.rollouts.client import Client, ServerError, clients_of, side_by_side
 from fxtune.training.rollouts.sampler import Request, Sampled
 
-CONNECTIONS = 256
-"""Requests that a server gets at once. It queues what it cannot compute."""
 TRIES = 3
 """How often a request is sent before the run ends."""
 WAIT_SECONDS = 5.0
@@ -62,50 +58,14 @@ WHOLE_DISTRIBUTION = {
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
 }
 """Options of a request that leave out no token. vLLM would take others from the model's generation_config.json."""
-LOCAL = ("127.0.0.1", "localhost")
-ALLOW = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-
-
-class ServerError(Exception):
-    """A server refused a request, or could not be reached. `status`: of HTTP; 0 without an answer."""
-
-    def __init__(self, url: str, status: int, reason: str) -> None:
-        super().__init__(f"{url}: {reason}")
-        self.url, self.status, self.reason = url, status, reason
-
-
-class Client:
-    """Calls one server."""
-
-    def __init__(self, url: str, seconds: float) -> None:
-        self.url, self.seconds = url.rstrip("/"), seconds
-        # A proxy of the environment would not reach this machine.
-        local = urllib.parse.urlsplit(self.url).hostname in LOCAL
-        self._open = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local).open
-
-    def call(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
-        """The answer to a request: JSON, or text. `content`: for a POST. Raises ServerError."""
-        data = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with self._open(request, timeout=self.seconds) as answer:
-                body = answer.read()
-        except urllib.error.HTTPError as error:
-            raise ServerError(self.url, error.code, _reason(error.read(), error.reason)) from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # the connection, a time limit, or no URL
-            reason = getattr(error, "reason", error)
-            raise ServerError(self.url, 0, f"no answer ({reason})") from error
-        try:
-            return json.loads(body)
-        except ValueError:
-            return body.decode(errors="replace")
+ALLOW, DEVELOPMENT = "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"
 
 
 def require_ready(config: Config) -> None:
     """Raise ConfigError if the servers of the recipe cannot be reached, if they read shorter texts than this run
     needs, or if there is no vLLM in sampler.venv."""
     sampler = config.sampler
-    clients = clients_of(config)
+    clients = _clients(config)
     if sampler.is_vllm and not clients and (sampler.venv is None or not _program(config).exists()):
         raise ConfigError(
             f"sampler.venv={sampler.venv}: there is no vLLM. Make an environment with it and name that: python -m "
@@ -127,10 +87,9 @@ def require_ready(config: Config) -> None:
             )
 
 
-def clients_of(config: Config) -> list[Client]:
+def _clients(config: Config) -> list[Client]:
     """A client for each server of sampler.url."""
-    urls = (config.sampler.url or "").split(",")
-    return [Client(url.strip(), config.sampler.request_seconds) for url in urls if url.strip()]
+    return clients_of(config.sampler.url or "", config.sampler.request_seconds)
 
 
 class VllmSampler:
@@ -145,18 +104,21 @@ class VllmSampler:
     ) -> None:
         """`rank`: of the adapters."""
         self.model, self.config, self.world, self.ends, self.folder = model, config, world, ends, folder
-        self.adapters, self.rank = folder / "adapters", rank
+        self.rank, self.adapts = rank, config.techniques.lora.enabled
+        self.written = folder / ("adapters" if self.adapts else "weights")
+        self.config_name = "adapter_config.json" if self.adapts else "config.json"
         self.process: subprocess.Popen[bytes] | None = None
         self.clients = list[Client]()
         self.name, self.repeats = "vLLM", False
         self.loaded, self.closed = "", False
-        """`loaded`: the newest adapter that all servers have."""
+        """`loaded`: the newest weights that all servers have."""
         world.from_main(self._connect, "waiting for vLLM")
 
     def _connect(self) -> None:
-        self.clients = clients_of(self.config) or [Client(self._start(), self.config.sampler.request_seconds)]
+        self.clients = _clients(self.config) or [Client(self._start(), self.config.sampler.request_seconds)]
         try:
             self.name = f"vLLM {self.clients[0].call('/version')['version']}"
+            self.base = "" if self.adapts else self.clients[0].model
         except ServerError as error:
             raise self._failed(error) from error
 
@@ -165,20 +127,28 @@ class VllmSampler:
         if any(request.images for request in requests):
             raise ConfigError("sampler.name=vllm: prompts with images need sampler.name=model.")
         name = _name_of(weights_version)
-        return partial(self._sample, requests, name, self._write_adapter(name))
+        if self.config.sampler.sleep and self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM takes its memory back
+        return partial(self._sample, requests, name, self._write_weights(name))
 
     def has(self, weights_version: str) -> bool:
-        return (self.adapters / _name_of(weights_version) / "adapter_config.json").exists()
+        return (self.written / _name_of(weights_version) / self.config_name).exists()
 
     def _sample(self, requests: Sequence[Request], name: str, folder: Path) -> list[Sampled]:
         answers, left = dict[int, Sampled](), TRIES
         about = f"Writing {len(requests):,} answers", len(requests), "answers"
         # The answers of a step ahead are no part of what the loop does meanwhile.
         with nullcontext(Phase(*about)) if self.config.sampler.ahead else phase(*about, announce=False) as work:
+
+            def ask(number: int, client: Client) -> None:
+                answers[number] = self._ask(requests[number], client)
+                work.advance(1)
+
             while missing := [number for number in range(len(requests)) if number not in answers]:
                 try:
+                    self._sleep(False)
                     self._load(name, folder)
-                    self._ask_all(requests, missing, answers, work.advance)
+                    side_by_side(ask, missing, self.clients, lambda: self.closed)
                 except ServerError as error:
                     left -= 1
                     # A server that has started again does not know the adapter: 404.
@@ -190,41 +160,20 @@ class VllmSampler:
                         self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
                     for client in self.clients:
                         _wait_for(client)
+        self._sleep(True)
         return [answers[number] for number in range(len(requests))]
 
-    def _ask_all(
-        self, requests: Sequence[Request], missing: Sequence[int], answers: dict[int, Sampled], done: Any
-    ) -> None:
-        """Add the answers to the requests of these numbers to `answers`. Raises an error of a request after all
-        requests have ended."""
-        waiting, errors = deque(missing), list[Exception]()
-
-        def ask() -> None:
-            with suppress(IndexError):  # nothing is waiting
-                while not self.closed:
-                    number = waiting.popleft()
-                    try:
-                        answers[number] = self._ask(requests[number], self.clients[number % len(self.clients)])
-                        done(1)
-                    except Exception as error:  # noqa: BLE001  raised below
-                        errors.append(error)
-
-        # The end of the process does not wait for these threads.
-        count = min(CONNECTIONS * len(self.clients), len(missing))
-        threads = [Thread(target=ask, name="fxtune-request", daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((error for error in errors if not isinstance(error, ServerError)), errors[0])
+    def _sleep(self, sleeps: bool) -> None:
+        """With sampler.sleep: give the card's memory back, or take it. Raises ServerError."""
+        for client in self.clients * self.config.sampler.sleep:
+            client.call("/sleep?level=1" if sleeps else "/wake_up", {})
 
     def close(self) -> None:
         """End the process that this run has started, and take the adapter from servers of the user."""
         self.closed = True
         if self.process is not None:
             self._end_process()
-        elif self.loaded:
+        elif self.loaded and self.adapts:
             for client in self.clients:
                 with suppress(ServerError):
                     client.call("/v1/unload_lora_adapter", {"lora_name": self.loaded})
@@ -235,24 +184,32 @@ class VllmSampler:
         if process is not None:
             end_process(process)
 
-    def _write_adapter(self, name: str) -> Path:
-        """Write the adapter for vLLM, unless it is there. All ranks call this together."""
-        folder = self.adapters / name
-        is_there = self.world.from_main((folder / "adapter_config.json").exists, "looking for an adapter")
+    def _write_weights(self, name: str) -> Path:
+        """Write the trained weights for vLLM, unless they are there: an adapter, or a whole model. All ranks call this
+        together. Raises StorageError."""
+        folder = self.written / name
+        is_there = self.world.from_main((folder / self.config_name).exists, "looking for weights")
         if not is_there:
             staging = folder.with_name(f".{name}")
-            self.world.from_main(lambda: _make_empty(staging), "making room for an adapter")
-            written = ExportedWeights.write(self.model, staging, self.world)
-            self.world.from_main(lambda: _require_servable(staging, written.files), "reading an adapter")
-            self.world.from_main(lambda: os.replace(staging, folder), "writing an adapter")
+            try:
+                on_main(self.world, lambda: _make_empty(staging))
+                written = ExportedWeights.write(self.model, staging, self.world)
+                if self.adapts:
+                    self.world.from_main(lambda: _require_servable(staging, written.files), "reading an adapter")
+                on_main(self.world, lambda: os.replace(staging, folder))
+            except OSError as error:
+                raise not_written(f"{folder} cannot be written", error, "or set run.dir to another disk") from error
         return folder
 
     def _load(self, name: str, folder: Path) -> None:
-        """Give all servers the adapter `name`, and take the one before from them. Raises ServerError."""
+        """Give all servers the weights `name`, and take the adapter before from them. Raises ServerError."""
         if name == self.loaded:
             return
         before = self.loaded
         for client in self.clients:
+            if not self.adapts:
+                self._reload(client, folder)
+                continue
             self._load_on(client, name, folder)
             if before:
                 try:
@@ -261,9 +218,25 @@ class VllmSampler:
                     if error.status not in (400, 404):  # the server has started again, and lost it
                         raise
         self.loaded = name
-        for old in self.adapters.iterdir():
+        for old in self.written.iterdir():
             if old.name not in (name, before):
                 shutil.rmtree(old, ignore_errors=True)
+
+    def _reload(self, client: Client, folder: Path) -> None:
+        """Make a server read a whole model. Raises ServerError."""
+        try:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+            client.call("/collective_rpc", call)
+            emptied = client.call("/reset_prefix_cache", {})  # it holds keys of the old weights
+        except ServerError as error:
+            if error.status not in (404, 405):
+                raise
+            raise ConfigError(
+                f"sampler.url={client.url}: vLLM does not read new weights ({error.reason}). {_how(self.config)}; it "
+                "must see the run's folder."
+            ) from error
+        if isinstance(emptied, dict) and emptied.get("success") is False:
+            raise ServerError(client.url, 503, "the cache of prompts is in use, so it keeps keys of old weights")
 
     def _load_on(self, client: Client, name: str, folder: Path) -> None:
         try:
@@ -283,7 +256,7 @@ class VllmSampler:
         missing."""
         sampler = self.config.sampler
         content = {
-            "model": self.loaded,
+            "model": self.base or self.loaded,
             "prompt": request.prompt,
             "max_tokens": sampler.max_tokens,
             "temperature": sampler.temperature,
@@ -306,10 +279,11 @@ class VllmSampler:
             raise HardwareError(
                 f"{client.url}: an answer lacks {error}. Use a version of vLLM that has `return_token_ids`."
             ) from error
-        if model != self.loaded or prompt != request.prompt:
+        asked = self.base or self.loaded
+        if model != asked or prompt != request.prompt:
             raise HardwareError(
-                f"{client.url}: asked {self.loaded} with {len(request.prompt)} tokens, the server says that {model} "
-                f"read {len(prompt)}. Its answers are not of the trained weights."
+                f"{client.url}: asked {asked} with {len(request.prompt)} tokens, the server says that {model} read "
+                f"{len(prompt)}. Its answers are not of the trained weights."
             )
         if len(log_probs) != len(ids) or any(value is None or not math.isfinite(value) for value in log_probs):
             raise HardwareError(
@@ -332,15 +306,15 @@ class VllmSampler:
         """Start vLLM on a free port, and wait for it. Returns its URL."""
         sampler, model, port = self.config.sampler, self.config.model, _free_port()
         words = [str(_program(self.config)), "serve", str(self.model.module.name_or_path)]
-        words += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
+        words += ["--host", "127.0.0.1", "--port", str(port)]
         words += ["--revision", model.revision] if model.on_hub and model.revision else []
         words += ["--trust-remote-code"] if model.trust_remote_code else []
-        words += ["--enable-lora", "--max-lora-rank", str(max_rank(self.rank) or self.rank), "--max-loras", "2"]
-        words += ["--max-model-len", str(self.config.data.sequence_length), "--logprobs-mode", "processed_logprobs"]
+        words += _flags(self.config)
+        words += ["--max-model-len", str(self.config.data.sequence_length)]
         words += ["--dtype", str(base_dtype(self.model.module)).removeprefix("torch."), *sampler.arguments]
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "vllm.log").open("ab") as log:
-            self.process = start_process(words, {ALLOW: "1"}, foreign=True, stdout=log, stderr=log)
+            self.process = start_process(words, _environment(self.config), foreign=True, stdout=log, stderr=log)
         atexit.register(self._end_process)  # for a run that fails before it begins
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         try:
@@ -366,13 +340,26 @@ def _name_of(weights_version: str) -> str:
     return f"fxtune-{weights_version[:16]}"
 
 
+def _flags(config: Config) -> list[str]:
+    """The arguments of vLLM that this run needs."""
+    lora, rank = config.techniques.lora.enabled, max_rank(config.techniques.lora.r) or config.techniques.lora.r
+    return [
+        *["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"] * lora,
+        *["--enable-sleep-mode"] * config.sampler.sleep,
+        *["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"],
+    ]
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """The variables of vLLM that this run needs."""
+    lora, sleep = config.techniques.lora.enabled, config.sampler.sleep
+    return {**({ALLOW: "1"} if lora else {}), **({DEVELOPMENT: "1"} if sleep or not lora else {})}
+
+
 def _how(config: Config) -> str:
     """How to start a server."""
-    rank = max_rank(config.techniques.lora.r) or config.techniques.lora.r
-    return (
-        f"Start it with {ALLOW}=1 and --enable-lora --max-lora-rank {rank} --max-loras 2 --logprobs-mode "
-        "processed_logprobs --generation-config vllm"
-    )
+    variables = " ".join(f"{name}={value}" for name, value in _environment(config).items())
+    return f"Start it with {variables} and {' '.join(_flags(config))}"
 
 
 def _require_servable(folder: Path, tensors: Mapping[str, str]) -> None:
@@ -394,15 +381,6 @@ def _wait_for(client: Client) -> None:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _reason(body: bytes, reason: str) -> str:
-    """The message of an error of vLLM."""
-    try:
-        found = json.loads(body)
-        return str((found.get("error") or found).get("message") or found)
-    except (ValueError, AttributeError):
-        return reason
 
 
 def _free_port() -> int:

@@ -90,8 +90,8 @@ def test_a_server_that_is_gone_or_too_short_or_no_vllm_is_refused_before_the_fir
 def test_what_vllm_cannot_serve_is_refused(cwd, capfd):
     with vllm_server(TINY) as server:
         words = [*WORDS, f"sampler.url={server.url}"]
-        assert main([*words, "techniques.lora.enabled=false"]) == 2
-        assert "sampler.name=model" in capfd.readouterr().err
+        assert main([*words, "sampler.sleep=true", "sampler.ahead=true"]) == 2
+        assert "sampler.sleep" in capfd.readouterr().err
         assert main([*words, "techniques.lora.dora=true"]) == 2
         assert "DoRA" in capfd.readouterr().err
 
@@ -133,6 +133,32 @@ def test_a_step_ahead_is_sampled_by_the_weights_before_it_and_is_learned_the_sam
     assert len(set(weights["run"])) == 4
 
 
+FULL = ["techniques.lora.enabled=false", "optimizer.lr=1e-3", "objective.max_gap=0.01"]
+
+
+def test_full_fine_tuning_is_sampled_by_the_whole_weights_of_each_step(cwd, capfd):
+    with vllm_server(TINY) as server:
+        assert main([*WORDS, *FULL, f"sampler.url={server.url}"]) == 0
+        calls = [call for call, _ in server.history]
+    assert all(line["rollout/gap"] < 1e-4 for line in history(Path("run"))[:3])
+    assert calls.count("collective_rpc") == calls.count("reset_prefix_cache") == 3
+    assert len(list(Path("run/rollouts/weights").iterdir())) == 2, "only the newest weights and the ones before"
+    with vllm_server(TINY, faults=("base",)) as server:
+        assert main([*WORDS, *FULL, f"sampler.url={server.url}", "run.dir=old"]) != 0
+    assert "objective.max_gap" in capfd.readouterr().err, "a server that keeps its old weights is found"
+
+
+def test_a_server_sleeps_while_the_model_trains(cwd, capfd):
+    with vllm_server(TINY) as server:
+        assert main([*WORDS, f"sampler.url={server.url}", "sampler.sleep=true"]) == 0
+        calls = [call.partition("?")[0] for call, _ in server.history]
+        assert server.sleeps
+    assert [call for call in calls if call in ("sleep", "wake_up")] == ["wake_up", "sleep"] * 3
+    with vllm_server(TINY, faults=("asleep",)) as server:
+        assert main([*WORDS, f"sampler.url={server.url}", "sampler.sleep=true", "run.dir=again"]) != 0
+    assert "the engine sleeps" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_real_engine_serves_each_adapter_with_its_log_probabilities(cwd, monkeypatch):
     """vLLM in a process of the run, on a CPU, where it takes no seeds."""
@@ -145,3 +171,5 @@ def test_the_real_engine_serves_each_adapter_with_its_log_probabilities(cwd, mon
     assert all(line["rollout/gap"] < 1e-4 for line in lines), "each step has the adapter of its own weights"
     assert len({json.loads(file.read_text())["weights"] for file in Path("run/rollouts").glob("*/step.json")}) == 3
     assert json.loads(Path("run/rollouts/step-00000001/step.json").read_text())["sampler"].startswith("vLLM 0.32")
+    assert main([*WORDS, *FULL, *own, "sampler.arguments=[--enforce-eager]", "run.dir=full"]) == 0
+    assert all(line["rollout/gap"] < 1e-4 for line in history(Path("full"))[:3]), "vLLM reads the whole weights"

@@ -1,0 +1,106 @@
+"""Calls a vLLM server over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any, TypeVar
+
+Asked = TypeVar("Asked")
+
+CONNECTIONS = 256
+"""Requests that a server gets at once. It queues what it cannot compute."""
+LOCAL = ("127.0.0.1", "localhost")
+
+
+class ServerError(Exception):
+    """A server refused a request, or could not be reached. `status`: of HTTP; 0 without an answer."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url, self.status, self.reason = url, status, reason
+
+
+class Client:
+    """Calls one server."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self.url, self.seconds = url.rstrip("/"), seconds
+        # A proxy of the environment would not reach this machine.
+        local = urllib.parse.urlsplit(self.url).hostname in LOCAL
+        self._open = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local).open
+
+    def call(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
+        """The answer to a request: JSON, or text. `content`: for a POST. Raises ServerError."""
+        data = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with self._open(request, timeout=self.seconds) as answer:
+                body = answer.read()
+        except urllib.error.HTTPError as error:
+            raise ServerError(self.url, error.code, _reason(error.read(), error.reason)) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the connection, a time limit, or no URL
+            reason = getattr(error, "reason", error)
+            raise ServerError(self.url, 0, f"no answer ({reason})") from error
+        try:
+            return json.loads(body)
+        except ValueError:
+            return body.decode(errors="replace")
+
+    @property
+    def model(self) -> str:
+        """The name of the server's base model. Raises ServerError."""
+        try:
+            return str(self.call("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise ServerError(self.url, 0, f"/v1/models lacks {error}") from error
+
+
+def clients_of(urls: str, seconds: float) -> list[Client]:
+    """A client for each of `urls`, which commas separate."""
+    return [Client(url.strip(), seconds) for url in urls.split(",") if url.strip()]
+
+
+def side_by_side(
+    ask: Callable[[Asked, Client], None],
+    waiting: Sequence[Asked],
+    clients: Sequence[Client],
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Call ask() for each of `waiting`, on the servers in turn, until ended(). After all calls have ended, raises an
+    error of one of them, a ServerError only if there is no other. The end of the process does not wait for calls."""
+    left, errors = deque(enumerate(waiting)), list[Exception]()
+
+    def work() -> None:
+        with suppress(IndexError):  # nothing is left
+            while not ended():
+                at, each = left.popleft()
+                try:
+                    ask(each, clients[at % len(clients)])
+                except Exception as error:  # noqa: BLE001  raised below
+                    errors.append(error)
+
+    count = min(CONNECTIONS * len(clients), len(waiting))
+    threads = [Thread(target=work, name="fxtune-request", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, ServerError)), errors[0])
+
+
+def _reason(body: bytes, reason: str) -> str:
+    """The message of an error of vLLM."""
+    try:
+        found = json.loads(body)
+        return str((found.get("error") or found).get("message") or found)
+    except (ValueError, AttributeError):
+        return reason

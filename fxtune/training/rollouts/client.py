@@ -17,6 +17,8 @@ Asked = TypeVar("Asked")
 
 CONNECTIONS = 256
 """Requests that a server gets at once. It queues what it cannot compute."""
+PROBE = 4000
+"""How many tokens of the vocabulary are compared."""
 LOCAL = ("127.0.0.1", "localhost")
 
 
@@ -61,6 +63,14 @@ class Client:
             return str(self.call("/v1/models")["data"][0]["id"])
         except (LookupError, TypeError) as error:
             raise ServerError(self.url, 0, f"/v1/models lacks {error}") from error
+
+    def tokenizes_as(self, tokenizer: Any) -> bool:
+        """Whether the server divides a text with tokens of all parts of the vocabulary into the tokens of `tokenizer`.
+        Raises ServerError and LookupError."""
+        step = max(len(tokenizer) // PROBE, 1)
+        text = " ".join(tokenizer.decode([token]) for token in range(0, len(tokenizer), step))
+        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return bool(self.call("/tokenize", asked)["tokens"] == tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def clients_of(urls: str, seconds: float) -> list[Client]:

@@ -468,10 +468,11 @@ def _group(row: Row, answers: Sequence[Answer]) -> Group:
 def require_servers(config: Config) -> None:
     """Raise ConfigError if the servers of the recipe, or of its teacher, are not there or do not fit."""
     assert isinstance(config.objective, Policy)
+    tokenizer = load_tokenizer(config.model)
     if config.sampler.is_vllm:
-        require_ready(config)
+        require_ready(config, tokenizer)
     if config.objective.teacher_is_server:
-        TeacherServer(config.objective.teacher, config.sampler).require_ready(config, load_tokenizer(config.model))
+        TeacherServer(config.objective.teacher, config.sampler).require_ready(config, tokenizer)
 
 
 def make_collector(

@@ -18,8 +18,6 @@ from fxtune.training.rollouts.client import Client, ServerError, clients_of, sid
 
 TRIES, WAIT_SECONDS = 3, 5.0
 """How often a text is sent before the run ends, and the pause before it is sent again."""
-PROBE = 4000
-"""How many tokens of the vocabulary are compared."""
 
 
 class TeacherServer:
@@ -36,23 +34,21 @@ class TeacherServer:
                 f"sampler.temperature={config.sampler.temperature:g}: a server gives a teacher's log-probabilities at "
                 "temperature 1. Set sampler.temperature=1, or a model in objective.teacher."
             )
-        step = max(len(tokenizer) // PROBE, 1)
-        text = " ".join(tokenizer.decode([token]) for token in range(0, len(tokenizer), step))
-        own = tokenizer(text, add_special_tokens=False)["input_ids"]
         needed = config.data.sequence_length + 1  # the server writes a token
         for client in self.clients:
             try:
-                model = client.call("/v1/models")["data"][0]
-                asked = {"model": model["id"], "prompt": text, "add_special_tokens": False}
-                theirs, longest = client.call("/tokenize", asked)["tokens"], model.get("max_model_len")
+                longest, alike = (
+                    client.call("/v1/models")["data"][0].get("max_model_len"),
+                    client.tokenizes_as(tokenizer),
+                )
             except (ServerError, LookupError, TypeError, AttributeError) as error:
                 raise ConfigError(
                     f"objective.teacher={client.url}: there is no vLLM server ({error}). Start one with: vllm serve "
                     f"MODEL --max-model-len {needed}."
                 ) from error
-            if theirs != own:
+            if not alike:
                 raise ConfigError(
-                    f"objective.teacher={client.url}: {model['id']} divides a text into other tokens than the trained "
+                    f"objective.teacher={client.url}: this teacher divides a text into other tokens than the trained "
                     "model. Use a teacher with the same tokenizer."
                 )
             if longest is not None and longest < needed:

@@ -61,9 +61,9 @@ WHOLE_DISTRIBUTION = {
 ALLOW, DEVELOPMENT = "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"
 
 
-def require_ready(config: Config) -> None:
-    """Raise ConfigError if the servers of the recipe cannot be reached, if they read shorter texts than this run
-    needs, or if there is no vLLM in sampler.venv."""
+def require_ready(config: Config, tokenizer: Any) -> None:
+    """Raise ConfigError if the servers of the recipe cannot be reached, if they have other tokens than the model or
+    read shorter texts than this run needs, or if there is no vLLM in sampler.venv."""
     sampler = config.sampler
     clients = _clients(config)
     if sampler.is_vllm and not clients and (sampler.venv is None or not _program(config).exists()):
@@ -76,10 +76,16 @@ def require_ready(config: Config) -> None:
         try:
             longest = client.call("/v1/models")["data"][0].get("max_model_len")
             client.call("/version")["version"]
+            alike = client.tokenizes_as(tokenizer)
         except (ServerError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"sampler.url={client.url}: there is no vLLM server ({error}). {_how(config)}."
             ) from error
+        if not alike:
+            raise ConfigError(
+                f"sampler.url={client.url}: this server has another model: it divides a text into other tokens than "
+                f"{config.model.path}. Serve the model of model.path."
+            )
         if longest is not None and longest < needed:
             raise ConfigError(
                 f"sampler.url={client.url}: the server reads {longest:,} tokens, and data.sequence_length={needed:,}. "

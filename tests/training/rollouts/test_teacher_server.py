@@ -55,9 +55,12 @@ def test_a_server_rates_answers_as_the_model_itself_does(cwd, shares):
 
 
 def test_a_teacher_that_does_not_fit_is_refused_before_the_weights(cwd, capfd, monkeypatch):
-    def refused(*words: str) -> str:
-        assert main([*WORDS, *words]) == 2
+    def refused(*words: str, of: list[str] = WORDS) -> str:
+        assert main([*of, *words]) == 2
         return capfd.readouterr().err
+
+    supervised = [word for word in WORDS if not word.startswith(("objective", "sampler"))]
+    assert "distill_on_policy" in refused("objective=distillation", "objective.teacher=http://host", of=supervised)
 
     assert "no vLLM server" in refused("objective.teacher=http://127.0.0.1:1")
     with vllm_server(TINY, longest=64) as server:
@@ -65,7 +68,6 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_weights(cwd, capfd, m
         assert "--max-model-len 65" in refused(url)
         assert "sampler.temperature=1" in refused(url, "sampler.temperature=0.5")
         assert "teacher_quantize" in refused(url, "objective.teacher_quantize=nf4")
-        assert "distill_on_policy" in refused(url, "objective=distillation")
         server.longest = 4096
         monkeypatch.setattr(server, "tokenizer", lambda text, **_: {"input_ids": [1, 2, 3]})
         assert "the same tokenizer" in refused(url)

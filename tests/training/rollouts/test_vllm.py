@@ -76,12 +76,16 @@ def test_a_server_that_does_not_serve_the_trained_weights_ends_the_run(cwd, capf
     assert len(said.strip().splitlines()) < 4
 
 
-def test_a_server_that_is_gone_or_too_short_or_no_vllm_is_refused_before_the_first_step(cwd, capfd):
+def test_a_server_that_is_gone_or_too_short_or_no_vllm_is_refused_before_the_first_step(cwd, capfd, monkeypatch):
     assert main([*WORDS, "sampler.url=http://127.0.0.1:1"]) == 2
     assert "http://127.0.0.1:1" in capfd.readouterr().err
     with vllm_server(TINY, longest=32) as server:
         assert main([*WORDS, f"sampler.url={server.url}"]) == 2
     assert "--max-model-len 64" in capfd.readouterr().err
+    with vllm_server(TINY) as server:
+        monkeypatch.setattr(server, "tokenizer", lambda text, **_: {"input_ids": [1, 2, 3]})
+        assert main([*WORDS, f"sampler.url={server.url}"]) == 2
+    assert "another model" in capfd.readouterr().err
     for words in (["sampler=vllm"], ["sampler=vllm", "sampler.venv=nowhere"]):
         assert main([*WORDS, *words]) == 2
         assert "sampler.venv" in capfd.readouterr().err

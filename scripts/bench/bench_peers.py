@@ -8,6 +8,7 @@
     python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
     python scripts/bench/bench_peers.py --cases classify_8b,embed_modernbert --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --cases embed_0_6b,distill_8b_1b,distill_8b_1b_chats --minutes 9 --json companions.json
+    python scripts/bench/bench_peers.py --cases policy_8b_8x1024,policy_8b_mixed --minutes 9 --json policy.json
     python scripts/bench/bench_peers.py --smoke                                              # a short test on a CPU
 
 Each case of each tool runs in its own process. It trains a Llama shape with random weights in bfloat16 with LoRA r=16
@@ -55,6 +56,15 @@ sentence-transformers`) with CachedMultipleNegativesRankingLoss, on 1,024 pairs 
 train all weights, in float32 under bfloat16 autocast. In `distill_*` it is TRL 1.16's DistillationTrainer, which gets
 the answers of the rows in place of the student's own. The divergence is the forward KL, and all weights of the student
 are trained in bfloat16. Row and summary count tokens of texts once, though each text of `embed_*` is computed twice.
+
+Cases that begin with `policy` train on the answers to four prompts a step, with eight answers to each prompt. TRL 1.16's
+GRPOTrainer gets the same prompts, answers, log-probabilities and advantages in place of answers that it samples, so the
+figures are those of training alone (whole_step.py measures the other parts, too). Both tools read one folder of random
+weights, each step has the same answers, and the losses are equal: the clipped surrogate, bounded at 0.8 and 1.28 and
+divided by the step's tokens. In `policy_8b_8x1024` a prompt has 512 tokens and an answer 1,024; in `policy_8b_mixed`
+lengths are drawn evenly from 1 to 2,048. fxtune packs answers and computes a prompt once for its eight answers; TRL
+pads a micro-batch to the longest answer of the step. Tokens per second count the prompt with each answer, for both
+tools; `sampled tokens/s` counts answers alone. The case `whole` computes the prompt for each answer, as TRL does.
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
@@ -196,6 +206,35 @@ def _learning(
     return Case(shape, length, rows, ours, most_gpus=1, task=task, micro_batches=micro_batches, **some)
 
 
+ANSWERS = 8
+"""Answers to a prompt in the cases of policies."""
+
+
+def _policy_case(
+    shape: str,
+    length: int,
+    prompts: int,
+    answers: tuple[int, int],
+    prompt: int,
+    ours: tuple[str, ...] = FAST,
+    peer_case: Optional[str] = None,
+) -> Case:
+    """`prompts`: of a step. `answers`: the `mean` and `longest` of Task. `prompt`: tokens of a prompt."""
+    log_prob = -math.log(SHAPES[shape]["vocab_size"])
+    task = Task(
+        "policy",
+        prompts * ANSWERS,
+        *answers,
+        prompt=prompt,
+        answers=ANSWERS,
+        log_prob=log_prob,
+        repeats=True,
+    )
+    return Case(
+        shape, length, 1, ours, peer_case=peer_case, steps=4, warm_up=2, most_gpus=1, task=task, micro_batches=prompts
+    )
+
+
 CASES = {
     "8b_4x4096": Case("8b", 4096, 4),
     "8b_4x4096_fp8": Case("8b", 4096, 4, FP8, peer_case="8b_4x4096"),
@@ -261,6 +300,12 @@ CASES = {
     "embed_0_6b": _learning("qwen3_0_6b", 8192, 4, IN_FLOAT32, Task("embedding", 1024, 256, pool="last"), 16, 3),
     "distill_8b_1b": _learning("1b", 2048, 4, ROUNDED, Task("distillation", 4, 2048, teacher="8b")),
     "distill_8b_1b_chats": _learning("1b", 2048, 4, ROUNDED, Task("distillation", 16, MEAN, 2048, teacher="8b")),
+    "policy_8b_8x1024": _policy_case("8b", 8832, 4, (1024, 0), 512),
+    "policy_8b_8x1024_fp8": _policy_case("8b", 8832, 4, (1024, 0), 512, FP8, "policy_8b_8x1024"),
+    "policy_8b_8x1024_whole": _policy_case("8b", 12288, 4, (1024, 0), 512, (*FAST, *WHOLE), "policy_8b_8x1024"),
+    "policy_8b_mixed": _policy_case("8b", 8832, 4, (1024, 2048), 512),
+    "smoke_policy": _policy_case("tiny", 256, 2, (24, 0), 40, SMOKE_LORA),
+    "smoke_policy_mixed": _policy_case("tiny", 256, 2, (24, 48), 40, SMOKE_LORA),
     "smoke_classify": _learning("tiny", 1024, 1, SMOKE_LORA, Task("classification", 8, 60, 128, repeats=True)),
     "smoke_embed_encoder": _learning(
         "modernbert_tiny", 256, 1, SMOKE_FULL, Task("embedding", 8, 32, pool="mean", repeats=True), 2
@@ -368,6 +413,9 @@ def main() -> None:
         if (task := CASES[name].task) and "error" not in found:
             file = documents(CASES[name], args.scratch, args.steps or CASES[name].steps, args.gpus)
             found["examples_per_second"] = found["tokens_per_second"] / task.mean_tokens(file)
+            if task.prompt:
+                answer = task.mean_tokens(file) - task.prompt
+                found["sampled_tokens_per_second"] = found["examples_per_second"] * answer
         print(f"  {found.get('error') or summary(found)}", flush=True)
         rows[key] = {"case": name, "tool": tool, "gpus": args.gpus, **found}
         if args.json:  # a case that failed for another reason than memory runs again next time
@@ -456,6 +504,9 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
 
     case, steps = CASES[name], args.steps or CASES[name].steps
     words, _ = fxtune_words(name, args, args.gpus), write_folders(case, args.scratch)
+    if case.task and case.task.objective == "policy":
+        os.environ["FXTUNE_ROLLOUTS"] = str(documents(case, args.scratch, steps, args.gpus))
+        words += ["--plugin", str(ROOT / "scripts" / "bench" / "given_rollouts.py")]
     found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
     if "error" in found:
         return found
@@ -839,8 +890,8 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def examples(row: dict[str, Any]) -> str:
-    rate = row.get("examples_per_second")
-    return f", {rate:,.1f} examples/s" if rate else ""
+    rate, sampled = row.get("examples_per_second"), row.get("sampled_tokens_per_second")
+    return (f", {rate:,.1f} examples/s" if rate else "") + (f", {sampled:,.0f} sampled tokens/s" if sampled else "")
 
 
 def waits(row: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Classifiers, embedding models and distilled students for bench_peers.py: documents, weights, and the trainers of peers.
+"""Classifiers, embedding models, distilled students and policies for bench_peers.py: documents, weights, and the trainers
+of peers.
 
 Both tools of a case read one folder of random weights and one file of documents, so their first losses can be compared.
 This module does not import fxtune, because the processes of the peers import this module.
@@ -23,8 +24,14 @@ HEADS = {
     "classification": "AutoModelForSequenceClassification",
     "embedding": "AutoModel",
     "distillation": "AutoModelForCausalLM",
+    "policy": "AutoModelForCausalLM",
 }
-PEERS = {"classification": "transformers", "embedding": "sentence_transformers", "distillation": "trl"}
+PEERS = {
+    "classification": "transformers",
+    "embedding": "sentence_transformers",
+    "distillation": "trl",
+    "policy": "trl",
+}
 MASKS = ("attention_mask", "prompt_mask", "completion_mask")
 SHAPES: dict[str, dict[str, Any]] = {
     "modernbert": dict(model_type="modernbert", max_position_embeddings=8192),  # base: the defaults of its config
@@ -47,16 +54,23 @@ class Task:
     """What both tools of a case learn."""
 
     objective: str
-    """fxtune's objective: `classification`, `embedding` or `distillation`."""
+    """fxtune's objective: `classification`, `embedding`, `distillation` or `policy`."""
     documents: int
-    """Documents of a step of the peer; of embedding, pairs."""
+    """Documents of a step of the peer; of embedding, pairs; of a policy, answers."""
     mean: int
-    """Mean tokens of a text, before long texts are cut."""
+    """Mean tokens of a text, before long texts are cut; of a policy, mean tokens of an answer."""
     longest: int = 0
-    """The most tokens of a text, with log-normal lengths; 0: each text has `mean` tokens."""
+    """The most tokens of a text, with log-normal lengths; of an answer, with lengths drawn evenly from 1 on. 0: each
+    text has `mean` tokens."""
     teacher: Optional[str] = None
     """The shape of the teacher in distillation."""
     pool: Optional[str] = None
+    prompt: int = 0
+    """Tokens of each prompt of a policy."""
+    answers: int = 1
+    """Answers to a prompt."""
+    log_prob: float = -12.0
+    """The mean of the made-up log-probabilities of a policy's tokens."""
     repeats: bool = False
     """Whether all steps have the same documents, so that the first loss of both tools is equal."""
 
@@ -71,7 +85,8 @@ class Task:
     @property
     def step_tokens(self) -> int | None:
         """Tokens of each step of the peer; None if steps differ."""
-        return None if self.longest else self.documents * self.mean * (2 if self.objective == "embedding" else 1)
+        texts = 2 if self.objective == "embedding" else 1
+        return None if self.longest else self.documents * (self.mean * texts + self.prompt)
 
     def models(self, shape: str, scratch: Path) -> dict[str, tuple[str, Path]]:
         """{name: (shape, folder)} of the models that both tools read."""
@@ -83,6 +98,9 @@ class Task:
         (_, model), *teachers = self.models(shape, scratch).values()
         keys = [f"model.path={model}", f"objective={self.objective}"]
         keys += [f"objective.teacher={folder}" for _, folder in teachers]
+        if self.objective == "policy":
+            keys += ["objective.rewards=[{name: given}]", f"sampler.answers={self.answers}"]
+            keys += [f"sampler.max_tokens={self.longest or self.mean}"]
         return keys + [f"objective.pool={self.pool}"] * bool(self.pool)
 
     def settings(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
@@ -91,6 +109,10 @@ class Task:
         if self.objective == "embedding":
             names = ("flash_attention_2", "flash_attention_4", "sdpa")
             return tuple(((f"attention={name}", f"mini={mini}"),) for name in names for mini in (64, 128))
+        if self.objective == "policy":
+            plain, recomputed = ("checkpointing=none", "liger=on"), ("checkpointing=full", "liger=on")
+            fits = [f"micro={size}" for size in (8, 4, 2) if self.documents % size == 0]
+            return tuple((*plain, size) for size in fits), ((*recomputed, "micro=8"),)
         kernels = (("liger=on",), ("liger=off",)) if self.objective == "distillation" else ((),)
         sizes = [f"micro={size}" for size in (4, 8, 16) if self.documents % size == 0]
         passes = ("checkpointing=none", "checkpointing=full")
@@ -99,9 +121,10 @@ class Task:
     def write_documents(self, folder: Path, steps: int, tokenizer: Path) -> Path:
         """The JSONL file of the documents of these steps. Writes the file if it does not exist."""
         count = self.documents * (1 if self.repeats else steps)
-        file = folder / f"{self.objective}-{self.mean}-{self.longest}-{count}.jsonl"
+        file = folder / f"{self.objective}-{self.mean}-{self.longest}-{self.prompt}-{count}.jsonl"
         if not file.exists():
-            rows = self._rows(count, words(tokenizer))
+            known = words(tokenizer)
+            rows = self._prompts(count, known, tokenizer) if self.objective == "policy" else self._rows(count, known)
             file.with_suffix(".part").write_text("".join(json.dumps(row) + "\n" for row in rows))
             file.with_suffix(".part").rename(file)
         return file
@@ -128,9 +151,29 @@ class Task:
                 ids = draw.choices(range(3, 1000), k=length())
                 yield {"input_ids": ids, "labels": [-100] * (len(ids) // 4) + ids[len(ids) // 4 :]}
 
+    def _prompts(self, count: int, known: list[str], tokenizer: Path) -> Iterator[dict[str, Any]]:
+        """Prompts with `count` answers in total. An answer's tokens, log-probabilities and rewards are random. The
+        log-probabilities are close to those of random weights, so the ratios of the first step are on both sides of 1."""
+        from tokenizers import Tokenizer
+
+        encode, draw = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode, random.Random(0)
+        for _ in range(count // self.answers):
+            prompt = " ".join(draw.choices(known, k=self.prompt))
+            rewards = [draw.random() for _ in range(self.answers)]
+            mean, answers = sum(rewards) / self.answers, []
+            for reward in rewards:
+                length = draw.randint(1, self.longest) if self.longest else self.mean
+                ids = draw.choices(range(3, 1000), k=length)
+                log_probs = [draw.gauss(self.log_prob, 0.3) for _ in ids]
+                answers.append({"ids": ids, "log_probs": log_probs, "advantage": reward - mean})
+            yield {"prompt": prompt, "prompt_ids": encode(prompt).ids, "answers": answers}
+
     def mean_tokens(self, file: Path) -> float:
-        """Tokens of a row of write_documents(), on average."""
+        """Tokens of a document of write_documents(), on average."""
         rows = [json.loads(line) for line in file.read_text().splitlines()]
+        if self.objective == "policy":
+            answers = [len(answer["ids"]) for row in rows for answer in row["answers"]]
+            return self.prompt + sum(answers) / len(answers)
         texts = ("text", "anchor", "positive")
         counts = [len(row.get("input_ids") or " ".join(row.get(name, "") for name in texts).split()) for row in rows]
         return sum(counts) / len(counts)
@@ -138,7 +181,7 @@ class Task:
 
 def trainer(request: dict[str, Any], settings: dict[str, Any], clock: Any) -> Any:
     """The peer's trainer for a task. `settings`: arguments of any transformers Trainer."""
-    made = {"classification": _classifier, "embedding": _embedder, "distillation": _student}
+    made = {"classification": _classifier, "embedding": _embedder, "distillation": _student, "policy": _policy}
     with open(request["documents"], encoding="utf-8") as file:
         return made[request["task"]["objective"]](request, settings, [json.loads(line) for line in file], clock)
 
@@ -224,5 +267,57 @@ def _student(request: Any, settings: Any, rows: list[dict[str, Any]], clock: Any
         args=DistillationConfig(**settings, per_device_train_batch_size=int(request["micro"]), beta=0.0),
         train_dataset=Dataset.from_list([split(row) for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(request["model"], padding_side="left"),
+        callbacks=[clock],
+    )
+
+
+def _policy(request: Any, settings: Any, rows: list[dict[str, Any]], clock: Any) -> Any:
+    """TRL's GRPOTrainer. It gets each step's answers, with their log-probabilities and advantages, in place of answers
+    that it samples and scores. Its passes, its loss and its optimizer are unchanged. The ratios are to the given
+    log-probabilities, so TRL needs no pass of its own for them."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.utils import pad
+
+    answers = [answer for row in rows for answer in row["answers"]]
+    prompts = [torch.tensor(row["prompt_ids"]) for row in rows for _ in row["answers"]]
+    tokens = [torch.tensor(answer["ids"]) for answer in answers]
+    log_probs = [torch.tensor(answer["log_probs"]) for answer in answers]
+    longest = max(map(len, tokens))
+
+    class Given(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            found = {
+                "prompt_ids": pad(prompts, padding_value=0, padding_side="left"),
+                "prompt_mask": pad([torch.ones_like(each) for each in prompts], padding_value=0, padding_side="left"),
+                "completion_ids": pad(tokens, padding_value=0),
+                "completion_mask": pad([torch.ones_like(each) for each in tokens], padding_value=0),
+                "old_per_token_logps": pad(log_probs, padding_value=0.0),
+                "advantages": torch.tensor([answer["advantage"] for answer in answers]),
+                "num_items_in_batch": torch.tensor(sum(map(len, tokens))),
+            }
+            return {name: value.to(self.accelerator.device) for name, value in found.items()}
+
+    args = GRPOConfig(
+        **settings,
+        per_device_train_batch_size=int(request["micro"]),
+        num_generations=request["task"]["answers"],
+        max_completion_length=longest,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+    )
+    options = dict(dtype="auto", attn_implementation=request.get("attention", "sdpa"))
+    return Given(
+        model=AutoModelForCausalLM.from_pretrained(request["model"], **options),
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(request["model"], padding_side="left"),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **request["adapters"]),
         callbacks=[clock],
     )

@@ -43,6 +43,8 @@ class StepTimes:
     """Seconds in which rollouts are written."""
     rewards: float | None = None
     """Seconds in which rollouts are scored."""
+    sync: float | None = None
+    """Seconds in which the sampler of rollouts gets the weights."""
 
 
 def step_times(run: RunFiles) -> StepTimes | None:
@@ -66,10 +68,10 @@ def step_times(run: RunFiles) -> StepTimes | None:
     if passes is not None:
         # A GPU that still computes earlier steps does not wait while the host waits for data.
         waiting = min(waiting, max(seconds - passes - (update or 0.0), 0.0))
-    sampling, rewards = mean("rollout/sampling_seconds"), mean("rollout/reward_seconds")
+    sync, sampling, rewards = (mean(f"rollout/{part}_seconds") for part in ("sync", "sampling", "reward"))
     if (waited := mean("rollout/wait_seconds")) is not None:  # answers were sampled and scored during training
-        sampling, rewards = waited, None
-    return StepTimes(steps, seconds, waiting, passes, update, saving, sampling, rewards)
+        sync, sampling, rewards = None, waited, None
+    return StepTimes(steps, seconds, waiting, passes, update, saving, sampling, rewards, sync)
 
 
 def time_shares(run: RunFiles) -> list[TimeShare]:
@@ -83,7 +85,8 @@ def time_shares(run: RunFiles) -> list[TimeShare]:
     left = loop - evaluations
     if (step := step_times(run)) is not None:
         steps = step.steps
-        pieces = [("sampling", "sampling answers", step.sampling), ("rewards", "rewards", step.rewards)]
+        pieces = [("sync", "weights for the sampler", step.sync), ("sampling", "sampling answers", step.sampling)]
+        pieces += [("rewards", "rewards", step.rewards)]
         pieces += [("data", "waiting for data", step.waiting), ("passes", "forward and backward", step.passes)]
         pieces += [("update", "optimizer", step.update), ("saving", "checkpoints", step.saving)]
         for key, name, seconds in pieces:

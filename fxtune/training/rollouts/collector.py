@@ -173,7 +173,8 @@ class Collector:
             written = time.perf_counter()
             found = self._groups(answers, places, plan)
             scores = self.workers.score(found)
-            return Scored(answers, found, scores, written - began, time.perf_counter() - written)
+            sync, rewards = self.sampler.sync_seconds, time.perf_counter() - written
+            return Scored(answers, found, scores, sync, written - began - sync, rewards)
 
         aside = self.config.sampler.ahead and self.world.main
         return PendingStep(plan, step, version, asked, in_background(work) if aside else work)
@@ -194,6 +195,7 @@ class Collector:
             tokens, seconds = sum(len(answer.ids) for answer in scored.answers), max(scored.sampling_seconds, 1e-9)
             figures = self._advantages(scored) | {
                 "tokens": float(tokens),
+                "sync_seconds": scored.sync_seconds,
                 "sampling_seconds": seconds,
                 "reward_seconds": scored.reward_seconds,
                 "sampled_tokens_per_second": tokens / seconds,

@@ -24,6 +24,8 @@ class Scored:
     answers: list[Answer]
     groups: list[Group]
     scores: list[Scores]
+    sync_seconds: float
+    """The seconds in which the sampler got the weights."""
     sampling_seconds: float
     reward_seconds: float
 

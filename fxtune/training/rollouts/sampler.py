@@ -50,6 +50,8 @@ class Sampler(Protocol):
     """The engine and its version."""
     repeats: bool
     """Whether the same weights and seeds give the same answers, bit for bit."""
+    sync_seconds: float
+    """The seconds in which the newest answers' weights were given to the sampler."""
 
     def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
         """Begin to write an answer to each request by the weights `weights_version`: the model's, or weights that the
@@ -113,7 +115,7 @@ class ModelSampler:
     ) -> None:
         self.model, self.config, self.precision, self.world = model, config, precision, world
         self.rows_per_pass, self.ends, self.pad, self.images = rows_per_pass, ends, pad, images
-        self.name, self.repeats = f"the trained model, torch {torch.__version__}", False
+        self.name, self.repeats, self.sync_seconds = f"the trained model, torch {torch.__version__}", False, 0.0
 
     def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))

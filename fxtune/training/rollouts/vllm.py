@@ -115,7 +115,7 @@ class VllmSampler:
         self.config_name = "adapter_config.json" if self.adapts else "config.json"
         self.process: subprocess.Popen[bytes] | None = None
         self.clients = list[Client]()
-        self.name, self.repeats = "vLLM", False
+        self.name, self.repeats, self.sync_seconds = "vLLM", False, 0.0
         self.loaded, self.closed = "", False
         """`loaded`: the newest weights that all servers have."""
         world.from_main(self._connect, "waiting for vLLM")
@@ -132,15 +132,16 @@ class VllmSampler:
         """See Sampler. The returned function raises HardwareError if the servers fail."""
         if any(request.images for request in requests):
             raise ConfigError("sampler.name=vllm: prompts with images need sampler.name=model.")
-        name = _name_of(weights_version)
+        name, began = _name_of(weights_version), time.perf_counter()
         if self.config.sampler.sleep and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM takes its memory back
-        return partial(self._sample, requests, name, self._write_weights(name))
+        folder = self._write_weights(name)
+        return partial(self._sample, requests, name, folder, time.perf_counter() - began)
 
     def has(self, weights_version: str) -> bool:
         return (self.written / _name_of(weights_version) / self.config_name).exists()
 
-    def _sample(self, requests: Sequence[Request], name: str, folder: Path) -> list[Sampled]:
+    def _sample(self, requests: Sequence[Request], name: str, folder: Path, writing_seconds: float) -> list[Sampled]:
         answers, left = dict[int, Sampled](), TRIES
         about = f"Writing {len(requests):,} answers", len(requests), "answers"
         # The answers of a step ahead are no part of what the loop does meanwhile.
@@ -152,8 +153,10 @@ class VllmSampler:
 
             while missing := [number for number in range(len(requests)) if number not in answers]:
                 try:
+                    began = time.perf_counter()
                     self._sleep(False)
                     self._load(name, folder)
+                    self.sync_seconds = writing_seconds + time.perf_counter() - began
                     side_by_side(ask, missing, self.clients, lambda: self.closed)
                 except ServerError as error:
                     left -= 1

@@ -119,6 +119,7 @@ def run_fxtune(args: argparse.Namespace, model: Path) -> list[dict[str, float]]:
         f"model.path={model}",
         "objective=policy",
         "objective.rewards=[{name: even}]",
+        "objective.max_gap=1",  # random weights round more coarsely than trained ones
         f"techniques={'[lora,fast]' if cuda else 'lora'}",
         f"data.sources=[{{path: '{rows}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",

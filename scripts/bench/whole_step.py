@@ -45,7 +45,7 @@ from peer_tools import LINEARS, write_model  # noqa: E402
 
 PARTS = ("sync", "sampling", "rewards", "training", "rest", "step")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
-SHAPES = {**ablate.SHAPES, "tiny_128k": dict(ablate.SHAPES["tiny"], vocab_size=128256)}
+SHAPES = {**ablate.SHAPES, "tiny_128k": dict(ablate.SHAPES["tiny"], vocab_size=128256, head_dim=32)}
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
         "--rows", type=int, default=2, help="fxtune: rows of a micro-batch, each with a prompt's answers"
     )
     parser.add_argument("--recompute", action="store_true", help="TRL: with gradient checkpointing")
-    parser.add_argument("--memory", type=float, default=0.4, help="the share of the card's memory that vLLM takes")
+    parser.add_argument("--memory", type=float, default=0.3, help="the share of the card's memory that vLLM takes")
     parser.add_argument("--eager", action="store_true", help="vLLM: without CUDA graphs, which starts sooner")
     parser.add_argument("--venv", type=Path, help="fxtune: the environment with vLLM")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "fxtune-peers")
@@ -111,11 +111,15 @@ def run_fxtune(args: argparse.Namespace, model: Path) -> list[dict[str, float]]:
     cuda = torch.cuda.is_available()
     vllm = ["sampler=vllm", f"sampler.venv={args.venv}"]
     options = ["--gpu-memory-utilization", str(args.memory), *["--enforce-eager"] * args.eager]
-    vllm += [f"sampler.arguments=[{','.join(json.dumps(each) for each in options)}]"] if cuda else []
+    if cuda:
+        total = torch.cuda.mem_get_info()[1] / 2**30
+        vllm += [f"sampler.arguments=[{','.join(json.dumps(each) for each in options)}]"]
+        vllm += [f"run.memory_gib={int(total * (0.95 - args.memory))}"]
     words = [
         f"model.path={model}",
         "objective=policy",
         "objective.rewards=[{name: even}]",
+        "objective.max_gap=1",  # random weights round more coarsely than trained ones
         f"techniques={'[lora,fast]' if cuda else 'lora'}",
         f"data.sources=[{{path: '{rows}'}}]",
         f"data.cache_dir={args.scratch / 'tokens'}",
@@ -124,8 +128,7 @@ def run_fxtune(args: argparse.Namespace, model: Path) -> list[dict[str, float]]:
         "data.eval_fraction=0",
         f"sampler.answers={args.answers}",
         f"sampler.max_tokens={args.tokens}",
-        f"sampler.batch={args.prompts * args.answers}",
-        *(vllm if args.sampler == "vllm" else []),
+        *(vllm if args.sampler == "vllm" else [f"sampler.batch={args.prompts * args.answers}"]),
         f"train.max_steps={args.steps}",
         f"train.global_batch_size={args.prompts}",
         f"train.micro_batch_size={args.rows}",

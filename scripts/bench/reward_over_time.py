@@ -147,13 +147,14 @@ def run_trl(args: argparse.Namespace, seed: int) -> Curve:
         return [float(each[0]["content"].strip() == right) for each, right in zip(completions, answer, strict=True)]
 
     def held_out(model: Any) -> float:
-        asked = tokenizer.apply_chat_template(
+        asked: Any = tokenizer.apply_chat_template(
             [row["prompt"] for row in questions],
             add_generation_prompt=True,
             return_dict=True,
             padding=True,
             return_tensors="pt",
-        ).to(model.device)
+        )
+        asked = asked.to(model.device)
         model.eval()
         with torch.no_grad():
             made = model.generate(**asked, max_new_tokens=TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
@@ -167,7 +168,7 @@ def run_trl(args: argparse.Namespace, seed: int) -> Curve:
         def on_step_begin(self, *given: Any, **named: Any) -> None:
             self.began = now()
 
-        def on_step_end(self, arguments: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        def on_step_end(self, _: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:  # type: ignore[override]
             self.seconds += now() - self.began
             if state.global_step % args.every == 0 or state.global_step == args.steps:
                 curve.append((state.global_step, self.seconds, held_out(model)))

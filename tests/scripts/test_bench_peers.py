@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 from dataclasses import replace
@@ -88,7 +89,8 @@ def test_every_case_composes_with_the_settings_of_the_peers(name, gpus, fxtune_w
     )
 
 
-TASKS = {name: case for name, case in bench_peers.CASES.items() if case.task}
+POLICIES = {name: case for name, case in bench_peers.CASES.items() if case.task and case.task.objective == "policy"}
+TASKS = {name: case for name, case in bench_peers.CASES.items() if case.task and name not in POLICIES}
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -131,6 +133,34 @@ def test_texts_of_a_task_have_the_requested_tokens(name, tmp_path):
     assert sum(lengths) / len(rows) == task.mean_tokens(file)
     assert statistics.mean(lengths) == pytest.approx(task.mean, rel=0.25 if task.longest else 0)
     assert max(lengths) <= (task.longest or task.mean)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_both_tools_get_the_same_answers_of_a_policy(name, fxtune_words, cwd, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("FXTUNE_ROLLOUTS", "")
+    task = POLICIES[name].task
+    *words, option, plugin = fxtune_words(name, *(["--smoke"] if case_is_small(name) else []))
+    assert (option, Path(plugin).name) == ("--plugin", "given_rollouts.py")
+    rows = [json.loads(line) for line in Path(os.environ["FXTUNE_ROLLOUTS"]).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(bench_peers.TOKENIZER)
+    assert all(tokenizer(row["prompt"])["input_ids"] == row["prompt_ids"] for row in rows)
+    assert {len(row["prompt_ids"]) for row in rows} == {task.prompt}
+    answers = [answer for row in rows for answer in row["answers"]]
+    lengths = [len(answer["ids"]) for answer in answers]
+    assert len(lengths) == task.documents
+    assert statistics.mean(lengths) == pytest.approx(task.mean, rel=0.25 if task.longest else 0)
+    assert max(lengths) <= (task.longest or task.mean)
+    assert all(abs(sum(answer["advantage"] for answer in row["answers"])) < 1e-9 for row in rows)
+    config = load(words)
+    assert config.train.global_batch_size == len(rows)
+    assert config.sampler.answers == len(rows[0]["answers"])
+    whole = task.answers * (task.prompt + task.mean)
+    shared = task.prompt + task.answers * (task.mean + 1)
+    assert config.data.sequence_length >= (whole if config.data.share_prompts is False else shared)
+    micro = [word for group in task.settings() for one in group for word in one if word.startswith("micro=")]
+    assert all(task.documents % int(word.removeprefix("micro=")) == 0 for word in micro)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,14 +156,18 @@ METRICS.reserve(["exact_match"])
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
     exact="fxtune.training.rollouts.reward_functions:exact",
+    json="fxtune.training.rollouts.reward_functions:json_document",
     length="fxtune.training.rollouts.reward_functions:length",
+    math="fxtune.training.rollouts.reward_functions:equal_expression",
     number="fxtune.training.rollouts.reward_functions:number",
     regex="fxtune.training.rollouts.reward_functions:regex",
     tags="fxtune.training.rollouts.reward_functions:tags",
+    verifiers="fxtune.training.rollouts.taskset:taskset_reward",
 )
 """Functions with TRL's signature: f(prompts, completions, completion_ids, **columns) -> a number or None for each
-completion. Options of a recipe are keywords, too."""
-REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "log_extra", "log_metric"}
+completion. Options of a recipe are keywords, too. A reward of fxtune gets its columns in one argument, `columns`, so
+that a column may have the name of an option."""
+REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "columns", "log_extra", "log_metric"}
 """Arguments of a reward that are neither columns of rows nor options."""
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
@@ -192,6 +197,20 @@ def metric(name: str) -> Callable[[Any], Any]:
 def reward(name: str) -> Callable[[Any], Any]:
     """Register a function with TRL's signature for `objective.rewards=[{name: NAME}]` (docs/rl.md)."""
     return lambda function: REWARDS.add(name, function)
+
+
+def reward_problem(name: str, options: Mapping[str, Any]) -> str:
+    """Why a reward of fxtune cannot have these options, or lacks a package; empty if nothing is wrong. The reward is
+    called without answers, so it also imports its packages. A reward of a plugin is not called."""
+    if name in REWARDS.added():
+        return ""
+    column = inspect.signature(REWARDS[name]).parameters.get("column")
+    columns = {options.get("column", column.default): list[Any]()} if column else {}
+    try:
+        REWARDS[name](prompts=[], completions=[], completion_ids=[], columns=columns, **options)
+    except (TypeError, ValueError, re.error) as error:
+        return f"objective.rewards: {name}: {error}."
+    return ""
 
 
 def technique(name: str) -> Callable[[Any], Any]:

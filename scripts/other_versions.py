@@ -73,7 +73,7 @@ def without_upper_ends() -> Iterator[Requirement]:
     """The requirements of fxtune and of its `dev` extra, each with its lower end only; torch has both."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for need in map(Requirement, [*project["dependencies"], *extras["quant"], *extras["dev"]]):
+    for need in map(Requirement, [*project["dependencies"], *extras["quant"], *extras["rl"], *extras["dev"]]):
         if need.name != project["name"]:
             if need.name != "torch":
                 need.specifier = SpecifierSet(",".join(str(spec) for spec in need.specifier if spec.operator == ">="))

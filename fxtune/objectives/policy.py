@@ -44,7 +44,7 @@ from fxtune.models.reference import ReferenceModel
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.needs import Needs
 from fxtune.objectives.teacher import BASE, WithTeacher
-from fxtune.plugins import REWARD_ARGUMENTS, REWARDS
+from fxtune.plugins import REWARD_ARGUMENTS, REWARDS, reward_problem
 
 SMALL = 1e-4
 """Added to the deviation of a group's rewards, as in TRL."""
@@ -131,7 +131,9 @@ class RewardConfig:
             return f"objective.rewards: {self.name} has no option `{unknown[0]}`. {shown}"
         empty = inspect.Parameter.empty
         needed = [key for key in known if parameters[key].default is empty and key not in self.options]
-        return f"objective.rewards: {self.name} needs the option `{needed[0]}`. {shown}" if needed and is_ours else ""
+        if needed and is_ours:
+            return f"objective.rewards: {self.name} needs the option `{needed[0]}`. {shown}"
+        return reward_problem(self.name, self.options)
 
 
 @dataclass

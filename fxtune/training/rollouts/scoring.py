@@ -22,8 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fxtune.errors import HardwareError, UserError, first_line
-from fxtune.plugins import REWARD_ARGUMENTS, REWARDS
+from fxtune.errors import ConfigError, HardwareError, UserError, first_line
+from fxtune.plugins import REWARDS, reward_problem
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
 
@@ -155,6 +155,9 @@ def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
     LIBRARY_LOG.collect_in_worker(log)
     try:
         functions = [REWARDS[call.name] for call in calls]
+        for call in calls:  # this also imports packages, before the time limit of the first answers begins
+            if problem := reward_problem(call.name, call.options):
+                raise ConfigError(problem)
     except UserError as error:
         pipe.send(error)
         return
@@ -178,13 +181,12 @@ def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group, begins
 
 def _values(function: Any, call: Call, group: Group, scores: Scores) -> list[float | None]:
     count = len(group.completions)
-    sent: dict[str, Any] = {name: [value] * count for name, value in group.columns.items()}
+    columns = {name: [value] * count for name, value in group.columns.items()}
+    sent: dict[str, Any] = columns if call.name in REWARDS.added() else {"columns": columns}
     sent |= {"prompts": [group.prompt] * count, "completions": group.completions, "completion_ids": group.ids}
     sent["log_extra"] = lambda name, values: scores.extra.update({name: [_plain(value) for value in values]})
     sent["log_metric"] = lambda name, value: scores.metrics.setdefault(name, []).append(float(value))
     parameters = inspect.signature(function).parameters
-    if call.name not in REWARDS.added():  # a column is no option of a reward of fxtune
-        sent = {name: value for name, value in sent.items() if name in REWARD_ARGUMENTS or name not in parameters}
     sent |= call.options
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         sent = {name: value for name, value in sent.items() if name in parameters}

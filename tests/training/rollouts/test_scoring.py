@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
 from fxtune.objectives.policy import RewardConfig
-from fxtune.plugins import files_used
-from fxtune.training.rollouts import reward_functions
+from fxtune.plugins import REWARDS, files_used
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers
 
 PLUGIN = """
@@ -41,6 +41,19 @@ def bad(completions, **kwargs):
         raise RuntimeError("no such tool")
     return {"nan": [float("nan")] * 2, "few": [1.0], "text": ["a", "b"], "good": [0.5, 1.5]}[kind]
 """
+
+
+CHAT = [{"role": "assistant", "content": "{}"}]
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "properties": {"n": {"multipleOf": 0.5, "maximum": 9}, "of": {"items": {"$ref": "#/$defs/node"}}},
+            "required": ["n"],
+            "type": "object",
+        }
+    },
+}
 
 
 @pytest.fixture
@@ -103,18 +116,118 @@ def test_a_reward_that_hangs_is_ended(score):
         ("tags", {}, ["<think>x</think>\n<answer>y</answer>", "<answer>y</answer><think>x</think>"], {}, [1.0, 0.0]),
         ("tags", {"names": ["a"]}, ["<a>x</a><a>y</a>", "<a>x</a> end", " <a></a> "], {}, [0.0, 0.0, 1.0]),
         ("length", {"most": 4}, ["a", "b"], {}, [0.25, 0.25]),
+        (
+            "json",
+            {},
+            ['{"a": [{}]}', "```json\n[1]\n```", "```\n[1]\n```", " 1 ", CHAT],
+            {},
+            [1.0, 1.0, 1.0, 1.0, 1.0],
+        ),
+        ("json", {}, ["", "Here: {}", "{'a': 1}", '{"a": NaN}', '{"a": 1, "a": 1}'], {}, [0.0] * 5),
+        ("json", {}, ["```json\n[1]\n```\n```json\n[1]\n```", "[" * 99_999, "1" * 9_999], {}, [0.0] * 3),
+        ("json", {}, ["<think>{</think>{}", "<think>{}</think>{"], {}, [1.0, 0.0]),
+        ("json", {"schema": TREE}, ['{"n": 1, "of": [{"n": 2}]}', '{"n": 1, "of": [{}]}', "2"], {}, [1.0, 0.0, 0.0]),
+        ("json", {"schema": TREE}, ['{"n": 1e999}', '{"n": 1%s}' % ("0" * 400)], {}, [0.0, 0.0]),
+        ("json", {"column": "schema"}, ['{"n": 1}', "{}"], {"schema": TREE}, [1.0, 0.0]),
+        ("json", {"column": "form"}, ["1", '"a"'], {"form": '{"type": "integer"}'}, [1.0, 0.0]),
+        ("json", {"column": "form"}, ["1"], {"form": None}, [None]),
+        (
+            "math",
+            {},
+            [r"so \boxed{5}.", "It is 5", "$x = 5$", r"\[ 5 \]", "5.0", "4", ""],
+            {"answer": 5},
+            [1.0] * 5 + [0.0] * 2,
+        ),
+        ("math", {}, [r"\boxed{\frac} or 5", r"\boxed{5", r"\boxed{4}, \boxed{5}"], {"answer": "5"}, [0.0] * 3),
+        ("math", {}, [r"<think>\boxed{4}</think>\boxed{5}", CHAT], {"answer": "5"}, [1.0, 0.0]),
+        ("math", {}, ["0.5", r"$\frac{2}{4}$", r"\boxed{1/2}"], {"answer": r"\frac{1}{2}"}, [1.0] * 3),
+        ("math", {}, ["0.5", r"\boxed{0.5}"], {"answer": r"so $x$ is \boxed{\frac12}"}, [1.0] * 2),
+        (
+            "math",
+            {},
+            [r"\boxed{\{3, 2, 1\}}", r"\boxed{1} and \boxed{2}, \boxed{3}"],
+            {"answer": r"\{1,2,3\}"},
+            [1.0] * 2,
+        ),
+        ("math", {}, [r"\boxed{(1, 2]}", r"\boxed{(1, 2)}", "2"], {"answer": "(1, 2]"}, [1.0, 0.0, 0.0]),
+        ("math", {}, [r"\boxed{50\%}", r"\boxed{0.5}", "51%"], {"answer": "50%"}, [1.0, 1.0, 0.0]),
+        ("math", {}, [r"\begin{align}x &= 72\end{align}"], {"answer": "48 + 24 = <<48+24=72>>72\n#### 72"}, [1.0]),
+        ("math", {"column": "solution"}, ["5"], {"solution": None}, [None]),
+        ("math", {}, ["5", r"\frac"], {"answer": r"\frac"}, [None, None]),
     ],
 )
 def test_rewards_of_fxtune(name, options, completions, columns, expected):
     every = {key: [value] * len(completions) for key, value in columns.items()}
-    function = getattr(reward_functions, name)
-    given = function(completions=completions, completion_ids=[[1]] * len(completions), prompts=[], **every, **options)
+    ids = [[1]] * len(completions)
+    given = REWARDS[name](completions=completions, completion_ids=ids, prompts=[], columns=every, **options)
     assert given == expected
 
 
 def test_a_column_that_the_rows_lack_is_named():
-    with pytest.raises(ValueError, match=r"`answer`.*`answers`"):
-        reward_functions.exact(["a"], answers=["a"])
+    for name, options in (("exact", {}), ("math", {}), ("json", {"column": "answer"})):
+        with pytest.raises(ValueError, match=r"`answer`.*`answers`"):
+            REWARDS[name](completions=["a"], columns={"answers": ["a"]}, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part"),
+    [
+        ("json", {"schema": {"properties": {"age": {"type": "whole"}}}}, "properties.age.type"),
+        ("json", {"schema": {"items": {"$ref": "#/$defs/item"}}}, "/$defs/item"),
+        ("json", {"schema": {"$ref": "https://example.org/form.json"}}, "example.org"),
+        ("json", {"schema": {"pattern": "("}}, "pattern"),
+        ("json", {"schema": "object"}, "object"),
+        ("json", {"schema": {}, "column": "form"}, "`column`"),
+        ("math", {"seconds": 0.5}, "`seconds`"),
+        ("regex", {"pattern": "("}, "regex"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_and_named(name, options, part):
+    assert part in RewardConfig(name, options=options).refusal()
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "options", "command"),
+    [
+        ("jsonschema", "json", {"schema": {"title": "in no other test"}}, "pip install 'fxtune[rl]'"),
+        ("jsonschema", "json", {"column": "form"}, "pip install 'fxtune[rl]'"),
+        ("math_verify", "math", {}, "pip install 'fxtune[rl]'"),
+        ("verifiers", "verifiers", {"taskset": "words"}, "pip install verifiers"),
+    ],
+)
+def test_a_reward_without_its_package_is_refused_with_the_command_that_installs_it(
+    monkeypatch, package, name, options, command
+):
+    monkeypatch.setitem(sys.modules, package, None)  # Python's way to say that there is no such module
+    said = RewardConfig(name, options=options).refusal()
+    assert command in said
+    assert package in said
+    assert not RewardConfig("json").refusal()
+
+
+def test_an_answer_whose_value_takes_too_long_gets_0_and_the_worker_goes_on():
+    """The limits of math-verify are signals, which need the main thread of the worker process."""
+    hard = [r"\boxed{10^{10^{10}}}", r"\boxed{\sum_{n=1}^{1000000000} \frac{1}{n}}", "1 " * 20_000, r"\boxed{5}"]
+    workers = RewardWorkers([Call("math", {"seconds": 1})], 60.0, 1)
+    try:
+        found = workers.score([Group(f"rows.jsonl:{line}", "", hard, [[1]] * 4, {"answer": "5"}) for line in (1, 2)])
+    finally:
+        workers.close()
+    assert [scores.problem for scores in found] == ["", ""]
+    assert [scores.rewards["math"] for scores in found] == [[0.0, 0.0, 0.0, 1.0]] * 2
+
+
+def test_a_wrong_schema_of_one_row_is_a_problem_of_this_row():
+    forms = [{"type": "object"}, {"type": "thing"}, {"type": "array"}]
+    workers = RewardWorkers([Call("json", {"column": "schema"})], 60.0, 1)
+    try:
+        found = workers.score(
+            [Group(f"rows.jsonl:{at}", "", ["[]"], [[1]], {"schema": form}) for at, form in enumerate(forms, 1)]
+        )
+    finally:
+        workers.close()
+    assert [scores.rewards.get("json") for scores in found] == [[0.0], None, [1.0]]
+    assert "thing" in found[1].problem
 
 
 def test_unknown_and_missing_options_are_refused(score):

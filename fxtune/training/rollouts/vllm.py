@@ -116,7 +116,7 @@ def require_ready(config: Config) -> None:
             client.call("/version")["version"]
         except (ServerError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"sampler.url={client.url}: there is no vLLM server ({error}). {_how(config)}."
+                f"sampler.url={client.url}: there is no vLLM server ({error}). {how_to_start(config)}."
             ) from error
         if longest is not None and longest < needed:
             raise ConfigError(
@@ -263,7 +263,7 @@ class VllmSampler:
                 raise
             raise ConfigError(
                 f"sampler.url={client.url}: vLLM does not load the adapter {folder} ({error.reason}). "
-                f"{_how(self.config)}; it must see this folder."
+                f"{how_to_start(self.config)}; it must see this folder."
             ) from error
 
     def _ask(self, request: Request, client: Client) -> Sampled:
@@ -349,7 +349,7 @@ def _program(config: Config) -> Path:
     return Path(config.sampler.venv or "", "bin", "vllm").expanduser()
 
 
-def _how(config: Config) -> str:
+def how_to_start(config: Config) -> str:
     """How to start a server."""
     rank = max_rank(config.techniques.lora.r) or config.techniques.lora.r
     return (

@@ -1,8 +1,8 @@
 """What `fxtune doctor` says about a recipe's sampler: the servers of sampler.url, or the environment sampler.venv.
 
-A server does not show its options, so it gets two small requests. It is asked to load an adapter of the recipe's rank
-without weights, and its reason for not loading it says whether a real adapter would load. A token that it samples at a
-very high temperature says which log-probabilities it returns.
+A server does not show its options, so it gets small requests. It is asked to load an adapter of the recipe's rank
+without weights, and its reason for not loading it says whether a real adapter would load. A token that it samples at
+two temperatures says which log-probabilities it returns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ VERSIONS = {"2.11": ">=0.24,<0.27", "2.13": ">=0.27.1,<0.33", "2.14": ">=0.33,<0
 """{torch: the versions of vLLM that require this torch}."""
 PROBE = "fxtune-doctor"
 """The name of the adapter without weights."""
-TEMPERATURE = 1000.0
-WIDEST = 0.3
-"""Log-probabilities after the temperature are closer than this, in nats: the logits would have to be 300 apart."""
 
 
 def findings(config: Config) -> Iterator[Finding]:
@@ -113,18 +110,19 @@ def _adapters(client: Client, config: Config) -> Finding:
 
 def _log_probs(client: Client, model: str, start: str) -> Finding:
     """Whether the server returns token ids, and log-probabilities after the temperature."""
-    what = "vLLM log-probabilities"
-    asked = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": TEMPERATURE, "logprobs": 5}
-    asked |= {**WHOLE_DISTRIBUTION, "return_token_ids": True}
+    what, spreads, choice = "vLLM log-probabilities", list[float](), dict[str, Any]()
+    asked = {"model": model, "prompt": [1], "max_tokens": 1, "logprobs": 5, "return_token_ids": True}
     try:
-        choice: Any = client.call("/v1/completions", asked)["choices"][0]
-        likeliest = choice["logprobs"]["top_logprobs"][0].values()
-        spread = max(likeliest) - min(likeliest)
+        for temperature in (1.0, 2.0):
+            answer = client.call("/v1/completions", {**asked, **WHOLE_DISTRIBUTION, "temperature": temperature})
+            choice = answer["choices"][0]
+            likeliest = choice["logprobs"]["top_logprobs"][0].values()
+            spreads.append(max(likeliest) - min(likeliest))
     except (ServerError, LookupError, TypeError, ValueError, AttributeError) as error:
         return Finding(what, f"{client.url} gives no answer with log-probabilities ({error})", State.broken, start)
     if not choice.get("token_ids"):
         remedy = f"use a newer version of vLLM: {VERSIONS['2.13']}"
         return Finding(what, f"{client.url} returns no token ids", State.broken, remedy)
-    if spread > WIDEST:
+    if spreads[1] > 0.75 * spreads[0]:  # half, after the temperature
         return Finding(what, f"{client.url} returns them before the temperature", State.broken, start)
     return Finding(what, f"{client.url} returns them after the temperature, with token ids", State.works)

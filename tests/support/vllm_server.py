@@ -123,6 +123,8 @@ class VllmServer(ThreadingHTTPServer):
 
     def first_token(self, given: dict[str, Any]) -> tuple[int, Any]:
         """The likeliest first token of the base, with its log-probability and those of the next likely tokens."""
+        if given["temperature"] > 2:
+            return _refused(400, "temperature must be in [0, 2]")
         with torch.no_grad():
             logits = self.base(input_ids=torch.tensor([given["prompt"]])).logits[0, -1]
         kept = logits if "hot" in self.faults else logits / given["temperature"]

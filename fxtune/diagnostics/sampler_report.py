@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from fxtune.checkpoint.run_folder import RUNS
 from fxtune.config.root import Config
 from fxtune.diagnostics.system_report import Finding, State
+from fxtune.errors import StorageError, not_written
 from fxtune.training.rollouts.vllm import ALLOW, WHOLE_DISTRIBUTION, Client, ServerError, clients_of, how_to_start
 
 TIMEOUT = 30.0
@@ -42,10 +43,9 @@ def findings(config: Config) -> Iterator[Finding]:
 
 
 def _environment(venv: str) -> Finding:
-    folder = Path(venv).expanduser()
-    places = [str(path) for path in folder.glob("lib/python3*/site-packages")]
+    places = [str(path) for path in Path(venv).expanduser().glob("lib/python3*/site-packages")]
     found = {package.name: package.version for package in metadata.distributions(path=places)}
-    if "vllm" in found and (folder / "bin" / "vllm").exists():
+    if "vllm" in found:
         return Finding("vLLM", f"{found['vllm']} with torch {found.get('torch')}, in {venv}", State.works)
     torch = ".".join(metadata.version("torch").split(".")[:2])
     torch = torch if torch in VERSIONS else list(VERSIONS)[-1]
@@ -57,11 +57,12 @@ def _environment(venv: str) -> Finding:
 
 
 def _server(client: Client, config: Config) -> Iterator[Finding]:
+    start = how_to_start(config)
     try:
         version, model = client.call("/version")["version"], client.call("/v1/models")["data"][0]
         name, longest = model["id"], model.get("max_model_len") or 0
     except (ServerError, LookupError, TypeError, AttributeError) as error:
-        yield Finding("vLLM", f"{client.url} is no vLLM server ({error})", State.broken, how_to_start(config))
+        yield Finding("vLLM", f"{client.url} is no vLLM server ({error})", State.broken, start)
         return
     needed, own = config.data.sequence_length, config.model.path or ""
     seen = f"{client.url}: version {version} serves {name}, up to {longest:,} tokens"
@@ -74,55 +75,58 @@ def _server(client: Client, config: Config) -> Iterator[Finding]:
         yield Finding("vLLM", f"{seen}, and model.path={own}", State.warning, remedy)
     else:
         yield Finding("vLLM", seen, State.works)
-    yield _adapters(client, config)
-    yield _log_probs(client, name, how_to_start(config))
+    rank = config.techniques.lora.r
+    for what, good, problem in (
+        ("vLLM adapters", f"of rank {rank} are loaded at run time", _adapter_problem(client, config)),
+        ("vLLM log-probabilities", "are taken after the temperature", _log_prob_problem(client, name)),
+    ):
+        state = State.broken if problem else State.works
+        yield Finding(what, f"{client.url}: {problem or good}", state, start if problem else "")
 
 
-def _adapters(client: Client, config: Config) -> Finding:
-    """Whether the server loads an adapter of the recipe's rank from the disk of the run's folder."""
-    what, rank, run = "vLLM adapters", config.techniques.lora.r, Path(config.run.dir or RUNS).expanduser().absolute()
-    place = next(path for path in (run, *run.parents) if path.is_dir())
+def _adapter_problem(client: Client, config: Config) -> str:
+    """Why the server cannot load an adapter of the recipe's rank at run time; empty if it can."""
+    rank = config.techniques.lora.r
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{PROBE}-", dir=place) as folder:
-            os.chmod(folder, 0o755)  # the server may run as another user
+        with beside_run(config) as folder:
             options = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
-            Path(folder, "adapter_config.json").write_text(json.dumps(options), encoding="utf-8")
-            client.call("/v1/load_lora_adapter", {"lora_name": PROBE, "lora_path": folder})
+            (folder / "adapter_config.json").write_text(json.dumps(options), encoding="utf-8")
+            client.call("/v1/load_lora_adapter", {"lora_name": PROBE, "lora_path": str(folder)})
             client.call("/v1/unload_lora_adapter", {"lora_name": PROBE})
-    except OSError as error:
-        return Finding(what, f"not tried: {place} cannot be written ({error.strerror})", State.warning)
+    except StorageError as error:
+        return str(error)
     except ServerError as error:
-        known = {
-            "max_lora_rank": f"its --max-lora-rank is lower than techniques.lora.r={rank}",
-            "not enabled": "it was started without --enable-lora",
-            "No adapter": f"it does not see {place}, where the run writes its adapters",
-            "Not Found": f"it was started without {ALLOW}=1",
-        }
-        for sign, problem in known.items():
-            if sign in error.reason:
-                return Finding(what, f"{client.url}: {problem}", State.broken, how_to_start(config))
-        if "contain tensors" not in error.reason:
-            return Finding(
-                what, f"an adapter without weights is refused with an unknown reason: {error}", State.warning
-            )
-    return Finding(what, f"{client.url} loads adapters of rank {rank} at run time, and sees {place}", State.works)
+        reason = f"{ALLOW}=1 was not set" if "Not Found" in error.reason else error.reason
+        return "" if "contain tensors" in reason else f"an adapter of rank {rank} is refused: {reason}"
+    return ""
 
 
-def _log_probs(client: Client, model: str, start: str) -> Finding:
-    """Whether the server returns token ids, and log-probabilities after the temperature."""
-    what, spreads, choice = "vLLM log-probabilities", list[float](), dict[str, Any]()
+def _log_prob_problem(client: Client, model: str) -> str:
+    """What is wrong with the log-probabilities of an answer; empty if nothing is."""
     asked = {"model": model, "prompt": [1], "max_tokens": 1, "logprobs": 5, "return_token_ids": True}
+    spreads = list[float]()
     try:
         for temperature in (1.0, 2.0):
             answer = client.call("/v1/completions", {**asked, **WHOLE_DISTRIBUTION, "temperature": temperature})
-            choice = answer["choices"][0]
-            likeliest = choice["logprobs"]["top_logprobs"][0].values()
+            likeliest = answer["choices"][0]["logprobs"]["top_logprobs"][0].values()
             spreads.append(max(likeliest) - min(likeliest))
+            if not answer["choices"][0].get("token_ids"):
+                return f"an answer has no token ids: this needs vLLM{VERSIONS['2.11'].partition(',')[0]}"
     except (ServerError, LookupError, TypeError, ValueError, AttributeError) as error:
-        return Finding(what, f"{client.url} gives no answer with log-probabilities ({error})", State.broken, start)
-    if not choice.get("token_ids"):
-        remedy = f"use a newer version of vLLM: {VERSIONS['2.13']}"
-        return Finding(what, f"{client.url} returns no token ids", State.broken, remedy)
-    if spreads[1] > 0.75 * spreads[0]:  # half, after the temperature
-        return Finding(what, f"{client.url} returns them before the temperature", State.broken, start)
-    return Finding(what, f"{client.url} returns them after the temperature, with token ids", State.works)
+        return f"an answer has none ({error})"
+    # After the temperature the second spread is half of the first.
+    return "are taken before the temperature" if spreads[1] > 0.75 * spreads[0] else ""
+
+
+@contextmanager
+def beside_run(config: Config) -> Iterator[Path]:
+    """A temporary folder on the disk of the run's folder, for servers that see this disk. Raises StorageError."""
+    run = Path(config.run.dir or RUNS).expanduser().absolute()
+    place = next(path for path in (run, *run.parents) if path.is_dir())
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".fxtune-", dir=place)
+    except OSError as error:
+        raise not_written(f"{place} cannot be written", error, "or set run.dir to another disk") from error
+    with made as folder:
+        os.chmod(folder, 0o755)  # the server may run as another user
+        yield Path(folder)

@@ -298,8 +298,8 @@ def test_a_vllm_server_that_can_sample_for_the_recipe_has_three_lines_and_nothin
     [
         ("no_updates", "vLLM adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ("no_lora", "vLLM adapters", "--enable-lora"),
-        ("low_rank", "vLLM adapters", "--max-lora-rank"),
-        ("elsewhere", "vLLM adapters", "does not see"),
+        ("low_rank", "vLLM adapters", "max_lora_rank 8"),
+        ("elsewhere", "vLLM adapters", "No adapter found"),
         ("hot", "vLLM log-probabilities", "before the temperature"),
         ("old", "vLLM log-probabilities", "no token ids"),
     ],
@@ -335,8 +335,6 @@ def test_an_environment_with_vllm_shows_its_version_and_one_without_it_the_comma
         folder = Path(f"env/lib/python3.11/site-packages/{name}-{version}.dist-info")
         folder.mkdir(parents=True)
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    Path("env/bin").mkdir()
-    Path("env/bin/vllm").touch()
     found = findings(*ROLLOUTS, "sampler=vllm", "sampler.venv=env", code=0)["vLLM"]
     assert found["seen"] == "0.30.0 with torch 2.13.0, in env"
 

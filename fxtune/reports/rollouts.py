@@ -46,8 +46,11 @@ def first_difference(first: Path, second: Path) -> tuple[int, int | None, list[t
     for step in common:
         pairs = zip_longest(_read(files[step]), _read(others[step]))
         if apart := [(own, other) for own, other in pairs if _content(own) != _content(other)]:
-            shown = [((own or other)["where"], own and _shown(own), other and _shown(other)) for own, other in apart]
-            return len(common), step, shown[:ANSWERS]
+            shown = [
+                (str((own or other)["where"]), _shown(own) if own else None, _shown(other) if other else None)
+                for own, other in apart[:ANSWERS]
+            ]
+            return len(common), step, shown
     return len(common), None, []
 
 

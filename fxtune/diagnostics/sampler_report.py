@@ -30,7 +30,7 @@ PROBE = "fxtune-doctor"
 
 
 def findings(config: Config) -> Iterator[Finding]:
-    """Yield what is there of the recipe's sampler. Nothing for a recipe that samples no answers."""
+    """Yield what was found about the recipe's sampler. Nothing for a recipe that samples no answers."""
     if not config.objective.needs.rollouts:
         return
     if not config.sampler.is_vllm:
@@ -77,8 +77,8 @@ def _server(client: Client, config: Config) -> Iterator[Finding]:
         yield Finding("vLLM", seen, State.works)
     rank = config.techniques.lora.r
     for what, good, problem in (
-        ("vLLM adapters", f"of rank {rank} are loaded at run time", _adapter_problem(client, config)),
-        ("vLLM log-probabilities", "are taken after the temperature", _log_prob_problem(client, name)),
+        ("vLLM adapters", f"it loads adapters of rank {rank} at run time", _adapter_problem(client, config)),
+        ("vLLM log-probabilities", "they are taken after the temperature", _log_prob_problem(client, name)),
     ):
         state = State.broken if problem else State.works
         yield Finding(what, f"{client.url}: {problem or good}", state, start if problem else "")
@@ -97,7 +97,7 @@ def _adapter_problem(client: Client, config: Config) -> str:
         return str(error)
     except ServerError as error:
         reason = f"{ALLOW}=1 was not set" if "Not Found" in error.reason else error.reason
-        return "" if "contain tensors" in reason else f"an adapter of rank {rank} is refused: {reason}"
+        return "" if "contain tensors" in reason else f"it refuses an adapter of rank {rank}: {reason}"
     return ""
 
 
@@ -115,7 +115,7 @@ def _log_prob_problem(client: Client, model: str) -> str:
     except (ServerError, LookupError, TypeError, ValueError, AttributeError) as error:
         return f"an answer has none ({error})"
     # After the temperature the second spread is half of the first.
-    return "are taken before the temperature" if spreads[1] > 0.75 * spreads[0] else ""
+    return "they are taken before the temperature" if spreads[1] > 0.75 * spreads[0] else ""
 
 
 @contextmanager

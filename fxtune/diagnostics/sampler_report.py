@@ -70,7 +70,7 @@ def _server(client: Client, config: Config) -> Iterator[Finding]:
     if 0 < longest < needed:
         remedy = f"start it with --max-model-len {needed}"
         yield Finding("vLLM", f"{seen}, and data.sequence_length={needed:,}", State.broken, remedy)
-    elif own.rpartition("/")[2].lower() not in served:
+    elif own.replace(":", "/").rpartition("/")[2].lower() not in served:
         remedy = "see that both are the same model: answers of another model end the run"
         yield Finding("vLLM", f"{seen}, and model.path={own}", State.warning, remedy)
     else:

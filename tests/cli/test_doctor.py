@@ -287,7 +287,7 @@ def test_a_vllm_server_that_can_sample_for_the_recipe_has_three_lines_and_nothin
         found = findings(*ROLLOUTS, f"sampler.url={server.url}", code=0)
         assert server.loaded == []
         assert [call for call, _ in server.history] == ["load_lora_adapter", "completions", "completions"]
-    assert found["vLLM"]["seen"] == f"{server.url}: version 0.0.1 serves builtin:tiny, up to 4,096 tokens"
+    assert found["vLLM"]["seen"] == f"{server.url}: version 0.0.1 serves tiny, up to 4,096 tokens"
     assert "rank 16" in found["vLLM adapters"]["seen"]
     assert {found[name]["state"] for name in ("vLLM", "vLLM adapters", "vLLM log-probabilities")} == {"works"}
     assert [file.name for file in cwd.iterdir()] == ["doctor.json"]

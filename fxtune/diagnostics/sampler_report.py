@@ -75,13 +75,17 @@ def _server(client: Client, config: Config) -> Iterator[Finding]:
         yield Finding("vLLM", f"{seen}, and model.path={own}", State.warning, remedy)
     else:
         yield Finding("vLLM", seen, State.works)
-    rank = config.techniques.lora.r
-    for what, good, problem in (
-        ("vLLM adapters", f"it loads adapters of rank {rank} at run time", _adapter_problem(client, config)),
-        ("vLLM log-probabilities", "they are taken after the temperature", _log_prob_problem(client, name)),
-    ):
-        state = State.broken if problem else State.works
-        yield Finding(what, f"{client.url}: {problem or good}", state, start if problem else "")
+    lora = config.techniques.lora
+    if lora.enabled:
+        good = f"it loads adapters of rank {lora.r} at run time"
+        yield _checked("vLLM adapters", client.url, good, _adapter_problem(client, config), start)
+    good, problem = "they are taken after the temperature", _log_prob_problem(client, name)
+    yield _checked("vLLM log-probabilities", client.url, good, problem, start)
+
+
+def _checked(what: str, url: str, good: str, problem: str, start: str) -> Finding:
+    state, remedy = (State.broken, start) if problem else (State.works, "")
+    return Finding(what, f"{url}: {problem or good}", state, remedy)
 
 
 def _adapter_problem(client: Client, config: Config) -> str:

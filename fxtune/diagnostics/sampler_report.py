@@ -75,8 +75,7 @@ def _server(client: Client, config: Config) -> Iterator[Finding]:
         yield Finding("vLLM", f"{seen}, and model.path={own}", State.warning, remedy)
     else:
         yield Finding("vLLM", seen, State.works)
-    lora = config.techniques.lora
-    if lora.enabled:
+    if (lora := config.techniques.lora).enabled:
         good = f"it loads adapters of rank {lora.r} at run time"
         yield _checked("vLLM adapters", client.url, good, _adapter_problem(client, config), start)
     good, problem = "they are taken after the temperature", _log_prob_problem(client, name)

@@ -97,6 +97,7 @@ COMMANDS = {
         options={
             "--loss": _flag("compare loss and gradients with plain transformers"),
             "--each": _flag("the same, also with each technique off in turn"),
+            "--canary": _flag("of rollouts: reward long answers in a few steps; do answers grow longer?"),
         },
         ranks=True,
     ),

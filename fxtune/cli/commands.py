@@ -84,8 +84,9 @@ COMMANDS = {
     ),
     "preview": Command(
         "fxtune.cli.preview",
-        "print the first samples as the model will see them",
+        "print the first samples as the model will see them; or a run's newest rollouts: preview RUN",
         reads_data=True,
+        positional="of_run",
         options={"--html": _value("FILE", "also write the page to FILE, in colour", Path)},
     ),
     "verify": Command(
@@ -96,6 +97,7 @@ COMMANDS = {
         options={
             "--loss": _flag("compare loss and gradients with plain transformers"),
             "--each": _flag("the same, also with each technique off in turn"),
+            "--canary": _flag("of rollouts: reward long answers in a few steps; do answers grow longer?"),
         },
         ranks=True,
     ),

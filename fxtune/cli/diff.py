@@ -3,8 +3,8 @@
     fxtune diff quickstart quickstart-2         # names of runs, or their folders
     fxtune diff runs/a runs/b --json diff.json
 
-The command compares the recipes, the content of the data, the decisions of `auto`, the machine and its packages, and
-each metric step by step. The exit code is 0 even if the runs differ.
+The command compares the recipes, the content of the data, the decisions of `auto`, the machine and its packages, each
+metric step by step, and the answers that runs with rollouts learned from. The exit code is 0 even if the runs differ.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def run(first: str, second: str) -> None:
             say(_changes_table(heading.capitalize(), changes, names))
     if difference.partings:
         say(table("Curves", ["metric", "steps of both", ""], [_parting_row(part) for part in difference.partings]))
+    if difference.answers:
+        say(_changes_table("First answers that differ", difference.answers, names))
     if difference.figures:
         say(_changes_table("Last values", difference.figures, names))
     if difference.same:
@@ -45,11 +47,8 @@ def _changes_table(title: str, changes: list[Difference], names: list[str]) -> A
 def _parting_row(part: Parting) -> tuple[str, str, str]:
     if part.step is None:
         return part.metric, f"{part.common:,}", "equal in every digit"
-    return (
-        part.metric,
-        f"{part.common:,}",
-        f"differ from step {part.step:,} on, by up to {part.largest:.2g} of the value",
-    )
+    size = "" if part.largest is None else f", by up to {part.largest:.2g} of the value"
+    return part.metric, f"{part.common:,}", f"differ from step {part.step:,} on{size}"
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
+    fxtune doctor +recipe=qwen_grpo sampler.url=http://host:8000    # and whether vLLM can sample for it
 
 Each package is checked in a separate process, so a package that crashes or hangs spoils only its own line. With
 several GPUs an all-reduce of a few seconds measures the links between them; with a recipe, only the recipe's GPUs take
@@ -98,6 +99,10 @@ def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:
     if ranks := _ranks(config, facts):
         yield "Links", links.check(*ranks)
     if config is not None:
+        from fxtune.diagnostics import sampler_report
+
+        if sampler := list(sampler_report.findings(config)):
+            yield "Sampler", sampler
         yield "Recipe", [_recipe(config)]
 
 

@@ -4,6 +4,9 @@ prints a forecast of the memory and time of a step, on each GPU if there are sev
 The samples are read back from the first batches of the training run. They show the mistakes by which most runs learn
 nothing or the wrong thing: an answer that is not supervised, a missing end-of-turn token, a template that is applied
 twice, rows that are mostly padding.
+
+    fxtune preview +recipe=quickstart
+    fxtune preview rl_quickstart        # a run that learns from its own answers: the newest answers, with rewards
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import Any, Optional
 from rich.console import Console
 
 from fxtune.cli.answer import ANSWER
+from fxtune.config import compose
 from fxtune.config.root import Config
-from fxtune.diagnostics.preview import preview
+from fxtune.diagnostics.preview import preview, preview_rollouts
+from fxtune.outputs.run_output import run_folder
 
 
 def run(config: Config, console: Optional[Console] = None, html: Optional[Path] = None) -> dict[str, Any]:
@@ -23,3 +28,9 @@ def run(config: Config, console: Optional[Console] = None, html: Optional[Path] 
     found = preview(config, console, html)
     ANSWER.put(found)
     return found
+
+
+def of_run(run: str) -> None:
+    """Print the newest answers that a run has learned from. Raises the errors of preview_rollouts()."""
+    folder = run_folder(run)
+    ANSWER.put(preview_rollouts(compose.of_run(folder), folder))

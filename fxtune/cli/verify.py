@@ -3,6 +3,7 @@
     fxtune verify +recipe=quickstart           # build the model as training does, observe it, take one step
     fxtune verify +recipe=quickstart --loss    # also compare loss and gradients with plain transformers
     fxtune verify +recipe=quickstart --each    # as --loss, and again with each technique off in turn
+    fxtune verify +recipe=rl_quickstart --canary    # do sampled answers grow longer if that is the reward?
     fxtune verify quickstart                   # are a run's adapter, model and merged model still what was proven?
 
 The first rows are the evidence that training itself requires before its first step. The other rows need data or a
@@ -26,9 +27,9 @@ from fxtune.outputs.run_output import ADAPTER_FILE, find_folder, find_output, is
 from fxtune.system.terminal.console import say
 
 
-def run(config: Config, loss: bool = False, each: bool = False) -> dict[str, Any]:
+def run(config: Config, loss: bool = False, each: bool = False, canary: bool = False) -> dict[str, Any]:
     """Print and return what was observed. Raises CheckError if something did not act, and the errors of training."""
-    seen = verify(config, loss, each)
+    seen = verify(config, loss, each, canary)
     found = {
         "acted": not seen.failed,
         "decided": seen.decided,

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from fxtune.checkpoint.run_folder import ROLLOUT_ANSWERS, ROLLOUTS
 from fxtune.config.root import Config
 from fxtune.data.batches.plan import DocumentSlice, Plan
 from fxtune.data.formats.values import RowError
@@ -27,10 +30,10 @@ from fxtune.data.images.placed import PlacedImage, without
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.tokenized.profile import PERCENTILES
 from fxtune.data.tokenized.table import TokenTable
-from fxtune.diagnostics.samples import ShownDocument, ShownRow, count_of, shown_rows
+from fxtune.diagnostics.samples import SAMPLES, ShownDocument, ShownRow, count_of, shown_rows
 from fxtune.distributed.files import require_writable, write_text
 from fxtune.distributed.world import World
-from fxtune.errors import DataError
+from fxtune.errors import ConfigError, DataError
 from fxtune.estimate.cards import rates
 from fxtune.estimate.memory import forecast
 from fxtune.estimate.step_time import micro_batch_seconds
@@ -45,6 +48,7 @@ from fxtune.system.terminal.units import GIB, format_seconds
 from fxtune.training.data.run_data import data_notes, held_out_note, run_data
 from fxtune.training.forecast.run_forecast import micro_batch_images, seconds_here
 from fxtune.training.forecast.step_count import few_steps
+from fxtune.training.rollouts.folder import Rollouts
 
 HEAD, TAIL = 300, 150
 WIDE = 80
@@ -83,9 +87,8 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     images = image_processor(config.model, settled.config.data, tokenizer, settled.hf_config)
     data = run_data(settled.config, tokenizer, images, refusals.append)
     stage = Stage.first(settled).with_images(data.training.epoch_images()[1])
-    signs = UNICODE if console.encoding.lower().startswith("utf") else ASCII
     rows = list(shown_rows(data.training))
-    print_samples(rows, data.training, TokenTexts(tokenizer, signs), console)
+    print_samples(rows, data.training, TokenTexts(tokenizer, signs_of(console)), console)
     print_statistics(data.training, console)
     print_lengths(data.tables, console)
     print_forecast(stage.facts, data.training, console)
@@ -107,8 +110,40 @@ def preview(config: Config, console: Console | None = None, html: Path | None = 
     return {"samples": samples, "summary": summary, "notes": notes}
 
 
-def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, console: Console) -> None:
-    signs = texts.signs
+def preview_rollouts(config: Config, run: Path) -> dict[str, Any]:
+    """Print the best and the worst answer to some prompts of the newest step on the disk. Return all answers that the
+    step learned from, with their prompts. `config`: the config of the run in the folder `run`. Raises ConfigError if
+    the run has no answers, StorageError if they cannot be read."""
+    steps = sorted((run / ROLLOUTS).glob(f"step-*/{ROLLOUT_ANSWERS}"))
+    if not steps:
+        raise ConfigError(
+            f"{run} has no answers of a model: only runs with objective=policy have them. `fxtune preview "
+            "+recipe=NAME` shows the rows of a recipe."
+        )
+    console, step, rollouts = screen.console(), int(steps[-1].parent.name.partition("-")[2]), Rollouts(run / ROLLOUTS)
+    table, texts = rollouts.table(step - 1), TokenTexts(load_tokenizer(config.model), signs_of(console))
+    answers = [answer for answer in rollouts.answers(step - 1) if answer["advantage"] is not None]
+    for answer, start, end in zip(answers, table.offsets[:-1].tolist(), table.offsets[1:].tolist(), strict=True):
+        supervised = table.supervised[start:end].tolist()
+        answer |= {"ids": table.ids[start:end].tolist(), "supervised": supervised}
+    print_legend(texts.signs, console)
+    mean = rollouts.figures(step - 1)["figures"]["reward"]
+    title = f"step {step}: {count_of(len(answers), 'answer')} to learn from; mean reward of all answers {mean:.4g}"
+    console.print(Rule(title, characters=texts.signs.rule, align="left"))
+    for _, group in islice(groupby(answers, itemgetter("group")), SAMPLES // 2):
+        own = sorted(group, key=itemgetter("reward"), reverse=True)
+        for answer in own[:: max(len(own) - 1, 1)]:
+            heading = f"{answer['where']}: reward {answer['reward']:.4g}, advantage {answer['advantage']:+.4g}"
+            console.print(Text(heading + ", cut off" * (not answer["finished"]), NOTE))
+            console.print(texts.document(answer["ids"], answer["supervised"]))
+    return {"step": step, "answers": answers}
+
+
+def signs_of(console: Console) -> Signs:
+    return UNICODE if console.encoding.lower().startswith("utf") else ASCII
+
+
+def print_legend(signs: Signs, console: Console) -> None:
     console.print(
         Text.assemble(
             "Legend: ",
@@ -120,6 +155,11 @@ def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, conso
             ".",
         )
     )
+
+
+def print_samples(rows: Sequence[ShownRow], plan: Plan, texts: TokenTexts, console: Console) -> None:
+    signs = texts.signs
+    print_legend(signs, console)
     for row in rows:
         console.print(Rule(row.title, characters=signs.rule, align="left"))
         for sample in row.samples:

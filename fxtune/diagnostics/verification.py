@@ -19,8 +19,9 @@ from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.plan import Plan
 from fxtune.diagnostics import parity
+from fxtune.diagnostics.canary import observe_canary
 from fxtune.distributed.world import World
-from fxtune.errors import CheckError
+from fxtune.errors import CheckError, ConfigError
 from fxtune.models.dims import Shape
 from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.structure import beside_text, is_adapter, parameter_counts, without_dropout
@@ -68,10 +69,12 @@ class Verification:
         say(f"All {count} as asked for.")
 
 
-def verify(config: Config, loss: bool = False, each: bool = False) -> Verification:
+def verify(config: Config, loss: bool = False, each: bool = False, canary: bool = False) -> Verification:
     """Build the model as training does, observe it in one step, and print what was seen. `loss`: also compare loss and
-    gradients with plain transformers. `each`: compare also with each technique off in turn. Raises the errors of
-    training."""
+    gradients with plain transformers. `each`: compare also with each technique off in turn. `canary`: also take steps
+    with the length of answers as the reward. Raises the errors of training."""
+    if canary and not config.objective.needs.rollouts:
+        raise ConfigError("--canary trains on the length of sampled answers: it is for recipes of objective=policy.")
     config = replace(config, data=replace(config.data, length_schedule=[]))  # all steps have the longest rows
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
@@ -83,9 +86,9 @@ def verify(config: Config, loss: bool = False, each: bool = False) -> Verificati
         model, evidence = builder.observed_model()
         evidence += builder.prove_objective(model, builder.config.objective, data.training)
         seen = [*evidence, *observe_data(data), *observe_step(builder, model, data.training)]
-        seen = of_all_ranks(builder.world, seen)
         del model
         gc.collect()
+        seen = of_all_ranks(builder.world, [*seen, *([observe_canary(config)] if canary else [])])
         say(evidence_table(seen, "What was asked for, and what was observed"))
         compared: list[parity.Compared] = []
         if loss or each:

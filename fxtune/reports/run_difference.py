@@ -1,8 +1,9 @@
 """How two runs differ: in their recipes, their data, the decisions of `auto`, their machines and packages, and their
-curves. For each metric it finds the first step at which the curves part.
+curves. For each metric it finds the first step at which the curves part, and for rollouts the first step whose answers
+differ.
 
-The files in the folders of the runs are compared (config.yaml, setting.json, metrics.jsonl). A run that is still
-training can be compared, too.
+The files in the folders of the runs are compared (config.yaml, setting.json, metrics.jsonl, rollouts/). A run that is
+still training can be compared, too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fxtune.reports.rollouts import first_difference
 from fxtune.reports.run_files import RunFiles
 
 CURVES = (
     *("train/loss", "eval/loss", "train/grad_norm", "train/lr"),
     *("train/reward_accuracy", "train/reward_margin", "eval/reward_accuracy", "eval/reward_margin"),
-    "questions/exact_match",
+    *("questions/exact_match", "rollout/reward", "eval/reward", "rollout/length", "rollout/gap"),
 )
 """The metrics that are compared step by step."""
 FIGURES = (
@@ -29,6 +31,7 @@ FIGURES = (
     "train/loss",
     "eval/reward_accuracy",
     "questions/exact_match",
+    *("rollout/reward", "eval/reward", "rollout/length", "rollout/gap", "rollout/sampling_seconds"),
 )
 """The metrics whose last values are shown."""
 NAMES = ("run.name", "run.dir")
@@ -62,8 +65,8 @@ class Parting:
     """The number of steps at which both runs have the metric."""
     step: int | None
     """The first common step with different values; None if the values agree in every digit."""
-    largest: float = 0.0
-    """The largest difference at any step, relative to the first run's value."""
+    largest: float | None = 0.0
+    """The largest difference at any step, relative to the first run's value. None for answers, which have no size."""
 
 
 @dataclass
@@ -76,6 +79,8 @@ class RunDifference:
     partings: list[Parting] = field(default_factory=list)
     figures: list[Difference] = field(default_factory=list)
     """The last values of the metrics in FIGURES, equal or not."""
+    answers: list[Difference] = field(default_factory=list)
+    """Some answers of the first step whose stored answers differ, by the row of their prompt."""
 
     @property
     def equal(self) -> bool:
@@ -103,6 +108,10 @@ def compare_runs(first: Path, second: Path) -> RunDifference:
     difference.same = [heading for heading, differs in differ.items() if not differs]
     curves = [run.curves for run in runs]
     difference.partings = [part for name in CURVES if (part := _parting(name, *curves))]
+    common, step, answers = first_difference(first, second)
+    if common:
+        difference.partings.append(Parting("answers", common, step, None))
+        difference.answers = [Difference(*each) for each in answers]
     last = [{name: curve[max(curve)] for name, curve in of_run.items() if curve} for of_run in curves]
     difference.figures = [
         Difference(name, last[0].get(name), last[1].get(name))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.harness import limit_counts_from, wait_for
+from support.vllm_server import vllm_server
 
 from fxtune.cli import doctor
 from fxtune.cli.main import main
@@ -270,6 +271,72 @@ def test_a_recipe_that_may_run_out_of_memory_is_a_warning(cwd, checked, monkeypa
         r"can run on .*, but may run out of memory: a step needs about \d\.\d GiB, and 0\.5 are free", found["seen"]
     )
     assert "quickstart: a smaller train.micro_batch_size" in capsys.readouterr().out
+
+
+# --- the sampler of a recipe
+
+ROLLOUTS = [
+    *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.sources=[{path: rows.jsonl}]"),
+    *("objective.rewards=[{name: exact}]", "sampler.max_tokens=8", "data.sequence_length=64", "run.device=cpu"),
+]
+TINY = ROOT / "fxtune" / "assets" / "tiny"
+
+
+def test_a_vllm_server_that_can_sample_for_the_recipe_has_three_lines_and_nothing_is_left(cwd, checked):
+    with vllm_server(TINY) as server:
+        found = findings(*ROLLOUTS, f"sampler.url={server.url}", code=0)
+        assert server.loaded == []
+        assert [call for call, _ in server.history] == ["load_lora_adapter", "completions", "completions"]
+    assert found["vLLM"]["seen"] == f"{server.url}: version 0.0.1 serves tiny, up to 4,096 tokens"
+    assert "rank 16" in found["vLLM adapters"]["seen"]
+    assert {found[name]["state"] for name in ("vLLM", "vLLM adapters", "vLLM log-probabilities")} == {"works"}
+    assert [file.name for file in cwd.iterdir()] == ["doctor.json"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "part"),
+    [
+        ("no_updates", "vLLM adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        ("no_lora", "vLLM adapters", "--enable-lora"),
+        ("low_rank", "vLLM adapters", "max_lora_rank 8"),
+        ("elsewhere", "vLLM adapters", "No adapter found"),
+        ("hot", "vLLM log-probabilities", "before the temperature"),
+        ("old", "vLLM log-probabilities", "no token ids"),
+    ],
+)
+def test_a_server_with_wrong_options_is_broken_and_the_option_is_named(cwd, checked, fault, what, part):
+    with vllm_server(TINY, faults=(fault,)) as server:
+        found = findings(*ROLLOUTS, f"sampler.url={server.url}", code=1)
+    broken = [row for row in found.values() if row["state"] == "broken"]
+    assert [row["what"] for row in broken] == [what]
+    assert part in broken[0]["seen"]
+    assert broken[0]["remedy"]
+
+
+def test_a_server_that_reads_too_little_or_serves_another_model_is_named(cwd, checked):
+    with vllm_server(TINY, longest=32) as server:
+        found = findings(*ROLLOUTS, f"sampler.url={server.url}", code=1)
+        assert found["vLLM"]["remedy"] == "start it with --max-model-len 64"
+        longer = ("model.path=builtin:tiny-student", "data.sequence_length=32")
+        found = findings(*ROLLOUTS, f"sampler.url={server.url}", *longer, code=0)
+        assert found["vLLM"]["state"] == "warning"
+        assert "model.path=builtin:tiny-student" in found["vLLM"]["seen"]
+    found = findings(*ROLLOUTS, "sampler.url=http://127.0.0.1:1", code=1)
+    assert found["vLLM"]["state"] == "broken"
+    assert "--enable-lora" in found["vLLM"]["remedy"]
+    assert "vLLM adapters" not in found
+
+
+def test_an_environment_with_vllm_shows_its_version_and_one_without_it_the_commands_that_make_it(cwd, checked):
+    found = findings(*ROLLOUTS, "sampler=vllm", code=1)["vLLM"]
+    assert "python -m venv vllm; vllm/bin/pip install 'vllm>=" in found["remedy"]
+    assert findings(*ROLLOUTS, "sampler=vllm", "sampler.venv=nowhere", code=1)["vLLM"]["state"] == "broken"
+    for name, version in (("vllm", "0.30.0"), ("torch", "2.13.0")):
+        folder = Path(f"env/lib/python3.11/site-packages/{name}-{version}.dist-info")
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    found = findings(*ROLLOUTS, "sampler=vllm", "sampler.venv=env", code=0)["vLLM"]
+    assert found["seen"] == "0.30.0 with torch 2.13.0, in env"
 
 
 # --- the page

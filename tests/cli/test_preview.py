@@ -256,6 +256,36 @@ def test_files_have_the_page_and_the_samples(small, tmp_path, tokenizer):
         preview.run(small, Console(file=io.StringIO()), html=tmp_path / "none" / "page.html")
 
 
+def test_the_newest_answers_of_a_run_are_shown_with_rewards_and_what_is_learned(cwd, capsys, tokenizer):
+    rows = [{"prompt": f"Tell me about {thing}."} for thing in ("lamps", "tents")]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.sources=[{path: rows.jsonl}]"),
+        *("objective.rewards=[{name: length}]", "data.cache_dir=cache", "sampler.max_tokens=12", "run.dir=run"),
+        *("sampler.answers=4", "data.sequence_length=64", "train.global_batch_size=2", "train.max_steps=2"),
+        *("run.device=cpu", "run.report=false", "tracking.display=plain"),
+    ]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["preview", "run", "--json", "seen.json"]) == 0
+    page, found = capsys.readouterr().out, json.loads(Path("seen.json").read_text())
+    lines = Path("run/rollouts/step-00000002/answers.jsonl").read_text().splitlines()
+    stored = [answer for answer in map(json.loads, lines) if answer["advantage"] is not None]
+    assert found["step"] == 2
+    assert len(found["answers"]) == len(stored) > 1
+    for shown, answer in zip(found["answers"], stored, strict=True):
+        learned = [token for token, counts in zip(shown["ids"], shown["supervised"], strict=True) if counts]
+        assert learned == answer["ids"]
+        assert "Tell me about" in tokenizer.decode(shown["ids"][: -len(learned)])
+    best = max((answer for answer in stored if answer["group"] == stored[0]["group"]), key=lambda each: each["reward"])
+    assert f"{best['where']}: reward {best['reward']:.4g}, advantage {best['advantage']:+.4g}" in page
+    assert re.findall("(?s)(?:⟦|\\[\\[)(.*?)(?:⟧|\\]\\])", page.partition("step 2: ")[2])
+    assert main(["preview", "cache"]) == 2
+    Path("run/rollouts").rename("gone")
+    assert main(["preview", "run"]) == 2
+    assert "no answers of a model" in capsys.readouterr().err
+
+
 def test_images_are_a_line_each_and_pictures_in_the_page(small, tmp_path):
     small.model = ModelConfig(path=str(write_model("qwen2_5_vl", tmp_path / "model")))
     small.data.sources = [SourceConfig(path=str(write_picture_rows(tmp_path / "pictures")))]

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "cli/schema.py": "config/test_schema.py",
     "cli/train.py": "test_programs.py, by the command",
     "diagnostics/preview.py": "cli/test_preview.py, through the command",
+    "diagnostics/sampler_report.py": "cli/test_doctor.py, through the command",
     "diagnostics/samples.py": "cli/test_preview.py, through the command",
     "diagnostics/verification.py": "cli/test_verify.py, through the command",
     "distributed/files.py": "cli/test_options.py, with the options that name files",

@@ -25,7 +25,11 @@ VLLM = "0.32.0"
 class VllmServer(ThreadingHTTPServer):
     """`faults`: what goes wrong, by name:
 
+    no_updates  the server was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING
     no_lora     the server was started without --enable-lora
+    low_rank    the server was started with a low --max-lora-rank
+    elsewhere   the server does not see the folders of this machine
+    old         the server returns no token ids
     base        the adapter is loaded and not used (ms-swift#9855)
     forgets     the server starts again after half of the first answers, without its adapter
     drops       every third request for an answer ends without one, once
@@ -59,12 +63,21 @@ class VllmServer(ThreadingHTTPServer):
         pass
 
     def load(self, name: str, folder: str) -> tuple[int, Any]:
-        if "no_lora" in self.faults:
+        # The words of vLLM 0.26 and 0.32.
+        if "no_updates" in self.faults:
             return 404, {"detail": "Not Found"}
+        if "no_lora" in self.faults:
+            return _refused(500, "LoRA is not enabled. Use --enable-lora to enable LoRA.")
         if name in self.loaded:
             return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
-        if not Path(folder, "adapter_config.json").exists():
-            return 404, {"error": {"message": f"No adapter found for {folder}"}}
+        config = Path(folder, "adapter_config.json")
+        if "elsewhere" in self.faults or not config.exists():
+            return _refused(404, f"Loading lora {name} failed: No adapter found for {folder}")
+        if "low_rank" in self.faults:
+            rank = json.loads(config.read_text())["r"]
+            return _refused(500, f"LoRA rank {rank} is greater than max_lora_rank 8.")
+        if not Path(folder, "adapter_model.safetensors").exists():
+            return _refused(500, f"{folder} doesn't contain tensors")
         if self.model is None:
             self.model = PeftModel.from_pretrained(self.base, folder, adapter_name=name).eval()
         else:
@@ -94,6 +107,8 @@ class VllmServer(ThreadingHTTPServer):
         if "prompt_logprobs" in given:
             return self.rate(given)
         self.asked.append(given)
+        if given["logprobs"] > 1:
+            return self.first_token(given)
         if "forgets" in self.faults and len(self.asked) == 5:
             self.faults.remove("forgets")
             self.loaded.clear()
@@ -129,6 +144,24 @@ class VllmServer(ThreadingHTTPServer):
             "finish_reason": "stop" if written[-1] in given["stop_token_ids"] else "length",
         }
         return 200, {"model": "base" if "other" in self.faults else given["model"], "choices": [choice]}
+
+    def first_token(self, given: dict[str, Any]) -> tuple[int, Any]:
+        """The likeliest first token of the base, with its log-probability and those of the next likely tokens."""
+        if given["temperature"] > 2:
+            return _refused(400, "temperature must be in [0, 2]")
+        with torch.no_grad():
+            logits = self.base(input_ids=torch.tensor([given["prompt"]])).logits[0, -1]
+        kept = logits if "hot" in self.faults else logits / given["temperature"]
+        values, tokens = kept.log_softmax(-1).topk(given["logprobs"])
+        likeliest = {str(token): value for token, value in zip(tokens.tolist(), values.tolist(), strict=True)}
+        choice: dict[str, Any] = {"logprobs": {"top_logprobs": [likeliest]}}
+        if "old" not in self.faults:
+            choice["token_ids"] = tokens[:1].tolist()
+        return 200, {"model": "tiny", "choices": [choice]}
+
+
+def _refused(status: int, message: str) -> tuple[int, Any]:
+    return status, {"error": {"message": message}}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -58,6 +58,8 @@ WHOLE_DISTRIBUTION = {
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
 }
 """Options of a request that leave out no token. vLLM would take others from the model's generation_config.json."""
+REFUSALS = ("max_lora_rank", "LoRA is not enabled")
+"""Parts of vLLM's reasons for not loading an adapter."""
 ALLOW, DEVELOPMENT = "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"
 
 
@@ -79,7 +81,7 @@ def require_ready(config: Config, tokenizer: Any) -> None:
             alike = client.tokenizes_as(tokenizer)
         except (ServerError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"sampler.url={client.url}: there is no vLLM server ({error}). {_how(config)}."
+                f"sampler.url={client.url}: there is no vLLM server ({error}). {how_to_start(config)}."
             ) from error
         if not alike:
             raise ConfigError(
@@ -241,8 +243,8 @@ class VllmSampler:
             if error.status not in (404, 405):
                 raise
             raise ConfigError(
-                f"sampler.url={client.url}: vLLM does not read new weights ({error.reason}). {_how(self.config)}; it "
-                "must see the run's folder."
+                f"sampler.url={client.url}: vLLM does not read new weights ({error.reason}). "
+                f"{how_to_start(self.config)}; it must see the run's folder."
             ) from error
         if isinstance(emptied, dict) and emptied.get("success") is False:
             raise ServerError(client.url, 503, "the cache of prompts is in use, so it keeps keys of old weights")
@@ -253,11 +255,12 @@ class VllmSampler:
         except ServerError as error:
             if "already" in error.reason:
                 return
-            if not error.status or error.status >= 500:
+            refused = any(word in error.reason for word in REFUSALS)  # vLLM 0.32 answers them with 500
+            if not refused and (not error.status or error.status >= 500):
                 raise
             raise ConfigError(
                 f"sampler.url={client.url}: vLLM does not load the adapter {folder} ({error.reason}). "
-                f"{_how(self.config)}; it must see this folder."
+                f"{how_to_start(self.config)}; it must see this folder."
             ) from error
 
     def _ask(self, request: Request, client: Client) -> Sampled:
@@ -365,7 +368,7 @@ def _environment(config: Config) -> dict[str, str]:
     return {**({ALLOW: "1"} if lora else {}), **({DEVELOPMENT: "1"} if sleep or not lora else {})}
 
 
-def _how(config: Config) -> str:
+def how_to_start(config: Config) -> str:
     """How to start a server."""
     variables = " ".join(f"{name}={value}" for name, value in _environment(config).items())
     return f"Start it with {variables} and {' '.join(_flags(config))}"

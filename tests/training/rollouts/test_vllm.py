@@ -64,7 +64,9 @@ def test_a_server_that_starts_again_or_drops_a_request_is_asked_again(cwd, fault
 @pytest.mark.parametrize(
     ("fault", "parts"),
     [
-        ("no_lora", ("--enable-lora", "--max-lora-rank 16")),
+        ("no_updates", ("--enable-lora", "--max-lora-rank 16")),
+        ("no_lora", ("--enable-lora",)),
+        ("low_rank", ("max_lora_rank 8",)),
         ("base", ("objective.max_gap", "Step 2")),
         ("hot", ("objective.max_gap", "Step 1")),
         ("nulls", ("--logprobs-mode processed_logprobs",)),

@@ -256,7 +256,7 @@ class Collector:
         found = list(zip(groups, answers, self.workers.score(groups), strict=True))
         for group, answer, scores in found:
             self._reward(group, [answer], scores)
-        if usable := [answer for _, answer, scores in found if not scores.problem]:
+        if usable := [answer for _, answer, scores in found if not scores.problem and answer.is_judged]:
             return usable
         raise _no_rewards(found[0][0], found[0][2])
 
@@ -285,7 +285,11 @@ class Collector:
     ) -> dict[str, float]:
         """Set the advantages of the answers to learn from. Returns the figures of the step."""
         objective, equal = self.objective, 0
-        usable = [group for group, found in zip(groups, scores, strict=True) if not found.problem]
+        usable = [
+            judged
+            for group, found in zip(groups, scores, strict=True)
+            if not found.problem and (judged := [answer for answer in group if answer.is_judged])
+        ]
         if not usable:
             raise _no_rewards(groups_of_rows[0], scores[0])
         for group in usable:

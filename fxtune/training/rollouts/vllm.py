@@ -174,7 +174,8 @@ class VllmSampler:
         with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
             while missing := [number for number in range(len(requests)) if number not in answers]:
                 try:
-                    self._load(name, folder)
+                    if self._load(name, folder):
+                        answers.clear()  # a server that starts again may have other weights, and a step has one model
                     self._ask_all(requests, missing, answers, work.advance)
                 except ServerError as error:
                     left -= 1
@@ -235,13 +236,14 @@ class VllmSampler:
             self.world.from_main(lambda: os.replace(staging, folder), "writing an adapter")
         return folder
 
-    def _load(self, name: str, folder: Path) -> None:
-        """Give all servers the adapter `name`, and take the one before from them. Raises ServerError."""
+    def _load(self, name: str, folder: Path) -> bool:
+        """Give all servers the adapter `name`, and take the one before from them. Returns whether a server did not
+        have it. Raises ServerError."""
         if name == self.loaded:
-            return
-        before = self.loaded
+            return False
+        before, is_new = self.loaded, False
         for client in self.clients:
-            self._load_on(client, name, folder)
+            is_new |= self._load_on(client, name, folder)
             if before:
                 try:
                     client.call("/v1/unload_lora_adapter", {"lora_name": before})
@@ -252,19 +254,22 @@ class VllmSampler:
         for old in self.adapters.iterdir():
             if old.name not in (name, before):
                 shutil.rmtree(old, ignore_errors=True)
+        return is_new
 
-    def _load_on(self, client: Client, name: str, folder: Path) -> None:
+    def _load_on(self, client: Client, name: str, folder: Path) -> bool:
+        """Give a server the adapter `name`. Returns whether it did not have it."""
         try:
             client.call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
         except ServerError as error:
             if "already" in error.reason:
-                return
+                return False
             if not error.status or error.status >= 500:
                 raise
             raise ConfigError(
                 f"sampler.url={client.url}: vLLM does not load the adapter {folder} ({error.reason}). "
                 f"{_how(self.config)}; it must see this folder."
             ) from error
+        return True
 
     def _ask(self, request: Request, client: Client) -> Sampled:
         """The answer of a server, checked. Raises ServerError, and HardwareError if something that training needs is

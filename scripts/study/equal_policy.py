@@ -11,7 +11,7 @@ from a `rollout_func`, and takes the step in its own training loop, in micro-bat
 model before the gradients are read.
 
 TRL runs as it is. Where it departs from a case of fxtune, it runs again with the departure corrected, which must make
-loss and gradients equal: `Departure` says what TRL does. Gradients are compared as |fxtune - TRL| / |TRL| over all
+loss and gradients equal: `Departure` says what TRL does. Loss and gradients are compared as |fxtune - TRL| / |fxtune|, gradients over all
 parameters. The exit code is 1 if a difference is above 1e-5 in the last run of a case.
 """
 
@@ -284,7 +284,7 @@ def main() -> None:
             figures = [f"{loss:.6f}", f"{norm(gradients):.4f}"]
             for departures in dict.fromkeys([(), case.departures]):
                 their_loss, theirs = step_of_trl(case, departures, given, Path(scratch))
-                apart = abs(loss - their_loss) / abs(their_loss), distance(gradients, theirs)
+                apart = abs(loss - their_loss) / abs(loss), distance(theirs, gradients)
                 figures += [f"{each:.1e}" for each in apart]
         worst = max(worst, *apart)
         figures += [""] * 2 * (not case.departures)

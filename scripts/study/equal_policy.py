@@ -11,8 +11,8 @@ from a `rollout_func`, and takes the step in its own training loop, in micro-bat
 model before the gradients are read.
 
 TRL runs as it is. Where it departs from a case of fxtune, it runs again with the departure corrected, which must make
-loss and gradients equal: `Departure` says what TRL does. Loss and gradients are compared as |fxtune - TRL| / |fxtune|, gradients over all
-parameters. The exit code is 1 if a difference is above 1e-5 in the last run of a case.
+loss and gradients equal: `Departure` says what TRL does. The differences are |fxtune - TRL| / |fxtune|, for gradients
+over all parameters. The exit code is 1 if a difference is above 1e-5 in the last run of a case.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def norm(gradients: Parameters) -> float:
 
 
 def distance(mine: Parameters, theirs: Parameters) -> float:
-    """|mine - theirs| / |theirs| over all parameters."""
+    """|mine - theirs| / |mine| over all parameters."""
     assert mine.keys() == theirs.keys()
-    return norm({name: mine[name] - other for name, other in theirs.items()}) / norm(theirs)
+    return norm({name: own - theirs[name] for name, own in mine.items()}) / norm(mine)
 
 
 def main() -> None:
@@ -284,7 +284,7 @@ def main() -> None:
             figures = [f"{loss:.6f}", f"{norm(gradients):.4f}"]
             for departures in dict.fromkeys([(), case.departures]):
                 their_loss, theirs = step_of_trl(case, departures, given, Path(scratch))
-                apart = abs(loss - their_loss) / abs(loss), distance(theirs, gradients)
+                apart = abs(loss - their_loss) / abs(loss), distance(gradients, theirs)
                 figures += [f"{each:.1e}" for each in apart]
         worst = max(worst, *apart)
         figures += [""] * 2 * (not case.departures)

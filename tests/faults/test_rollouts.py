@@ -1,4 +1,53 @@
-"""Steps of rollouts that go wrong, without a whole run."""
+"""Steps of rollouts that go wrong, without a whole run.
+
+What went wrong in other trainers and engines, and the test that would fail. Files without a folder are in
+tests/training/rollouts; tests without a file are here.
+
+Loss
+    TRL#5619, #6024  divisor of micro-batches           micro_batches_and_their_order; test_policy.py
+    TRL#5890         divisor of Liger                   test_policy.py: plain_transformers[packed]
+    TRL#3532, #3675, #4531  prompts repeated            test_collector.py: written_and_learned
+    TRL#2708         attention after the end            test_sampler.py: answers_end; ids_are_learned_as_they_are
+    TRL#4970         the padding's id hides the end     ids_are_learned_as_they_are
+    TRL#7024         padding in the reverse KL          test_teacher.py: teachers_log_probs[False]
+    TRL#3500         dropout in the KL                  test_teacher.py: begins_with_no_distance
+    TRL#3194         the reference is the base          test_teacher.py: adapter_that_the_run_goes_on_with
+    verl#2506, #1083 advantages as mask, mode ignored   test_policy.py: plain_transformers
+    verl#7893        deviation ignored                  compared_with_the_other_judged_answers
+    verl#6452, OpenRLHF#1239, AReaL#1351  baseline      compared_with_the_other_judged_answers; that_is_left_out
+    OpenRLHF#1240    NaN times 0                        token_that_the_sampler_called_impossible
+    NeMo-RL#4158     advantage of equal rewards         advantages_stay_small; compared_with_the_other_judged_answers
+    PipelineRL#54    mean of the first answer           compared_with_the_other_judged_answers
+    JustRL#5         entropy by the order of batches    micro_batches_and_their_order
+    ms-swift#8436    a teacher without the shift        test_teacher.py: teachers_log_probs
+    open-instruct#537  the schedule ends early          test_collector.py: nothing_is_learned_count
+    Axolotl#2659     Liger with divided rows            cannot exist: parallel.context is refused (test_needs.py)
+Sampler and trainer
+    TRL#4159, ms-swift#8427, unsloth-zoo#832  temperature  test_vllm.py: hot; test_sampler.py: log_probs; test_policy.py
+    TRL#5144, #5242  tokens written again from text     ids_are_learned_as_they_are
+    TRL#6166, #6868  log-probabilities NaN or null      stays_wrong[nans]; test_vllm.py: nulls
+    TRL#5312, vLLM#29341  weights lost in sleep         cannot exist: nothing sleeps; a restart does the same: another
+    ms-swift#9855    the adapter is ignored             test_vllm.py: base; test_collector.py: shorter
+    vLLM#42125       cache of the old adapter           test_vllm.py: sampled_by_its_own_adapter
+    NeMo-RL#2180     an update in a forward pass        test_vllm.py: sampled_by_its_own_adapter, in order
+    prime-rl#491     stale answers                      stored_step_is_not_sampled_again_and_other_weights_are_named
+    halo#8           answers that /pause cut off        stays_wrong[aborts]
+    OpenRLHF#1108    another version of vLLM            test_vllm.py: sampled_by_its_own_adapter (step.json names it)
+Hangs and memory
+    a server that hangs, dies, is busy or starts again  fails_once; stays_wrong
+    out of memory in sampling                           test_sampler.py: do_not_fit_in_memory
+    TRL#2923, #6798, AReaL#1439, prime-rl#381, ms-swift#3934  ranks wait
+                                                        tests/distributed/test_world.py; test_collector.py: two_ranks
+    verl#4896        minutes of sync                    cannot exist: an adapter is a file, without a collective call
+    unsloth#3302, #3542, vLLM#36651, OpenRLHF#1349  shared memory  cannot exist: vLLM has its own process
+Resume, images, data
+    TRL#3247, surogate#70  resuming fails or is ignored test_kills.py: samples_scores_stores_trains_and_saves
+    TRL#5863         skipped steps are sampled again    stored_step_is_not_sampled_again_and_other_weights_are_named
+    unsloth#5183, #3605, #3357  several images          test_collector.py: several_images
+    TRL#4976         answers that were cut off          cut_off_count_in_the_mean_alone
+    Axolotl#2986     rows read as pairs                 compared_with_the_other_judged_answers, by the columns
+    ms-swift#9261    number of steps                    test_collector.py: nothing_is_learned_count
+"""
 
 from __future__ import annotations
 
@@ -201,7 +250,7 @@ def test_answers_that_were_cut_off_count_in_the_mean_alone(step, tmp_path):
 
 
 def test_the_sampled_ids_are_learned_as_they_are(step, tmp_path):
-    """Two tokens that a tokenizer would write as one, the padding's id in the middle, and an answer of the end alone."""
+    """Letters that a tokenizer would write as one token, the padding's id inside, and an answer of the end alone."""
     red = step.tokenizer(" red", add_special_tokens=False)["input_ids"]
     letters = [step.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in (" ", "r", "e", "d")]
     assert step.tokenizer(step.tokenizer.decode(letters), add_special_tokens=False)["input_ids"] != letters

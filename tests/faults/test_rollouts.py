@@ -35,7 +35,7 @@ Sampler and trainer
     OpenRLHF#1108    another version of vLLM            test_vllm.py: sampled_by_its_own_adapter (step.json names it)
 Hangs and memory
     a server that hangs, dies, is busy or starts again  fails_once; stays_wrong
-    out of memory in sampling                           test_sampler.py: do_not_fit_in_memory
+    out of memory in sampling, in training              test_sampler.py, test_collector.py: not_fit_in_memory
     TRL#2923, #6798, AReaL#1439, prime-rl#381, ms-swift#3934  ranks wait
                                                         tests/distributed/test_world.py; test_collector.py: two_ranks
     verl#4896        minutes of sync                    cannot exist: an adapter is a file, without a collective call

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.harness import kill, start, wait_for
 from support.killing import tail
 from support.processors import write_model, write_picture_rows
@@ -14,6 +15,7 @@ from support.rows import write_jsonl
 from support.runs import history, losses, same_export
 
 from fxtune.cli.main import main
+from fxtune.objectives.policy import Policy
 
 WORDS = [
     *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.sources=[{path: rows.jsonl}]"),
@@ -157,6 +159,25 @@ def test_a_reward_for_short_answers_makes_them_shorter(cwd):
     assert main([*WORDS, *words, "train.max_steps=6", "optimizer.lr=3e-3", "schedule.name=constant"]) == 0
     lengths = [line["rollout/length"] for line in history(Path("run")) if "rollout/length" in line]
     assert lengths[-1] < 0.85 * lengths[0], lengths
+
+
+def test_a_step_that_does_not_fit_in_memory_is_learned_in_smaller_micro_batches(cwd, monkeypatch, capfd):
+    words = [*WORDS, "train.max_steps=2", "data.packing=false", "data.share_prompts=false"]
+    assert main([*words, "run.dir=small"]) == 0
+    inner = Policy.loss
+
+    def loss(self, model, batch):
+        if len(batch.input_ids) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return inner(self, model, batch)
+
+    monkeypatch.setattr(Policy, "loss", loss)
+    assert main([*words, "train.micro_batch_size=4"]) == 0
+    assert "ran out of memory" in capfd.readouterr().out
+    assert losses(Path("run")) == pytest.approx(losses(Path("small")), rel=1e-5, abs=1e-6)
+    for step in (1, 2):
+        ids = [[answer["ids"] for answer in rollouts(Path(run), step)[1]] for run in ("run", "small")]
+        assert ids[0] == ids[1], "they are not sampled again"
 
 
 def test_prompts_with_several_images_are_sampled_and_learned_alike(cwd):

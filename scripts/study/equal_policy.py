@@ -206,11 +206,11 @@ def step_of_trl(case: Case, departures: Sequence[Departure], given: list[Rollout
         given = [each for each in given if len(rewards[each.group]) > 1]
     losses, gradients = list[float](), Parameters()
 
-    class Reading(TrainerCallback):  # type: ignore[misc]
+    class Reading(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
             gradients.update({name: each.grad.clone() for name, each in model.named_parameters()})
 
-    class Corrected(GRPOTrainer):  # type: ignore[misc]
+    class Corrected(GRPOTrainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> torch.Tensor:
             if Departure.sequence_mask in departures:
                 inputs = {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]}

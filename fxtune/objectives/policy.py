@@ -50,6 +50,8 @@ SMALL = 1e-4
 """Added to the deviation of a group's rewards, as in TRL."""
 EQUAL = 1e-6
 """The rewards of a group are equal if they differ by no more than this."""
+LARGEST = 20.0
+"""The largest logarithm of a ratio. The ratio and its gradient would overflow far above it."""
 
 
 class Advantage(str, Enum):
@@ -199,7 +201,7 @@ class Policy(WithTeacher):
         if self.ratio is Ratio.sequence:
             means = batch.document_sums(log_ratio) / batch.document_sums(counts.float()).clamp(min=1)
             log_ratio = means[batch.document_of_target().clamp(max=len(means) - 1)]
-        ratio = log_ratio.exp()
+        ratio = log_ratio.clamp(max=LARGEST).exp()
         low = None if self.clip_low is None else 1 - self.clip_low
         high = None if self.clip_high is None else 1 + self.clip_high
         bounded = ratio if low is None and high is None else ratio.clamp(low, high)

@@ -176,6 +176,13 @@ def test_killed_run_of_a_hybrid_on_packed_rows_equals_an_undisturbed_one(killed,
     assert "calls of linear_attention in 1 layers" in evidence
 
 
+def test_run_killed_while_it_samples_scores_stores_trains_and_saves_equals_an_undisturbed_run(killed, undisturbed):
+    reference = undisturbed("rollouts")
+    # No attempt but the fourth gets as far as its first checkpoint, after the second step.
+    phases = {"sampling": 2, "scoring": 1, "storing": 1, "saving": 1, "training": 1}
+    killed("rollouts", reference, *(Aim(phase, occurrence) for phase, occurrence in phases.items()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["classifier", "embedding", "distilled"])
 def test_killed_run_of_a_companion_equals_an_undisturbed_one(killed, undisturbed, mode):

@@ -106,6 +106,8 @@ def test_loss_and_gradients_are_those_of_plain_transformers(cwd, preset, rows, t
     write_jsonl(Path("rows.jsonl"), [{"prompt": prompt, "answer": "yes"} for prompt in PROMPTS])
     words = [f"objective={preset}", f"data.packing={rows != 'padded'}", f"sampler.temperature={temperature}"]
     words += ["data.share_prompts=false"] if rows != "shared" else []
+    fused = ["techniques.liger.enabled=true", "techniques.liger.kernels=[fused_linear_cross_entropy]"]
+    words += fused if rows == "packed" else []
     words += ["train.micro_batch_size=1", "data.sequence_length=64"]
     builder = RunBuilder(load([*WORDS, *words]))
     _, data = builder.read()

@@ -43,9 +43,10 @@ def teacher_log_probs(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, whole[0, len(prompt) :, None])[:, 0]
 
 
-@pytest.mark.parametrize("rewards", ["[]", "[{name: length, options: {most: 24}}]"])
-def test_advantages_are_the_teachers_log_probs_less_the_samplers(cwd, rewards):
+@pytest.mark.parametrize(("rewards", "packs"), [("[]", True), ("[{name: length, options: {most: 24}}]", False)])
+def test_advantages_are_the_teachers_log_probs_less_the_samplers(cwd, rewards, packs):
     words = [*WORDS, "objective.teacher=builtin:tiny-orders", f"objective.rewards={rewards}"]
+    words += [] if packs else ["data.packing=false", "data.share_prompts=false", "train.micro_batch_size=4"]
     assert main([*words, "objective.teacher_weight=0.5", "train.max_steps=1"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
@@ -81,9 +82,21 @@ def test_the_student_comes_nearer_to_its_teacher(cwd):
 
 
 def test_the_base_as_a_teacher_begins_with_no_distance(cwd):
+    """With dropout, too: it acts in the training pass alone."""
     words = [*WORDS, "objective.teacher=base", "objective.rewards=[{name: length, options: {most: 24}}]"]
-    assert main([*words, "train.max_steps=3"]) == 0
+    assert main([*words, "techniques.lora.dropout=0.3", "train.max_steps=3"]) == 0
+    assert all(line["rollout/gap"] < 1e-4 for line in history(Path("run")) if "rollout/gap" in line)
     kl = [line["rollout/teacher_kl"] for line in history(Path("run")) if "rollout/teacher_kl" in line]
     assert kl[0] == pytest.approx(0, abs=1e-5)
     assert abs(kl[2]) > 1e-4
     assert len(figures("run", "loss")) == 3
+
+
+def test_an_adapter_that_the_run_goes_on_with_can_be_its_teacher(cwd):
+    """Its base is another teacher (trl#3194)."""
+    words = [*WORDS, "model.adapter=builtin:tiny-orders", "techniques.lora.r=8", "train.max_steps=1"]
+    for teacher in ("builtin:tiny-orders", "builtin:tiny"):
+        assert main([*words, f"objective.teacher={teacher}", f"run.dir={teacher[8:]}"]) == 0
+    adapter, base = (history(Path(name))[0]["rollout/teacher_kl"] for name in ("tiny-orders", "tiny"))
+    assert adapter == pytest.approx(0, abs=1e-5)
+    assert base > 0.01

@@ -450,6 +450,11 @@ MODES: dict[str, tuple[str, ...]] = {
         "train.max_steps=8",
     ),
     "mixture": (QWEN3_MOE, *ON_EXPERTS, *LEARNS),
+    "rollouts": (
+        *("objective=policy", "objective.rewards=[{name: length, options: {most: 12}}]", "objective.patience=99"),
+        *("data.sources=[{path: prompts.jsonl}]", "sampler.answers=3", "sampler.max_tokens=12", "sampler.batch=8"),
+        *("train.max_steps=5", "checkpoint.every=2", "train.micro_batch_size=1", "techniques.lora.dropout=0.1"),
+    ),
     "compiled": ("techniques.compile.enabled=true", "data.buckets=[128]", "train.max_steps=12"),
 }
 """Words in addition to command(). The first three modes evaluate and so also save at other steps."""
@@ -466,6 +471,9 @@ def prepare(folder: Path, mode: str) -> list[str]:
         write_picture_rows(folder / "pictures")
     if mode.startswith("growing"):
         write_texts(folder / "texts.jsonl")
+    if mode == "rollouts":
+        prompts = [json.dumps({"prompt": f"Tell me about {number}."}) for number in range(8)]
+        (folder / "prompts.jsonl").write_text("\n".join(prompts))
     if mode == "tokenisers":
         write_chats(folder / "many.jsonl", 20_000)  # several shards, so that worker processes start
     return command(folder, *MODES[mode])

@@ -70,6 +70,9 @@ def watch(file: str, last_operation: int = 0) -> None:
     from fxtune.training import evaluation, trainer
     from fxtune.training.answers import AnswerEvaluation
     from fxtune.training.builder import RunBuilder
+    from fxtune.training.rollouts.folder import Rollouts
+    from fxtune.training.rollouts.sampler import ModelSampler
+    from fxtune.training.rollouts.scoring import RewardWorkers
     from fxtune.training.run import export as run_export
 
     trace = Trace(file)
@@ -88,6 +91,9 @@ def watch(file: str, last_operation: int = 0) -> None:
         (RunBuilder, "observe", "proving"),
         (evaluation, "evaluate", "evaluating"),
         (AnswerEvaluation, "ask", "asking"),
+        (ModelSampler, "sample", "sampling"),
+        (RewardWorkers, "score", "scoring"),
+        (Rollouts, "finish", "storing"),
         (Checkpoints, "load_newest", "loading"),
         (Checkpoints, "save", "copying"),
         (folder, "write", "saving"),

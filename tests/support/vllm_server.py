@@ -35,8 +35,16 @@ class VllmServer(ThreadingHTTPServer):
     drops       every third request for an answer ends without one, once
     nulls       log-probabilities are null (trl#6868)
     hot         log-probabilities are before the temperature (trl#4159)
+    nans        log-probabilities are NaN (trl#6166)
     other       the answer says that another adapter wrote it
     asleep      the server does not wake up
+    another     the server was started with another base
+    another_midway  the server starts again after half of the first answers, with another base and without its adapter
+    hangs       the third request for an answer gets none, once
+    silent      no request for an answer gets one
+    busy        the third request for an answer is refused with 503, once
+    dies        the server is gone after two answers
+    aborts      answers end with `abort`, as after /pause (whitecircle/halo#8)
     """
 
     daemon_threads = True
@@ -53,7 +61,9 @@ class VllmServer(ThreadingHTTPServer):
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.sleeps = False
         self.longest, self.faults, self.lock = longest, set(faults), threading.Lock()
-        self.over = threading.Event()
+        self.over, self.dead, self.asks = threading.Event(), False, 0
+        if "another" in self.faults:
+            self._change_base()
 
     @property
     def url(self) -> str:
@@ -61,6 +71,11 @@ class VllmServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
+
+    def _change_base(self) -> None:
+        with torch.no_grad():
+            for parameter in self.base.parameters():
+                parameter.mul_(1.3)
 
     def load(self, name: str, folder: str) -> tuple[int, Any]:
         # The words of vLLM 0.26 and 0.32.
@@ -101,20 +116,30 @@ class VllmServer(ThreadingHTTPServer):
         found = [{str(token): {"logprob": float(rated[at][token])}} for at, token in enumerate(ids[1:])]
         return 200, {"model": "tiny", "choices": [{"prompt_logprobs": [None, *found]}]}
 
+    def hangs(self) -> bool:
+        """Whether this request for an answer gets none."""
+        with self.lock:
+            self.asks += 1
+            once = "hangs" in self.faults and self.asks == 3
+            self.faults -= {"hangs"} if once else set()
+            return once or "silent" in self.faults
+
     def complete(self, given: dict[str, Any]) -> tuple[int, Any]:
         if self.sleeps:
             return 500, {"error": {"message": "the engine sleeps"}}
+        self.asked.append(given)
         if "prompt_logprobs" in given:
             return self.rate(given)
-        self.asked.append(given)
         if given["logprobs"] > 1:
             return self.first_token(given)
-        if "forgets" in self.faults and len(self.asked) == 5:
-            self.faults.remove("forgets")
+        if (again := self.faults & {"forgets", "another_midway"}) and len(self.asked) == 5:
+            self.faults -= again
             self.loaded.clear()
             self.model.delete_adapter(given["model"])
             self.model = None
             self.base = AutoModelForCausalLM.from_pretrained(self.base.name_or_path, dtype=torch.float32)
+            if "another_midway" in again:
+                self._change_base()
         if given["model"] != "tiny" and given["model"] not in self.loaded:
             return 404, {"error": {"message": f"The model `{given['model']}` does not exist."}}
         model = self.base if given["model"] == "tiny" else self.model
@@ -133,7 +158,8 @@ class VllmServer(ThreadingHTTPServer):
                 token = int(torch.multinomial(scaled.exp(), 1))
                 kept = logits.log_softmax(-1) if "hot" in self.faults else scaled
                 ids.append(token)
-                log_probs.append(None if "nulls" in self.faults else float(kept[token]))
+                wrong = {"nulls": None, "nans": float("nan")}
+                log_probs.append(next((wrong[name] for name in wrong if name in self.faults), float(kept[token])))
                 if token in given["stop_token_ids"]:
                     break
         written = ids[len(given["prompt"]) :]
@@ -142,6 +168,7 @@ class VllmServer(ThreadingHTTPServer):
             "prompt_token_ids": given["prompt"],
             "logprobs": {"token_logprobs": log_probs},
             "finish_reason": "stop" if written[-1] in given["stop_token_ids"] else "length",
+            **({"finish_reason": "abort"} if "aborts" in self.faults else {}),
         }
         return 200, {"model": "base" if "other" in self.faults else given["model"], "choices": [choice]}
 
@@ -168,12 +195,18 @@ class _Handler(BaseHTTPRequestHandler):
     server: VllmServer
 
     def do_GET(self) -> None:
+        if self.server.dead:
+            self.connection.close()
+            return
         models = [{"id": "tiny", "max_model_len": self.server.longest}]
         self._answer(200, {"/v1/models": {"data": models}, "/version": {"version": "0.0.1"}}.get(self.path, ""))
 
     def do_POST(self) -> None:
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
+        server, asks = self.server, self.path == "/v1/completions"
+        if asks and server.hangs():
+            server.over.wait()
+            return
         with server.lock:
             server.history.append((self.path.rpartition("/")[2], given.get("lora_name") or given.get("model")))
             if self.path == "/v1/load_lora_adapter":
@@ -190,6 +223,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, {"status": "sleeping" if server.sleeps else "awake"})
             elif self.path == "/reset_prefix_cache":
                 self._answer(200, {"success": True})
+            elif server.dead or ("dies" in server.faults and len(server.asked) == 2):
+                server.dead = True
+                self.connection.close()
+            elif "busy" in server.faults and len(server.asked) == 3:
+                server.faults.remove("busy")
+                self._answer(503, {"error": {"message": "too many requests"}})
             elif "drops" in server.faults and len(server.asked) == 3:
                 server.faults.remove("drops")
                 self.connection.close()

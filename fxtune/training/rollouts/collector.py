@@ -314,7 +314,7 @@ class Collector:
         found = list(zip(groups, answers, self.workers.score(groups), strict=True))
         for group, answer, scores in found:
             self._reward(group, [answer], scores)
-        if usable := [answer for _, answer, scores in found if not scores.problem]:
+        if usable := [answer for _, answer, scores in found if not scores.problem and answer.is_judged]:
             return usable
         raise _no_rewards(found[0][0], found[0][2])
 
@@ -344,8 +344,8 @@ class Collector:
         objective, equal, scores, usable = self.objective, 0, scored.scores, list[Sequence[Answer]]()
         for group, own, found in zip(scored.groups, self._by_prompt(scored.answers), scores, strict=True):
             self._reward(group, own, found)
-            if not found.problem:
-                usable.append(own)
+            if not found.problem and (judged := [answer for answer in own if answer.is_judged]):
+                usable.append(judged)
         if not usable:
             raise _no_rewards(scored.groups[0], scores[0])
         for own in usable:

@@ -63,6 +63,11 @@ class Answer:
     extra: dict[str, Any] = field(default_factory=dict)
     """What the rewards have logged about the answer."""
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether a reward applies to the answer. True if the recipe has no rewards."""
+        return not self.rewards or any(value is not None for value in self.rewards.values())
+
 
 @dataclass(frozen=True)
 class Asked:

@@ -104,7 +104,9 @@ class RewardWorkers:
                     found[busy.pop(pipe)[0]] = answer
                 else:  # the reward that the process begins
                     running[pipe] = answer
-            for pipe in [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic()]:
+            # An answer that has come while another process started is in time.
+            late = [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic() and not pipe.poll()]
+            for pipe in late:
                 limit = f"sampler.reward_seconds={self.seconds:g}"
                 found[busy.pop(pipe)[0]] = Scores(problem=f"the reward {running[pipe]} took longer than {limit}")
                 self._end(pipe)

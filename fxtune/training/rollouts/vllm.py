@@ -157,7 +157,8 @@ class VllmSampler:
                 try:
                     began = time.perf_counter()
                     self._sleep(False)
-                    self._load(name, folder)
+                    if self._load(name, folder):
+                        answers.clear()  # a server that starts again may have other weights, and a step has one model
                     self.sync_seconds = writing_seconds + time.perf_counter() - began
                     side_by_side(ask, missing, self.clients, lambda: self.closed)
                 except ServerError as error:
@@ -212,16 +213,18 @@ class VllmSampler:
                 raise not_written(f"{folder} cannot be written", error, "or set run.dir to another disk") from error
         return folder
 
-    def _load(self, name: str, folder: Path) -> None:
-        """Give all servers the weights `name`, and take the adapter before from them. Raises ServerError."""
+    def _load(self, name: str, folder: Path) -> bool:
+        """Give all servers the weights `name`, and take the adapter before from them. Returns whether a server did not
+        have these weights. Raises ServerError."""
         if name == self.loaded:
-            return
-        before = self.loaded
+            return False
+        before, is_new = self.loaded, False
         for client in self.clients:
             if not self.adapts:
                 self._reload(client, folder)
+                is_new = True
                 continue
-            self._load_on(client, name, folder)
+            is_new |= self._load_on(client, name, folder)
             if before:
                 try:
                     client.call("/v1/unload_lora_adapter", {"lora_name": before})
@@ -232,6 +235,7 @@ class VllmSampler:
         for old in self.written.iterdir():
             if old.name not in (name, before):
                 shutil.rmtree(old, ignore_errors=True)
+        return is_new
 
     def _reload(self, client: Client, folder: Path) -> None:
         """Make a server read a whole model. Raises ServerError."""
@@ -249,12 +253,13 @@ class VllmSampler:
         if isinstance(emptied, dict) and emptied.get("success") is False:
             raise ServerError(client.url, 503, "the cache of prompts is in use, so it keeps keys of old weights")
 
-    def _load_on(self, client: Client, name: str, folder: Path) -> None:
+    def _load_on(self, client: Client, name: str, folder: Path) -> bool:
+        """Give a server the adapter `name`. Returns whether it did not have it."""
         try:
             client.call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
         except ServerError as error:
             if "already" in error.reason:
-                return
+                return False
             refused = any(word in error.reason for word in REFUSALS)  # vLLM 0.32 answers them with 500
             if not refused and (not error.status or error.status >= 500):
                 raise
@@ -262,6 +267,7 @@ class VllmSampler:
                 f"sampler.url={client.url}: vLLM does not load the adapter {folder} ({error.reason}). "
                 f"{how_to_start(self.config)}; it must see this folder."
             ) from error
+        return True
 
     def _ask(self, request: Request, client: Client) -> Sampled:
         """The answer of a server, checked. Raises ServerError, and HardwareError if something that training needs is

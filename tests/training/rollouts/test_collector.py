@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.harness import kill, start, wait_for
 from support.killing import tail
+from support.processors import write_model, write_picture_rows
 from support.rows import write_jsonl
 from support.runs import history, losses, same_export
 
 from fxtune.cli.main import main
+from fxtune.objectives.policy import Policy
 
 WORDS = [
     *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.sources=[{path: rows.jsonl}]"),
@@ -137,6 +140,57 @@ def test_equal_rewards_are_not_learned_and_end_the_run_after_some_steps(cwd, cap
     line = history(Path("run"))[0]
     assert line["rollout/equal_groups"] == 1
     assert line["train/grad_norm"] == 0
+
+
+def test_steps_in_which_nothing_is_learned_count_in_epochs_and_in_the_schedule(cwd):
+    words = ["objective.rewards=[{name: regex, options: {pattern: '~~'}}]", "objective.patience=99"]
+    words += ["train.max_steps=null", "train.epochs=1.5", "schedule.name=linear", "schedule.warmup_steps=0"]
+    assert main([*WORDS, *words]) == 0
+    rates = [line["train/lr"] for line in history(Path("run")) if "train/lr" in line]
+    assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3]), "8 prompts, 4 in a step"
+
+
+def test_a_reward_for_short_answers_makes_them_shorter(cwd):
+    """The base answers an order in forms of different lengths."""
+    orders = ["Hello! Anna in Oslo asks for three grey lamps.", "I am Ben. Can I get two red jars? I live in Rome."]
+    write_jsonl(Path("rows.jsonl"), [{"prompt": [{"role": "user", "content": order}]} for order in orders])
+    words = ["objective.rewards=[{name: length, weight: -1, options: {most: 64}}]", "data.sequence_length=128"]
+    words += ["sampler.max_tokens=64", "sampler.answers=8", "sampler.batch=16", "train.global_batch_size=2"]
+    assert main([*WORDS, *words, "train.max_steps=6", "optimizer.lr=3e-3", "schedule.name=constant"]) == 0
+    lengths = [line["rollout/length"] for line in history(Path("run")) if "rollout/length" in line]
+    assert lengths[-1] < 0.85 * lengths[0], lengths
+
+
+def test_a_step_that_does_not_fit_in_memory_is_learned_in_smaller_micro_batches(cwd, monkeypatch, capfd):
+    words = [*WORDS, "train.max_steps=2", "data.packing=false", "data.share_prompts=false"]
+    assert main([*words, "run.dir=small"]) == 0
+    inner = Policy.loss
+
+    def loss(self, model, batch):
+        if len(batch.input_ids) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return inner(self, model, batch)
+
+    monkeypatch.setattr(Policy, "loss", loss)
+    assert main([*words, "train.micro_batch_size=4"]) == 0
+    assert "ran out of memory" in capfd.readouterr().out
+    assert losses(Path("run")) == pytest.approx(losses(Path("small")), rel=1e-5, abs=1e-6)
+    for step in (1, 2):
+        ids = [[answer["ids"] for answer in rollouts(Path(run), step)[1]] for run in ("run", "small")]
+        assert ids[0] == ids[1], "they are not sampled again"
+
+
+def test_prompts_with_several_images_are_sampled_and_learned_alike(cwd):
+    write_model("qwen2_5_vl", cwd / "model")
+    pictures = [json.loads(line) for line in write_picture_rows(cwd / "pictures", 9).read_text().splitlines()]
+    rows = [{"prompt": row["messages"][:1], "images": row["images"]} for row in pictures if len(row["images"]) == 2]
+    write_jsonl(Path("pictures/prompts.jsonl"), rows)
+    words = ["model.path=model", "data.sources=[{path: pictures/prompts.jsonl}]", "data.sequence_length=256"]
+    words += ["train.global_batch_size=3", "train.max_steps=1", "objective.patience=99"]
+    words = [word for word in WORDS if word != "model=tiny"] + words
+    assert main(words) == 0
+    assert history(Path("run"))[0]["rollout/gap"] < 1e-4
+    assert main(["verify", *words, "--loss"]) == 0
 
 
 def test_a_column_that_rewards_read_and_rows_lack_is_named(cwd, capfd):

@@ -9,6 +9,7 @@ from support.architectures import prepared_model, random_model
 
 from fxtune.config.root import SamplerConfig
 from fxtune.distributed.world import World
+from fxtune.errors import HardwareError
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.rollouts.sampler import Draw, ModelSampler, Request, seed_of, uniform
@@ -80,3 +81,23 @@ def test_random_numbers_are_spread_evenly_and_differ_by_seed():
     assert len(np.unique(numbers)) == numbers.size
     assert len({seed_of(a, b) for a in range(30) for b in range(30)}) == 900
     assert all(0 <= seed_of(number) < 2**63 for number in range(-3, 100))
+
+
+def test_answers_that_do_not_fit_in_memory_are_written_in_smaller_batches():
+    prepared, notes, most = prepared_model(Pipeline(), random_model("llama")), list[str](), 4
+
+    def refuse(module, given, named):
+        rows = len(named["input_ids"])
+        if rows > most:
+            raise torch.OutOfMemoryError(f"no room for {rows} rows")
+
+    undisturbed = sampler(prepared, batch=12).sample(requests(), "")
+    small = sampler(prepared, batch=12)
+    small.rows_per_pass = RowsPerPass(CPU.device, {}, notes.append)
+    with prepared.module.register_forward_pre_hook(refuse, with_kwargs=True):
+        found = small.sample(requests(), "")
+    assert [answer.ids for answer in found] == [answer.ids for answer in undisturbed]
+    assert len(notes) == 2, "12, 6, 3"
+    most = 0
+    with prepared.module.register_forward_pre_hook(refuse, with_kwargs=True), pytest.raises(HardwareError):
+        small.sample(requests(), "")

@@ -42,6 +42,18 @@ def bad(completions, **kwargs):
     return {"nan": [float("nan")] * 2, "few": [1.0], "text": ["a", "b"], "good": [0.5, 1.5]}[kind]
 """
 
+SLOW = """
+import multiprocessing, time
+import fxtune
+
+if multiprocessing.parent_process():
+    time.sleep(1.2)
+
+@fxtune.reward("slow")
+def slow(completions):
+    return [1.0] * len(completions)
+"""
+
 
 CHAT = [{"role": "assistant", "content": "{}"}]
 TREE = {
@@ -102,6 +114,13 @@ def test_a_reward_that_hangs_is_ended(score):
     hangs, good = score(["bad"], ["hang", "b"], ["good", "b"], seconds=3.0)
     assert "sampler.reward_seconds=3" in hangs.problem
     assert good.rewards == {"bad": [0.5, 1.5]}
+
+
+def test_the_start_of_the_second_process_is_no_time_of_the_first_reward(score, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    with files_used([tmp_path / "slow.py"]):
+        found = score(["slow"], ["a"], ["b"], seconds=1.0)
+    assert [scores.problem for scores in found] == ["", ""]
 
 
 @pytest.mark.parametrize(

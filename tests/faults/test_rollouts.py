@@ -26,7 +26,7 @@ Sampler and trainer
     TRL#4159, ms-swift#8427, unsloth-zoo#832  temperature  test_vllm.py: hot; test_sampler.py: log_probs; test_policy.py
     TRL#5144, #5242  tokens written again from text     ids_are_learned_as_they_are
     TRL#6166, #6868  log-probabilities NaN or null      stays_wrong[nans]; test_vllm.py: nulls
-    TRL#5312, vLLM#29341  weights lost in sleep         cannot exist: nothing sleeps; a restart does the same: another
+    TRL#5312, vLLM#29341  weights lost in sleep         the gap is measured after each waking: another; test_vllm.py: base
     ms-swift#9855    the adapter is ignored             test_vllm.py: base; test_collector.py: shorter
     vLLM#42125       cache of the old adapter           test_vllm.py: sampled_by_its_own_adapter
     NeMo-RL#2180     an update in a forward pass        test_vllm.py: sampled_by_its_own_adapter, in order
@@ -53,7 +53,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,15 @@ DIFFERENT = [0.0, 1.0, 2.0]
 class Given:
     """A sampler that gives these answers."""
 
-    name, repeats = "given answers", True
+    name, repeats, sync_seconds = "given answers", True, 0.0
 
     def __init__(self, answers: Sequence[Sampled]) -> None:
         self.answers, self.calls = list(answers), 0
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> list[Sampled]:
+    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
         assert len(requests) == len(self.answers)
         self.calls += 1
-        return self.answers
+        return lambda: self.answers
 
     def close(self) -> None:
         pass

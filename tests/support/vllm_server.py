@@ -145,7 +145,7 @@ class VllmServer(ThreadingHTTPServer):
         model = self.base if given["model"] == "tiny" else self.model
         if model is self.model:
             model.set_adapter(given["model"])
-        torch.manual_seed(given["seed"] % 2**31)
+        draws = torch.Generator().manual_seed(given["seed"] % 2**31)  # the run is another thread of this process
         ids, log_probs = list(given["prompt"]), []
         with torch.no_grad():
             for _ in range(given["max_tokens"]):
@@ -155,7 +155,7 @@ class VllmServer(ThreadingHTTPServer):
                 else:
                     logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
                 scaled = (logits / given["temperature"]).log_softmax(-1)
-                token = int(torch.multinomial(scaled.exp(), 1))
+                token = int(torch.multinomial(scaled.exp(), 1, generator=draws))
                 kept = logits.log_softmax(-1) if "hot" in self.faults else scaled
                 ids.append(token)
                 wrong = {"nulls": None, "nans": float("nan")}

@@ -32,7 +32,7 @@ def test_log_probs_are_those_of_plain_transformers(family, temperature):
     prepared = prepared_model(Pipeline(), random_model(family))
     model = prepared.module.eval()
     for request, answer in zip(
-        requests(), sampler(prepared, temperature=temperature).sample(requests(), ""), strict=True
+        requests(), sampler(prepared, temperature=temperature).sample(requests(), "")(), strict=True
     ):
         ids = torch.tensor([[*request.prompt, *answer.ids]])
         with torch.no_grad():
@@ -45,18 +45,18 @@ def test_log_probs_are_those_of_plain_transformers(family, temperature):
 
 def test_an_answer_does_not_depend_on_the_other_answers_of_its_batch():
     prepared = prepared_model(Pipeline(), random_model("llama"))
-    together = sampler(prepared, batch=12).sample(requests(), "")
-    alone = [sampler(prepared, batch=1).sample([request], "")[0] for request in requests()]
+    together = sampler(prepared, batch=12).sample(requests(), "")()
+    alone = [sampler(prepared, batch=1).sample([request], "")()[0] for request in requests()]
     assert [answer.ids for answer in together] == [answer.ids for answer in alone]
     assert len({tuple(answer.ids) for answer in together}) == 12
-    assert sampler(prepared).sample(requests(), "") == sampler(prepared).sample(requests(), "")
+    assert sampler(prepared).sample(requests(), "")() == sampler(prepared).sample(requests(), "")()
 
 
 def test_answers_end_with_the_token_that_ended_them():
     prepared = prepared_model(Pipeline(), random_model("llama"))
-    whole = sampler(prepared).sample(requests(), "")
+    whole = sampler(prepared).sample(requests(), "")()
     ends = {whole[0].ids[2], whole[5].ids[0]}
-    for answer, before in zip(sampler(prepared, ends).sample(requests(), ""), whole, strict=True):
+    for answer, before in zip(sampler(prepared, ends).sample(requests(), "")(), whole, strict=True):
         at = next((at for at, token in enumerate(before.ids) if token in ends), None)
         assert answer.finished == (at is not None)
         assert answer.ids == before.ids[: None if at is None else at + 1]
@@ -91,13 +91,13 @@ def test_answers_that_do_not_fit_in_memory_are_written_in_smaller_batches():
         if rows > most:
             raise torch.OutOfMemoryError(f"no room for {rows} rows")
 
-    undisturbed = sampler(prepared, batch=12).sample(requests(), "")
+    undisturbed = sampler(prepared, batch=12).sample(requests(), "")()
     small = sampler(prepared, batch=12)
     small.rows_per_pass = RowsPerPass(CPU.device, {}, notes.append)
     with prepared.module.register_forward_pre_hook(refuse, with_kwargs=True):
-        found = small.sample(requests(), "")
+        found = small.sample(requests(), "")()
     assert [answer.ids for answer in found] == [answer.ids for answer in undisturbed]
     assert len(notes) == 2, "12, 6, 3"
     most = 0
     with prepared.module.register_forward_pre_hook(refuse, with_kwargs=True), pytest.raises(HardwareError):
-        small.sample(requests(), "")
+        small.sample(requests(), "")()

@@ -208,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers_first": partial(peers, "h200_peers_first"),
     "two_cards": partial(peers, "h100_two_cards"),
     "preferences": partial(peers, "h100_preferences"),
+    "policy": partial(peers, "h200_policy"),
     "images": partial(peers, "h100_images"),
     "images_first": partial(peers, "h100_images_first"),
     "four_cards": partial(scaling, "h200_four_cards"),

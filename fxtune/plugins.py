@@ -205,8 +205,8 @@ def reward_problem(name: str, options: Mapping[str, Any]) -> str:
     if name in REWARDS.added():
         return ""
     column = inspect.signature(REWARDS[name]).parameters.get("column")
-    columns = {options.get("column", column.default): list[Any]()} if column else {}
     try:
+        columns = {options.get("column", column.default): list[Any]()} if column else {}
         REWARDS[name](prompts=[], completions=[], completion_ids=[], columns=columns, **options)
     except (TypeError, ValueError, re.error) as error:
         return f"objective.rewards: {name}: {error}."

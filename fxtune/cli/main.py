@@ -188,8 +188,10 @@ def _run_parsed(
 
 
 def _is_key(text: str) -> bool:
-    """Whether a word sets a recipe, a group or a key. Other words name a run, an adapter or a model."""
-    return text.startswith(("+", "~")) or ("=" in text and not _in_folder(text))
+    """Whether a word sets a recipe, a group or a key, or is a data file: then load() names its key. Other words name a
+    run, an adapter or a model."""
+    is_file = discovery.names_data(text) and os.path.isfile(text)
+    return text.startswith(("+", "~")) or ("=" in text and not _in_folder(text)) or is_file
 
 
 def _in_folder(text: str) -> bool:

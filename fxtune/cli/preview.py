@@ -6,7 +6,7 @@ nothing or the wrong thing: an answer that is not supervised, a missing end-of-t
 twice, rows that are mostly padding.
 
     fxtune preview +recipe=quickstart
-    fxtune preview rl_quickstart        # a run that learns from its own answers: the newest answers, with rewards
+    fxtune preview rl_quickstart        # the newest stored answers of a run, with rewards
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def run(config: Config, console: Optional[Console] = None, html: Optional[Path] 
 
 
 def of_run(run: str) -> None:
-    """Print the newest answers that a run has learned from. Raises the errors of preview_rollouts()."""
+    """Print the newest stored answers of a run. Raises the errors of preview_rollouts()."""
     folder = run_folder(run)
     ANSWER.put(preview_rollouts(compose.of_run(folder), folder))

@@ -379,6 +379,11 @@ class Config:
             )
         if sampler.answers == 1 and getattr(self.objective, "rewards", None):
             yield "`sampler.answers=1`: rewards compare the answers to a prompt: set it to 2 or more"
+        if sampler.ahead and self.train.stop.patience and self.schedule.name is ScheduleName.wsd:
+            yield (
+                "`sampler.ahead`: train.stop.patience with schedule.name=wsd returns to earlier weights, and the next "
+                "step is sampled by then: set sampler.ahead=false, or another schedule"
+            )
         if sampler.sleep and sampler.ahead:
             yield "`sampler.sleep`: with sampler.ahead vLLM works while the model trains: set one of them to false"
         if self.loader.num_workers:

@@ -40,7 +40,9 @@ def observe_canary(config: Config) -> Evidence:
     so weights that are not used give the same answers again. Raises the errors of training."""
     assert isinstance(config.objective, Policy)
     rewards = [RewardConfig("length", options={"most": config.sampler.max_tokens})]
-    objective = replace(config.objective, rewards=rewards, teacher="", overlong=0, keep_truncated=True)
+    objective = replace(
+        config.objective, rewards=rewards, teacher="", overlong=0, keep_truncated=True, patience=STEPS + 2
+    )
     builder = RunBuilder(
         steps_only(replace(config, objective=objective, sampler=replace(config.sampler, ahead=False)), 1)
     )

@@ -102,8 +102,8 @@ class WithTeacher(Objective):
                 f"objective.teacher={self.teacher}: a server gives log-probabilities of given tokens only, and this "
                 "objective needs whole distributions. Name a model, or set objective=distill_on_policy."
             )
-        if self.teacher_is_server and self.teacher_quantize:
-            yield f"objective.teacher_quantize: the server of {self.teacher} decides this. Set it to null."
+        if self.teacher_is_server and (self.teacher_quantize or self.teacher_revision):
+            yield "objective.teacher_quantize, teacher_revision: a server decides them. Set both to null."
         if (
             self.teacher not in ("", BASE)
             and not self.teacher_is_server

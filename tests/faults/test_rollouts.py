@@ -68,7 +68,7 @@ from fxtune.config.compose import load
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.objectives.policy import Advantage, OnBadReward, Policy, Surrogate
 from fxtune.training.builder import RunBuilder
-from fxtune.training.rollouts import vllm
+from fxtune.training.rollouts import client, vllm
 from fxtune.training.rollouts.collector import Collector
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
@@ -180,8 +180,8 @@ def step(tmp_path_factory) -> Step:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(vllm, "WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(vllm, "START_SECONDS", 0.3)
+    monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "START_SECONDS", 0.3)
 
 
 # --- advantages

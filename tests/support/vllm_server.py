@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import venv
 from collections.abc import Iterator
@@ -44,13 +46,14 @@ class VllmServer(ThreadingHTTPServer):
     silent      no request for an answer gets one
     busy        the third request for an answer is refused with 503, once
     dies        the server is gone after two answers
+    exits       the server's process ends at its tenth answer
     aborts      answers end with `abort`, as after /pause (whitecircle/halo#8)
     """
 
     daemon_threads = True
 
-    def __init__(self, model: Path, longest: int = 4096, faults: tuple[str, ...] = ()) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, model: Path, longest: int = 4096, faults: tuple[str, ...] = (), port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.base.generation_config.eos_token_id = None
         self.model: Any = None
@@ -223,6 +226,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, {"status": "sleeping" if server.sleeps else "awake"})
             elif self.path == "/reset_prefix_cache":
                 self._answer(200, {"success": True})
+            elif "exits" in server.faults and len(server.asked) == 10:
+                os._exit(1)
             elif server.dead or ("dies" in server.faults and len(server.asked) == 2):
                 server.dead = True
                 self.connection.close()
@@ -268,6 +273,27 @@ def real_vllm() -> Path:
     metadata = re.sub(r"^Version: .*$", f"Version: {VLLM}+cpu", metadata, count=1, flags=re.M)
     (other / "METADATA").write_text(metadata)
     (folder / "ready").touch()
+    return folder
+
+
+def fake_vllm(folder: Path, faults: tuple[str, ...]) -> Path:
+    """A virtual environment whose `vllm serve` is a VllmServer. folder/starts has a line for each start, and only the
+    first server has `faults`."""
+    program = folder / "bin" / "vllm"
+    program.parent.mkdir(parents=True)
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from support.vllm_server import VllmServer\n"
+        f"starts = Path({str(folder / 'starts')!r})\n"
+        "starts.open('a').write('start\\n')\n"
+        f"faults = {faults!r} if starts.read_text().count('start') == 1 else ()\n"
+        "port = int(sys.argv[sys.argv.index('--port') + 1])\n"
+        "VllmServer(Path(sys.argv[2]), faults=faults, port=port).serve_forever()\n"
+    )
+    program.chmod(0o755)
     return folder
 
 

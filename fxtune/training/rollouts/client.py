@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,10 +14,16 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
+from fxtune.errors import ConfigError
+
 Asked = TypeVar("Asked")
 
 CONNECTIONS = 256
 """Requests that a server gets at once. It queues what it cannot compute."""
+WAIT_SECONDS = 5.0
+"""The pause before a request is sent again."""
+START_SECONDS = 900.0
+"""How long a server may take to start: it reads the weights and compiles."""
 PROBE = 4000
 """How many tokens of the vocabulary are compared."""
 LOCAL = ("127.0.0.1", "localhost")
@@ -56,6 +63,15 @@ class Client:
         except ValueError:
             return body.decode(errors="replace")
 
+    def wait(self) -> None:
+        """Wait until the server answers, at most START_SECONDS: it may be starting again."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            time.sleep(WAIT_SECONDS)
+            with suppress(ServerError):
+                self.call("/health")
+                return
+
     @property
     def model(self) -> str:
         """The name of the server's base model. Raises ServerError."""
@@ -63,6 +79,27 @@ class Client:
             return str(self.call("/v1/models")["data"][0]["id"])
         except (LookupError, TypeError) as error:
             raise ServerError(self.url, 0, f"/v1/models lacks {error}") from error
+
+    def require_fit(self, key: str, tokenizer: Any, needed: int, start: str, calls: Sequence[str] = ()) -> None:
+        """Raise ConfigError if the server does not answer `calls`, has other tokens than the trained model, or reads
+        texts of less than `needed` tokens. `key`: the key that names the server. `start`: how to start it."""
+        where = f"{key}={self.url}"
+        try:
+            longest, alike = self.call("/v1/models")["data"][0].get("max_model_len"), self.tokenizes_as(tokenizer)
+            for call in calls:
+                self.call(call)
+        except (ServerError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{where}: there is no vLLM server as this run needs it ({error}). {start}.") from error
+        if not alike:
+            raise ConfigError(
+                f"{where}: this server has another model: it divides a text into other tokens than the trained model. "
+                "A sampler serves the model of model.path, a teacher has the same tokenizer."
+            )
+        if longest is not None and longest < needed:
+            raise ConfigError(
+                f"{where}: the server reads {longest:,} tokens, and this run needs {needed:,}. Start it with "
+                f"--max-model-len {needed}, or lower data.sequence_length."
+            )
 
     def tokenizes_as(self, tokenizer: Any) -> bool:
         """Whether the server divides a text with tokens of all parts of the vocabulary into the tokens of `tokenizer`.
@@ -84,8 +121,8 @@ def side_by_side(
     clients: Sequence[Client],
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Call ask() for each of `waiting`, on the servers in turn, until ended(). After all calls have ended, raises an
-    error of one of them, a ServerError only if there is no other. The end of the process does not wait for calls."""
+    """Call ask() for each of `waiting`, on the servers in turn, until ended(). After all calls, raises one of their
+    errors; a ServerError comes last. The end of the process does not wait for the calls."""
     left, errors = deque(enumerate(waiting)), list[Exception]()
 
     def work() -> None:

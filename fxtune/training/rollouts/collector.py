@@ -40,7 +40,7 @@ from fxtune.techniques.precision import Precision
 from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
-from fxtune.training.rollouts.pending import PendingStep, Scored, in_background
+from fxtune.training.rollouts.pending import Background, PendingStep, Scored
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampled, Sampler, seed_of
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores
@@ -77,10 +77,11 @@ class Collector:
         self.figures: dict[str, float] = {}
         """The figures of the newest step, for its log line."""
         self._read: dict[Path, list[Row]] = {}
+        self._background = Background() if config.sampler.ahead else None
         self._sampling: PendingStep | None = None
         """The step that is sampled ahead."""
-        self._version = ""
-        """The weights before the step before. Empty before the first step of this process."""
+        self._newest, self._version = -1, ""
+        """The step that was collected last, and the weights before it. -1 and empty: none yet."""
         names = [reward.name for reward in self.objective.rewards]
         counts = [names[:at].count(name) for at, name in enumerate(names)]
         self.keys = [f"{name}_{n + 1}" if n else name for name, n in zip(names, counts, strict=True)]
@@ -101,6 +102,8 @@ class Collector:
         model's, or if nothing was learned for too many steps.
         """
         ahead, began = self.config.sampler.ahead, time.perf_counter()
+        if step == self._newest and self._has(step):  # the step is repeated with fewer rows, or with other kernels
+            return
         version = weights_checksum(self.model.model, trained=True)
         is_new = self._sampling is not None
         self._settle()
@@ -114,9 +117,9 @@ class Collector:
         if not is_new and self.world.main and alike and expected and found["weights"] != expected:
             self.note(
                 f"Step {step + 1} learns from stored answers. {found['sampler']} wrote these answers with other "
-                "weights than the model has now, so from here on the run differs from its first course."
+                "weights than this run would use, so from here on the run differs from its first course."
             )
-        self._version = version
+        self._newest, self._version = step, version
         self.figures = {f"rollout/{name}": value for name, value in found["figures"].items()}
         if ahead:
             self.figures["rollout/wait_seconds"] = waited
@@ -138,7 +141,8 @@ class Collector:
             f"log-probabilities of its tokens are {mean:.1e} nats from the model's on average, 99 % within "
             f"{high:.1e}; stored answers are learned with the same bits; {again}"
         )
-        return Evidence("sampler", f"{self.sampler.name}: answers of the trained weights", seen, acted=True)
+        weights = "the weights of a step earlier" if self.config.sampler.ahead else "the trained weights"
+        return Evidence("sampler", f"{self.sampler.name}: answers of {weights}", seen, acted=True)
 
     def _has(self, step: int) -> bool:
         return self.world.from_main(lambda: self.rollouts.has(step), "looking for rollouts")
@@ -151,7 +155,10 @@ class Collector:
         kept = self.world.from_main(lambda: self.rollouts.ahead(step), "looking for earlier weights")
         if kept and self.world.from_main(lambda: self.sampler.has(kept), "looking for earlier weights"):
             return kept
-        self.note(f"Step {step + 1} is sampled by the present weights: the weights of the step before are gone.")
+        self.note(
+            f"Step {step + 1} is sampled by the present weights, because the weights of the step before are gone. "
+            "So from here on the run differs from its first course."
+        )
         return version
 
     def _begin(self, plan: RolloutPlan, step: int, version: str) -> PendingStep:
@@ -176,8 +183,8 @@ class Collector:
             sync, rewards = self.sampler.sync_seconds, time.perf_counter() - written
             return Scored(answers, found, scores, sync, written - began - sync, rewards)
 
-        aside = self.config.sampler.ahead and self.world.main
-        return PendingStep(plan, step, version, asked, in_background(work) if aside else work)
+        aside = self._background if self.world.main else None
+        return PendingStep(plan, step, version, asked, aside.begin(work) if aside else work)
 
     def _settle(self) -> None:
         """Finish the rollouts that are being sampled. All ranks call this together."""

@@ -134,10 +134,8 @@ class Rollouts:
         shutil.rmtree(self.step_folder(step), ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all steps, of an earlier run that failed."""
-        for folder in [*self.folder.glob("step-*"), *self.folder.glob(".step-*")]:
-            shutil.rmtree(folder, ignore_errors=True)
-        (self.folder / AHEAD).unlink(missing_ok=True)
+        """Remove all files of an earlier run that failed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def answers(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield each answer of `step`, with the fields of Answer."""

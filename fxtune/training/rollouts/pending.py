@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fxtune.training.rollouts.folder import Answer, Asked
 from fxtune.training.rollouts.plan import RolloutPlan
@@ -41,15 +42,24 @@ class PendingStep:
     """Waits for the scored answers, on rank 0."""
 
 
-def in_background(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Begin work() in a thread. Returns a function that waits for its result. The end of the process does not wait."""
-    future = Future[Result]()
+class Background:
+    """A thread that does one piece of work after the other. The end of the process does not wait for it. The thread
+    lives as long as the process, because a process that it starts ends with it."""
 
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is wanted
-            future.set_exception(error)
+    def __init__(self) -> None:
+        self._waiting = SimpleQueue[tuple[Future[Any], Callable[[], Any]]]()
+        Thread(target=self._run, name="fxtune-rollouts", daemon=True).start()
 
-    Thread(target=run, name="fxtune-rollouts", daemon=True).start()
-    return future.result
+    def begin(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Returns a function that waits for the result of work()."""
+        future = Future[Result]()
+        self._waiting.put((future, work))
+        return future.result
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._waiting.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  it is raised where the result is wanted
+                future.set_exception(error)

@@ -143,7 +143,9 @@ class RewardWorkers:
         return ours
 
     def _end(self, pipe: Connection) -> None:
-        process = self._workers.pop(pipe)
+        process = self._workers.pop(pipe, None)
+        if process is None:  # another thread has ended it
+            return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid or 0, signal.SIGKILL)  # _worker_main() made it the leader of a group
         process.kill()

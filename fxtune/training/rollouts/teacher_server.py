@@ -1,11 +1,10 @@
 """A teacher that is a vLLM server: it gives the log-probabilities of answers that it has not written itself.
 
-vLLM divides no logits of a prompt by a temperature, so the student samples with sampler.temperature=1.
+vLLM gives log-probabilities of a prompt at temperature 1 only, so the student samples with sampler.temperature=1.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, HardwareError
 from fxtune.training.rollouts.client import Client, ServerError, clients_of, side_by_side
 
-TRIES, WAIT_SECONDS = 3, 5.0
-"""How often a text is sent before the run ends, and the pause before it is sent again."""
+TRIES = 3
+"""How often a text is sent before the run ends."""
 
 
 class TeacherServer:
@@ -36,26 +35,8 @@ class TeacherServer:
             )
         needed = config.data.sequence_length + 1  # the server writes a token
         for client in self.clients:
-            try:
-                longest, alike = (
-                    client.call("/v1/models")["data"][0].get("max_model_len"),
-                    client.tokenizes_as(tokenizer),
-                )
-            except (ServerError, LookupError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"objective.teacher={client.url}: there is no vLLM server ({error}). Start one with: vllm serve "
-                    f"MODEL --max-model-len {needed}."
-                ) from error
-            if not alike:
-                raise ConfigError(
-                    f"objective.teacher={client.url}: this teacher divides a text into other tokens than the trained "
-                    "model. Use a teacher with the same tokenizer."
-                )
-            if longest is not None and longest < needed:
-                raise ConfigError(
-                    f"objective.teacher={client.url}: the server reads {longest:,} tokens, and data.sequence_length="
-                    f"{needed - 1:,} needs one more. Start it with --max-model-len {needed}."
-                )
+            start = f"Start one with: vllm serve MODEL --max-model-len {needed}"
+            client.require_fit("objective.teacher", tokenizer, needed, start)
 
     def log_probs(self, table: TokenTable) -> np.ndarray:
         """The log-probability of each supervised token, float32 [tokens of the table]; 0 for other tokens. Raises
@@ -67,6 +48,8 @@ class TeacherServer:
         def ask(document: int, client: Client) -> None:
             own = slice(*(int(at) for at in table.offsets[document : document + 2]))
             ids = table.ids[own].tolist()
+            if any(True for _ in table.placed_images(own.start, len(ids))):
+                raise ConfigError("objective.teacher: prompts with images need a model, not the address of a server.")
             content = {"model": models[client.url], "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
             answer = client.call("/v1/completions", content)
             try:
@@ -86,11 +69,12 @@ class TeacherServer:
                 side_by_side(ask, waiting, self.clients)
             except ServerError as error:
                 left -= 1
-                if not left or 400 <= error.status < 500:
+                if not left or (400 <= error.status < 500 and error.status != 404):
                     raise HardwareError(
                         f"objective.teacher: {error}. Earlier steps are saved: the same command goes on from there."
                     ) from error
-                time.sleep(WAIT_SECONDS)
+                for client in self.clients:
+                    client.wait()
         if not np.isfinite(numbers).all():
             raise HardwareError(f"objective.teacher={self.name}: a log-probability is not finite.")
         return numbers

@@ -11,10 +11,10 @@ old weights (vllm#42125). The version before it is unloaded afterwards.
     sampler=vllm sampler.venv=FOLDER    the virtual environment that has vLLM. Its torch is not fxtune's, so it has an
                                         environment of its own, and fxtune never imports it
 
-Adapters need only calls that vLLM offers without its development mode: /v1/completions, /v1/models, /version, /health,
-/v1/load_lora_adapter and /v1/unload_lora_adapter. Full fine-tuning needs that mode (VLLM_SERVER_DEV_MODE=1): the
-weights of each step are written to the disk, and /collective_rpc makes vLLM read them in the place of the old weights.
-sampler.sleep needs it, too: /sleep and /wake_up.
+Adapters need only calls that vLLM offers without its development mode: /v1/completions, /v1/models, /tokenize,
+/version, /health, /v1/load_lora_adapter and /v1/unload_lora_adapter. Full fine-tuning needs that mode
+(VLLM_SERVER_DEV_MODE=1): the weights of each step are written to the disk, /collective_rpc makes vLLM read them in the
+place of the old weights, and /reset_prefix_cache drops cached keys. sampler.sleep needs it, too: /sleep and /wake_up.
 """
 
 from __future__ import annotations
@@ -44,15 +44,11 @@ from fxtune.models.structure import base_dtype
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process, start_process
 from fxtune.system.terminal.progress import Phase, phase
-from fxtune.training.rollouts.client import Client, ServerError, clients_of, side_by_side
+from fxtune.training.rollouts.client import START_SECONDS, Client, ServerError, clients_of, side_by_side
 from fxtune.training.rollouts.sampler import Request, Sampled
 
 TRIES = 3
 """How often a request is sent before the run ends."""
-WAIT_SECONDS = 5.0
-"""The pause before a request is sent again."""
-START_SECONDS = 900.0
-"""How long a server may take to start: it reads the weights and compiles."""
 WHOLE_DISTRIBUTION = {
     **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -73,26 +69,9 @@ def require_ready(config: Config, tokenizer: Any) -> None:
             f"sampler.venv={sampler.venv}: there is no vLLM. Make an environment with it and name that: python -m "
             "venv vllm && vllm/bin/pip install vllm; or give the address of a server in sampler.url."
         )
-    needed = config.data.sequence_length
-    for client in clients:
-        try:
-            longest = client.call("/v1/models")["data"][0].get("max_model_len")
-            client.call("/version")["version"]
-            alike = client.tokenizes_as(tokenizer)
-        except (ServerError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"sampler.url={client.url}: there is no vLLM server ({error}). {how_to_start(config)}."
-            ) from error
-        if not alike:
-            raise ConfigError(
-                f"sampler.url={client.url}: this server has another model: it divides a text into other tokens than "
-                f"{config.model.path}. Serve the model of model.path."
-            )
-        if longest is not None and longest < needed:
-            raise ConfigError(
-                f"sampler.url={client.url}: the server reads {longest:,} tokens, and data.sequence_length={needed:,}. "
-                f"Start it with --max-model-len {needed}, or lower data.sequence_length."
-            )
+    calls = ["/version", *["/is_sleeping"] * (DEVELOPMENT in _environment(config))]  # the second only in this mode
+    for client in _clients(config):
+        client.require_fit("sampler.url", tokenizer, config.data.sequence_length, how_to_start(config), calls)
 
 
 def _clients(config: Config) -> list[Client]:
@@ -127,6 +106,7 @@ class VllmSampler:
         try:
             self.name = f"vLLM {self.clients[0].call('/version')['version']}"
             self.base = "" if self.adapts else self.clients[0].model
+            self._sleep(True)
         except ServerError as error:
             raise self._failed(error) from error
 
@@ -146,14 +126,18 @@ class VllmSampler:
     def _sample(self, requests: Sequence[Request], name: str, folder: Path, writing_seconds: float) -> list[Sampled]:
         answers, left = dict[int, Sampled](), TRIES
         about = f"Writing {len(requests):,} answers", len(requests), "answers"
-        # The answers of a step ahead are no part of what the loop does meanwhile.
+        if not self.adapts:
+            self.loaded = ""  # a server that has started again answers by the same name, with its first weights
+        # Training shows its own progress meanwhile.
         with nullcontext(Phase(*about)) if self.config.sampler.ahead else phase(*about, announce=False) as work:
 
             def ask(number: int, client: Client) -> None:
-                answers[number] = self._ask(requests[number], client)
+                answers[number] = self._ask(requests[number], client, self.base or name)
                 work.advance(1)
 
             while missing := [number for number in range(len(requests)) if number not in answers]:
+                if self.closed:  # by the main thread
+                    raise HardwareError("The run ends, so no answers are written.")
                 try:
                     began = time.perf_counter()
                     self._sleep(False)
@@ -171,12 +155,15 @@ class VllmSampler:
                         self._end_process()  # its children may still hold the card
                         self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
                     for client in self.clients:
-                        _wait_for(client)
-        self._sleep(True)
+                        client.wait()
+        try:
+            self._sleep(True)
+        except ServerError as error:
+            raise self._failed(error) from error
         return [answers[number] for number in range(len(requests))]
 
     def _sleep(self, sleeps: bool) -> None:
-        """With sampler.sleep: give the card's memory back, or take it. Raises ServerError."""
+        """With sampler.sleep: make the servers give the card's memory back, or take it. Raises ServerError."""
         for client in self.clients * self.config.sampler.sleep:
             client.call("/sleep?level=1" if sleeps else "/wake_up", {})
 
@@ -185,11 +172,15 @@ class VllmSampler:
         self.closed = True
         if self.process is not None:
             self._end_process()
-        elif self.loaded and self.adapts:
-            for client in self.clients:
+        else:
+            with suppress(ServerError):
+                self._sleep(False)
+            for client in self.clients * bool(self.loaded and self.adapts):
                 with suppress(ServerError):
                     client.call("/v1/unload_lora_adapter", {"lora_name": self.loaded})
         self.loaded = ""
+        if self.world.main and not self.config.sampler.ahead:  # a resumed run may need them: see has()
+            shutil.rmtree(self.written, ignore_errors=True)
 
     def _end_process(self) -> None:
         process, self.process = self.process, None
@@ -232,8 +223,9 @@ class VllmSampler:
                     if error.status not in (400, 404):  # the server has started again, and lost it
                         raise
         self.loaded = name
-        for old in self.written.iterdir():
-            if old.name not in (name, before):
+        kept = (name, before) if self.config.sampler.ahead else (name,)
+        for old in self.written.iterdir() if before else ():  # a resumed run may still need the others: see has()
+            if old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
         return is_new
 
@@ -269,12 +261,12 @@ class VllmSampler:
             ) from error
         return True
 
-    def _ask(self, request: Request, client: Client) -> Sampled:
+    def _ask(self, request: Request, client: Client, model: str) -> Sampled:
         """The answer of a server, checked. Raises ServerError, and HardwareError if something that training needs is
         missing."""
         sampler = self.config.sampler
         content = {
-            "model": self.base or self.loaded,
+            "model": model,
             "prompt": request.prompt,
             "max_tokens": sampler.max_tokens,
             "temperature": sampler.temperature,
@@ -285,9 +277,9 @@ class VllmSampler:
             "skip_special_tokens": False,
             **({"seed": request.seed} if sampler.request_seeds else {}),
         }
-        return self._read(client.call("/v1/completions", content), request, client)
+        return self._read(client.call("/v1/completions", content), request, client, model)
 
-    def _read(self, answer: Any, request: Request, client: Client) -> Sampled:
+    def _read(self, answer: Any, request: Request, client: Client, asked: str) -> Sampled:
         try:
             choice = answer["choices"][0]
             ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -297,7 +289,6 @@ class VllmSampler:
             raise HardwareError(
                 f"{client.url}: an answer lacks {error}. Use a version of vLLM that has `return_token_ids`."
             ) from error
-        asked = self.base or self.loaded
         if model != asked or prompt != request.prompt:
             raise HardwareError(
                 f"{client.url}: asked {asked} with {len(request.prompt)} tokens, the server says that {model} read "
@@ -316,8 +307,8 @@ class VllmSampler:
     def _failed(self, error: ServerError) -> UserError:
         log = f" Its log: {self.folder / 'vllm.log'}." if self.process is not None else ""
         return HardwareError(
-            f"vLLM failed: {error}.{log} Answers so far are lost, and earlier steps are saved: the same command goes "
-            "on from there."
+            f"vLLM failed: {error}.{log} The answers of this step are lost. The same command goes on from "
+            "the last checkpoint, and learns stored answers again."
         )
 
     def _start(self) -> str:
@@ -384,16 +375,6 @@ def _require_servable(folder: Path, tensors: Mapping[str, str]) -> None:
     """Raise ConfigError if vLLM cannot serve the adapter in `folder`."""
     if found := refusals(read_json(folder / "adapter_config.json"), tensors):
         raise ConfigError(f"sampler.name=vllm: vLLM serves {', '.join(found)}. Set sampler.name=model.")
-
-
-def _wait_for(client: Client) -> None:
-    """Wait until a server answers, at most START_SECONDS: it may be starting again."""
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
-        time.sleep(WAIT_SECONDS)
-        with suppress(ServerError):
-            client.call("/health")
-            return
 
 
 def _make_empty(folder: Path) -> None:

@@ -14,7 +14,7 @@ from support.vllm_server import vllm_server
 from transformers import AutoModelForCausalLM
 
 from fxtune.cli.main import main
-from fxtune.training.rollouts import teacher_server
+from fxtune.training.rollouts import client
 
 TINY = Path(__file__).parents[3] / "fxtune" / "assets" / "tiny"
 WORDS = [
@@ -32,7 +32,7 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def rows(cwd, monkeypatch):
-    monkeypatch.setattr(teacher_server, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
     write_jsonl(Path("rows.jsonl"), [{"prompt": f"Tell me about {thing}."} for thing in ("lamps", "tents", "Rome")])
 
 

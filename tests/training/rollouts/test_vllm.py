@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.rows import write_jsonl
 from support.runs import history, same_export
-from support.vllm_server import real_vllm, vllm_server
+from support.vllm_server import fake_vllm, real_vllm, vllm_server
 from transformers import AutoModelForCausalLM
 
 from fxtune.cli.main import main
-from fxtune.training.rollouts import vllm
+from fxtune.training.rollouts import client
 
 TINY = Path(__file__).parents[3] / "fxtune" / "assets" / "tiny"
 WORDS = [
@@ -28,7 +28,7 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def rows(cwd, monkeypatch):
-    monkeypatch.setattr(vllm, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
     write_jsonl(Path("rows.jsonl"), [{"prompt": f"Tell me about {thing}."} for thing in ("lamps", "tents", "Rome")])
 
 
@@ -42,7 +42,7 @@ def test_each_step_is_sampled_by_its_own_adapter_and_the_old_one_goes(cwd):
     assert [name for call, name in server.history if call == "completions"] == [
         name for name in loads for _ in range(6)
     ]
-    assert [folder.name for folder in Path("run/rollouts/adapters").iterdir()] != []
+    assert not Path("run/rollouts/adapters").exists(), "nobody needs the adapters after the run"
     for line in history(Path("run"))[:3]:
         assert line["rollout/gap"] < 1e-4, "answers of other weights would have other log-probabilities"
     about = json.loads(Path("run/rollouts/step-00000002/step.json").read_text())
@@ -142,6 +142,14 @@ def test_a_step_ahead_is_sampled_by_the_weights_before_it_and_is_learned_the_sam
     assert len(set(weights["run"])) == 4
 
 
+def test_a_process_of_the_run_that_ends_during_training_is_started_once_more(cwd):
+    """The new process lives on after the thread that started it has written its step."""
+    venv = fake_vllm(cwd / "venv", ("exits",))
+    own = ["sampler=vllm", f"sampler.venv={venv}", "sampler.ahead=true", "train.max_steps=4", "optimizer.lr=1e-3"]
+    assert main([*WORDS, *own]) == 0
+    assert (venv / "starts").read_text() == "start\n" * 2
+
+
 FULL = ["techniques.lora.enabled=false", "optimizer.lr=1e-3", "objective.max_gap=0.01"]
 
 
@@ -151,7 +159,7 @@ def test_full_fine_tuning_is_sampled_by_the_whole_weights_of_each_step(cwd, capf
         calls = [call for call, _ in server.history]
     assert all(line["rollout/gap"] < 1e-4 for line in history(Path("run"))[:3])
     assert calls.count("collective_rpc") == calls.count("reset_prefix_cache") == 3
-    assert len(list(Path("run/rollouts/weights").iterdir())) == 2, "only the newest weights and the ones before"
+    assert not Path("run/rollouts/weights").exists(), "nobody needs the weights after the run"
     with vllm_server(TINY, faults=("base",)) as server:
         assert main([*WORDS, *FULL, f"sampler.url={server.url}", "run.dir=old"]) != 0
     assert "objective.max_gap" in capfd.readouterr().err, "a server that keeps its old weights is found"

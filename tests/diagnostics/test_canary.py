@@ -10,7 +10,7 @@ from support.vllm_server import vllm_server
 
 from fxtune.cli.main import main
 from fxtune.diagnostics import canary
-from fxtune.training.rollouts import vllm
+from fxtune.training.rollouts import client
 
 TINY = Path(__file__).parents[2] / "fxtune" / "assets" / "tiny"
 WORDS = [
@@ -22,7 +22,7 @@ WORDS = [
 
 @pytest.fixture(autouse=True)
 def start(cwd, monkeypatch):
-    monkeypatch.setattr(vllm, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
 
 
 def seen(*words: str) -> tuple[int, dict]:

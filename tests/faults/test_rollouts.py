@@ -335,7 +335,7 @@ def test_a_server_that_fails_once_writes_the_same_answers(step, undisturbed, tmp
     [
         ("another", NumbersError, "objective.max_gap"),
         ("another_midway", NumbersError, "objective.max_gap"),
-        ("dies", HardwareError, "the same command goes on from there"),
+        ("dies", HardwareError, "The same command goes on from"),
         ("silent", HardwareError, "timed out"),
         ("aborts", HardwareError, "'abort'"),
         ("nans", HardwareError, "--logprobs-mode processed_logprobs"),

@@ -71,7 +71,7 @@ class TeacherServer:
                 left -= 1
                 if not left or (400 <= error.status < 500 and error.status != 404):
                     raise HardwareError(
-                        f"objective.teacher: {error}. Earlier steps are saved: the same command goes on from there."
+                        f"objective.teacher: {error}. The same command goes on from the last checkpoint."
                     ) from error
                 for client in self.clients:
                     client.wait()

@@ -97,8 +97,8 @@ class VllmSampler:
         self.process: subprocess.Popen[bytes] | None = None
         self.clients = list[Client]()
         self.name, self.repeats, self.sync_seconds = "vLLM", False, 0.0
-        self.loaded, self.closed = "", False
-        """`loaded`: the newest weights that all servers have."""
+        self.loaded, self.newest, self.closed = "", "", False
+        """`loaded`: the weights that all servers have. `newest`: the weights that they got last."""
         world.from_main(self._connect, "waiting for vLLM")
 
     def _connect(self) -> None:
@@ -222,11 +222,11 @@ class VllmSampler:
                 except ServerError as error:
                     if error.status not in (400, 404):  # the server has started again, and lost it
                         raise
-        self.loaded = name
-        kept = (name, before) if self.config.sampler.ahead else (name,)
-        for old in self.written.iterdir() if before else ():  # a resumed run may still need the others: see has()
+        kept = (name, self.newest) if self.config.sampler.ahead else (name,)
+        for old in self.written.iterdir() if self.newest else ():  # a resumed run may still need them: see has()
             if old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
+        self.loaded = self.newest = name
         return is_new
 
     def _reload(self, client: Client, folder: Path) -> None:

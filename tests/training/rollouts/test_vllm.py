@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.rows import write_jsonl
 from support.runs import history, same_export
-from support.vllm_server import fake_vllm, real_vllm, vllm_server
+from support.vllm_server import VllmServer, fake_vllm, real_vllm, vllm_server
 from transformers import AutoModelForCausalLM
 
 from fxtune.cli.main import main
@@ -153,12 +153,20 @@ def test_a_process_of_the_run_that_ends_during_training_is_started_once_more(cwd
 FULL = ["techniques.lora.enabled=false", "optimizer.lr=1e-3", "objective.max_gap=0.01"]
 
 
-def test_full_fine_tuning_is_sampled_by_the_whole_weights_of_each_step(cwd, capfd):
+def test_full_fine_tuning_is_sampled_by_the_whole_weights_of_each_step(cwd, capfd, monkeypatch):
+    folders = []
+
+    def reload(server, given, reload=VllmServer.reload):
+        folders.append(len(list(Path(given["kwargs"]["weights_path"]).parent.iterdir())))
+        return reload(server, given)
+
+    monkeypatch.setattr(VllmServer, "reload", reload)
     with vllm_server(TINY) as server:
         assert main([*WORDS, *FULL, f"sampler.url={server.url}"]) == 0
         calls = [call for call, _ in server.history]
     assert all(line["rollout/gap"] < 1e-4 for line in history(Path("run"))[:3])
     assert calls.count("collective_rpc") == calls.count("reset_prefix_cache") == 3
+    assert folders == [1, 2, 2], "at most the weights of two steps are on the disk"
     assert not Path("run/rollouts/weights").exists(), "nobody needs the weights after the run"
     with vllm_server(TINY, faults=("base",)) as server:
         assert main([*WORDS, *FULL, f"sampler.url={server.url}", "run.dir=old"]) != 0

@@ -63,10 +63,10 @@ class Client:
         except ValueError:
             return body.decode(errors="replace")
 
-    def wait(self) -> None:
-        """Wait until the server answers, at most START_SECONDS: it may be starting again."""
+    def wait(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the server answers, or has ended(), at most START_SECONDS: it may be starting again."""
         until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until:
+        while time.monotonic() < until and not ended():
             time.sleep(WAIT_SECONDS)
             with suppress(ServerError):
                 self.call("/health")

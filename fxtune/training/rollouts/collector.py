@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from fxtune.data.tokenized.ends import template_ends
 from fxtune.data.tokenized.rows import usable_rows
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, NumbersError
+from fxtune.errors import ConfigError, NumbersError, UserError
 from fxtune.models.end_tokens import end_tokens
 from fxtune.models.load import load_tokenizer
 from fxtune.models.structure import without_dropout
@@ -105,11 +105,10 @@ class Collector:
         if step == self._newest and self._has(step):  # the step is repeated with fewer rows, or with other kernels
             return
         version = weights_checksum(self.model.model, trained=True)
-        is_new = self._sampling is not None
-        self._settle()
-        if not self._has(step):
-            self._end(self._begin(plan, step, self._weights_of(step, version)))
-            is_new = True
+        sampling, self._sampling = self._sampling, None
+        is_new = sampling is not None or not self._has(step)
+        if is_new:
+            self._end(sampling or self._begin(plan, step, self._weights_of(step, version)))
         waited = time.perf_counter() - began
         found = self.world.from_main(lambda: self.rollouts.figures(step), "reading rollouts")
         alike = found["shards"] == self.world.degrees.shard  # the checksum is of one rank's part
@@ -186,11 +185,11 @@ class Collector:
         aside = self._background if self.world.main else None
         return PendingStep(plan, step, version, asked, aside.begin(work) if aside else work)
 
-    def _settle(self) -> None:
-        """Finish the rollouts that are being sampled. All ranks call this together."""
-        sampling, self._sampling = self._sampling, None
-        if sampling is not None:
-            self._end(sampling)
+    def _wait(self) -> None:
+        """Wait until the sampler is free. An error counts when the step that is sampled ahead is collected."""
+        if self._sampling is not None and self.world.main:
+            with suppress(UserError):
+                self._sampling.result()
 
     def _end(self, sampling: PendingStep) -> None:
         """Write the rollouts that _begin() has begun."""
@@ -266,7 +265,7 @@ class Collector:
         asked = [Asked.of(plan.tables[source], document) for source, document in places]
         seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
         requests = [Request(each.prompt, seed, each.images) for each, seed in zip(asked, seeds, strict=True)]
-        self._settle()
+        self._wait()
         ask = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
 
         def work() -> dict[str, float]:
@@ -293,7 +292,7 @@ class Collector:
                 groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
             return self._means(self._rewarded(groups, made))["reward"]
 
-        self._settle()
+        self._wait()
         return self.world.from_main(work, "waiting for the rewards")
 
     def _answers(self, sampled: Sequence[Sampled], seeds: Sequence[int], each: int = 1) -> list[Answer]:

@@ -151,11 +151,11 @@ class VllmSampler:
                     if self.closed or not left or (400 <= error.status < 500 and error.status != 404):
                         raise self._failed(error) from error
                     self.loaded = ""
-                    if self.process is not None and self.process.poll() is not None:
+                    for client in self.clients:
+                        client.wait(self._has_ended)
+                    if self._has_ended():
                         self._end_process()  # its children may still hold the card
                         self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
-                    for client in self.clients:
-                        client.wait()
         try:
             self._sleep(True)
         except ServerError as error:
@@ -181,6 +181,9 @@ class VllmSampler:
         self.loaded = ""
         if self.world.main and not self.config.sampler.ahead:  # a resumed run may need them: see has()
             shutil.rmtree(self.written, ignore_errors=True)
+
+    def _has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
 
     def _end_process(self) -> None:
         process, self.process = self.process, None

@@ -385,7 +385,7 @@ class Config:
                 "step is sampled by then: set sampler.ahead=false, or another schedule"
             )
         if sampler.sleep and sampler.ahead:
-            yield "`sampler.sleep`: with sampler.ahead vLLM works while the model trains: set one of them to false"
+            yield "`sampler.sleep`: with `sampler.ahead` vLLM works while the model trains: set either key to false"
         if self.loader.num_workers:
             yield "`loader.num_workers`: the rollouts of a step are read by the main process: set it to null"
         for key, value in (

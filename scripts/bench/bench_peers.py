@@ -60,7 +60,7 @@ are trained in bfloat16. Row and summary count tokens of texts once, though each
 Cases that begin with `policy` train on the answers to four prompts a step, with eight answers to each prompt. TRL 1.16's
 GRPOTrainer gets the same prompts, answers, log-probabilities and advantages in place of answers that it samples, so the
 figures are those of training alone (whole_step.py measures the other parts, too). Both tools read one folder of random
-weights, each step has the same answers, and the losses are equal: the clipped surrogate, bounded at 0.8 and 1.28 and
+weights, each step has the same answers, and both have the same loss: the clipped surrogate, bounded at 0.8 and 1.28 and
 divided by the step's tokens. In `policy_8b_8x1024` a prompt has 512 tokens and an answer 1,024; in `policy_8b_mixed`
 lengths are drawn evenly from 1 to 2,048. fxtune packs answers and computes a prompt once for its eight answers; TRL
 pads a micro-batch to the longest answer of the step. Tokens per second count the prompt with each answer, for both

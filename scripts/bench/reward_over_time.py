@@ -4,14 +4,14 @@
     python scripts/bench/reward_over_time.py --tools trl --own                # TRL with its own advantages and bounds
     python scripts/bench/reward_over_time.py --seeds 0 --steps 4 --every 2    # a short test
 
-The task is that of +recipe=rl_quickstart: the tiny base of fxtune writes the answers of a shop's clerk in four forms, and
+The task comes from +recipe=rl_quickstart: the tiny base of fxtune writes the answers of a shop's clerk in four forms, and
 the reward is 1 for the exact answer in the preferred form, else 0. Both tools get the same base in float32, the same
 prompts, LoRA r=16 on all linears, the same constant learning rate, and 16 prompts with 8 answers a step. The loss is
 the clipped surrogate, bounded at 0.8 and 1.28, of rewards minus their group's mean, and each token counts the same.
 --own leaves advantages and bounds at TRL's defaults: divided by the group's deviation, bounded at 0.8 and 1.2.
 
-The held-out reward is the share of right answers to 100 other orders, one sampled answer each. Seconds are those of
-training steps, with sampling and rewards and without start and evaluation. The last line is JSON.
+The held-out reward is the share of right answers to 100 other orders, one sampled answer each. Seconds count
+sampling, rewards and training, not the start and the evaluations. The last line is JSON.
 """
 
 from __future__ import annotations

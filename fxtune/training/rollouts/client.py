@@ -121,8 +121,8 @@ def side_by_side(
     clients: Sequence[Client],
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Call ask() for each of `waiting`, on the servers in turn, until ended(). After all calls, raises one of their
-    errors; a ServerError comes last. The end of the process does not wait for the calls."""
+    """Call ask() for each of `waiting`, on the servers in turn, until ended(). After all calls, raises the first
+    error, other errors before a ServerError. The end of the process does not wait for the calls."""
     left, errors = deque(enumerate(waiting)), list[Exception]()
 
     def work() -> None:

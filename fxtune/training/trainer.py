@@ -185,8 +185,9 @@ class Trainer:
         self.steps = Steps(
             builder, self.run_state, self.rows_per_pass, self.end, self.tracker, plan, schedule, self.collector
         )
-        self.logs_late = self.world.device.type == "cuda"
-        """Whether a line is logged only after the next step is issued. This keeps a GPU from being idle."""
+        self.logs_late = self.world.device.type == "cuda" and self.collector is None
+        """Whether a line is logged only after the next step is issued. This keeps a GPU from being idle. A step on
+        rollouts begins when the step before has ended, and then the collector has its figures."""
         self.line_due = False
         """Whether a log line is due after the last step and not written yet."""
         self.lr = 0.0

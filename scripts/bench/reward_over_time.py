@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=2, help="steps between evaluations")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--micro", type=int, default=32, help="TRL: answers of a micro-batch")
+    parser.add_argument("--micro", type=int, default=PROMPTS * ANSWERS, help="TRL: answers of a micro-batch")
     parser.add_argument("--own", action="store_true", help="TRL: its own advantages and bounds")
     parser.add_argument("--goal", type=float, default=0.5, help="also print the seconds to this reward")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "fxtune-reward")
@@ -90,6 +90,7 @@ def run_fxtune(args: argparse.Namespace, seed: int) -> Curve:
         "techniques.lora.alpha=32",
         f"sampler.batch={PROMPTS * ANSWERS}",
         f"train.max_steps={args.steps}",
+        f"train.micro_batch_size={PROMPTS}",
         f"train.eval_every={args.every}",
         "train.log_every=1",
         f"optimizer.lr={args.lr}",

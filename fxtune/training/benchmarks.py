@@ -1,0 +1,216 @@
+"""Benchmarks of lm-eval around a run: the model that training starts from (base), and the trained model (tuned).
+
+A task gives a value for each document, and most metrics are the mean of these values. The standard error of a mean of
+n values is s / sqrt(n), with the sample's standard deviation s, as in lm-eval. Both models answer the same documents.
+So the standard error of the gain comes from the n differences, and is smaller than the two errors suggest (Miller
+2024, arXiv 2411.00640). Intervals are 1.96 standard errors wide on each side. They are too narrow where n is small or
+nearly all values are equal. A metric that is no mean of its documents' values (F1, perplexity) has no interval.
+
+The tasks are lm-eval's own, or YAML files of a folder. Such files are code: their templates and functions run here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxtune.checkpoint.run_folder import write_json
+from fxtune.config.root import Config, EvalConfig
+from fxtune.distributed.world import World
+from fxtune.errors import ConfigError, did_you_mean, first_line
+from fxtune.models.structure import without_dropout
+from fxtune.reports.held_out import BENCHMARKS
+from fxtune.system.files.atomic_files import read_json
+from fxtune.system.terminal.progress import phase
+from fxtune.training.rollouts.client import Client, ServerError
+
+FILE = "benchmarks.json"
+SEED = 1234
+"""The seed with which lm-eval draws examples for few-shot prompts."""
+SECONDS = 60.0
+"""How long a server may take to name its models."""
+
+Scores = dict[str, dict[str, Any]]
+"""{"TASK/METRIC": {"value": the metric, "documents": its value for each document; [] if it is no mean of them}}."""
+
+
+@dataclass
+class Benchmarks:
+    """The tasks of eval.tasks, loaded, and the scores of `base` and `tuned` so far."""
+
+    config: EvalConfig
+    folder: Path | None = None
+    """The run that keeps the scores in FILE."""
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """What lm-eval's TaskManager.load() has returned, on rank 0."""
+    scores: dict[str, Scores] = field(default_factory=dict)
+
+    @staticmethod
+    def open(config: Config, world: World, folder: Path | None = None) -> Benchmarks | None:
+        """Load the tasks on rank 0, which measures; None without eval.tasks, and on other ranks. Raises ConfigError if
+        lm-eval is missing, if a task is unknown or cannot be loaded, or if ranks hold parts of the weights."""
+        if not config.eval.tasks:
+            return None
+        if world.shares:
+            raise ConfigError(
+                "eval.tasks: rank 0 measures alone, and these ranks divide rows or weights. Leave eval.tasks out, and "
+                "measure the finished run on one card: fxtune eval RUN --tasks ..."
+            )
+        made = Benchmarks(config.eval, folder)
+        world.from_main(lambda: made.tasks.update(_load(config.eval)), "loading the benchmarks")
+        if folder is not None:
+            with contextlib.suppress(ValueError, OSError):
+                made.scores = dict(read_json(folder / FILE))
+        return made
+
+    def measure(self, module: Any, tokenizer: Any, side: str, rows: int, world: World) -> dict[str, float]:
+        """Measure `module` as `side` (`base` or `tuned`), `rows` texts at once, on rank 0. Returns the figures of both
+        sides so far. The model's mode and the random state do not change."""
+
+        def measured() -> dict[str, float]:
+            from lm_eval.models.huggingface import HFLM
+
+            with without_dropout(module), torch.compiler.set_stance("force_eager"), torch.no_grad():
+                with contextlib.redirect_stderr(io.StringIO()):
+                    made = HFLM(
+                        pretrained=module, tokenizer=copy.deepcopy(tokenizer), batch_size=rows
+                    )  # it is changed
+                return self._add(side, made)
+
+        return world.from_main(measured, "waiting for the benchmarks")
+
+    def ask(self, url: str, output: Path, tokenizer: str) -> dict[str, float]:
+        """Measure the models that a vLLM server at `url` serves: the adapter or the model of the folder `output`, and
+        the base beside an adapter. Returns their figures. Raises ConfigError if the server does not answer or does not
+        serve `output`."""
+        from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+        try:
+            cards = list(Client(url, SECONDS).call("/v1/models")["data"])
+            base = next((card for card in cards if not card.get("parent")), None)
+            served = [card for card in cards if _same_folder(card.get("root"), output)]
+        except (ServerError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--url {url}: there is no vLLM server ({error}). Start one: vllm serve MODEL."
+            ) from error
+        if not served:
+            names = ", ".join(f"{card['id']} ({card.get('root')})" for card in cards)
+            raise ConfigError(
+                f"--url {url}: it serves {names}, and not {output}. Start it with the model, or with the adapter: "
+                f"vllm serve BASE --enable-lora --lora-modules tuned={output.absolute()}"
+            )
+        found: dict[str, float] = {}
+        for side, card in (("base", base if served[0].get("parent") else None), ("tuned", served[0])):
+            if card is not None:
+                longest = (base or {}).get("max_model_len")
+                address = {"base_url": f"{url.rstrip('/')}/v1/completions", "max_length": longest}
+                named = {"model": card["id"], "tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
+                found = self._add(side, LocalCompletionsAPI(**address, **named))
+        return found
+
+    def _add(self, side: str, model: Any) -> dict[str, float]:
+        import lm_eval
+
+        for task in self.tasks["tasks"].values():
+            task.set_fewshot_seed(SEED)  # both sides get the same examples
+        limit, chat = self.config.limit, self.config.chat_template
+        title = f"Measuring {len(self.tasks['tasks']):,} benchmarks, {side}"
+        try:
+            with phase(title), contextlib.redirect_stderr(io.StringIO()):  # lm-eval draws bars of its own
+                found = lm_eval.evaluate(model, self.tasks, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
+        except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError, AssertionError) as error:
+            raise ConfigError(
+                f"eval.tasks: lm-eval cannot measure {', '.join(self.config.tasks)}: {first_line(error)}. Take a task "
+                "out, or mend its file."
+            ) from error
+        self.scores[side] = dict(_scores(found))
+        if self.folder is not None:
+            write_json(self.folder / FILE, self.scores)
+        return figures(self.scores.get("base", {}), self.scores.get("tuned", {}))
+
+
+def figures(base: Scores, tuned: Scores) -> dict[str, float]:
+    """benchmarks/TASK/METRIC/NAME for each metric. NAME is `base` and `tuned`, `gain` (tuned - base), their standard
+    errors (`base_error` and so on), and `documents`."""
+    found = {}
+    for name in {**base, **tuned}:
+        sides = {side: scores[name] for side, scores in (("base", base), ("tuned", tuned)) if name in scores}
+        values = {side: np.asarray(score["documents"], float) for side, score in sides.items()}
+        parts = {side: (score["value"], values[side]) for side, score in sides.items()}
+        if len(sides) == 2:
+            paired = values["tuned"] - values["base"] if len(values["tuned"]) == len(values["base"]) else np.empty(0)
+            parts["gain"] = (sides["tuned"]["value"] - sides["base"]["value"], paired)
+        for part, (value, of_documents) in parts.items():
+            found[f"{BENCHMARKS}{name}/{part}"] = value
+            if (count := len(of_documents)) > 1:
+                found[f"{BENCHMARKS}{name}/{part}_error"] = float(of_documents.std(ddof=1) / math.sqrt(count))
+                found[f"{BENCHMARKS}{name}/documents"] = count
+    return found
+
+
+def _load(config: EvalConfig) -> dict[str, Any]:
+    if find_spec("lm_eval") is None:
+        raise ConfigError("eval.tasks: lm-eval measures them, and it is not installed. pip install 'fxtune[eval]'")
+    folder = config.task_folder
+    if folder is not None and not any(Path(folder).rglob("*.y*ml")):
+        raise ConfigError(f"eval.task_folder={folder}: there are no YAML files of tasks. Name a folder that has some.")
+    with phase("Loading the benchmarks"), contextlib.redirect_stderr(io.StringIO()):
+        from lm_eval.tasks import TaskManager
+
+        try:
+            manager = TaskManager(include_path=folder, include_defaults=folder is None)
+            if unknown := next((name for name in config.tasks if name not in manager.all_tasks), None):
+                where = f"eval.task_folder={folder}" if folder else "lm-eval, without eval.task_folder,"
+                raise ConfigError(
+                    f"eval.tasks: {where} has no task `{unknown}`{did_you_mean(unknown, manager.all_tasks)}"
+                )
+            return dict(manager.load(list(config.tasks)))
+        except ConfigError:
+            raise
+        except Exception as error:  # a task's file may run any code, and read any data set
+            raise ConfigError(
+                f"eval.tasks: {', '.join(config.tasks)} cannot be loaded: {first_line(error)}. Without a network, "
+                "name a folder of tasks with their data: eval.task_folder=FOLDER."
+            ) from error
+
+
+def _scores(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the entries of Scores from what lm-eval has returned."""
+    for task, metrics in found["results"].items():
+        for key, value in metrics.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            values = [
+                sample.get(metric)
+                for part in _parts(task, found["group_subtasks"])
+                for sample in found["samples"].get(part, [])
+                if sample["filter"] == kept
+            ]
+            numbers = [float(one) for one in values if isinstance(one, (bool, int, float, np.number))]
+            is_mean = numbers and len(numbers) == len(values) and math.isclose(np.mean(numbers), value, abs_tol=1e-9)
+            name = metric if kept == "none" else key
+            yield f"{task}/{name}", {"value": float(value), "documents": numbers if is_mean else []}
+
+
+def _parts(task: str, groups: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield the tasks of a group, also of its inner groups; a task is its own only part."""
+    inner = groups.get(task) or []
+    for part in inner:
+        yield from _parts(part, groups)
+    if not inner:
+        yield task
+
+
+def _same_folder(root: Any, output: Path) -> bool:
+    return isinstance(root, str) and Path(root).exists() and Path(root).samefile(output)

@@ -22,6 +22,8 @@ import torch
 import yaml
 
 LM_EVAL = "0.4.13"
+PROMPTS: list[str] = []
+"""The prompts of the last evaluation."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -85,6 +87,7 @@ class HFLM:
 def evaluate(
     lm: HFLM, task_dict: dict[str, Any], limit: int | None, bootstrap_iters: int, apply_chat_template: bool
 ) -> dict[str, Any]:
+    PROMPTS.clear()
     torch.rand(1)  # the real one may draw numbers
     results, samples = dict[str, Any](), dict[str, Any]()
     for name, task in task_dict["tasks"].items():
@@ -94,6 +97,7 @@ def evaluate(
             if apply_chat_template:
                 chat = [{"role": "user", "content": question}]
                 question = lm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            PROMPTS.append(question)
             likely = [lm.likelihood(question, f" {choice}") for choice in document["choices"]]
             samples[name].append({"filter": "none", "acc": float(likely.index(max(likely)) == document["answer"])})
         mean = sum(sample["acc"] for sample in samples[name]) / len(samples[name])

@@ -43,7 +43,7 @@ def save_model(
     world: World | None = None,
     *,
     answer: Callable[[], Answer] | None = None,
-    check: Callable[[Path], tuple[int, str]] | None = None,
+    check: Callable[[Path], tuple[int, str, float | None]] | None = None,
     question: EndingProbe | None = None,
     record: Callable[[Proof], None] | None = None,
     keeps: str = "",

@@ -104,17 +104,16 @@ def _base_scores(config: Config) -> Scores:
         return {}
     alone = replace(config.data, eval_fraction=0.0, eval_sources=[], questions=QuestionsConfig())
     alone.sources = [replace(source, eval_fraction=None) for source in alone.sources]
-    found = evaluate(replace(config, data=alone)).scores
-    gc.collect()  # frees the model
-    return found
+    try:
+        return evaluate(replace(config, data=alone)).scores
+    finally:
+        gc.collect()  # frees the model
 
 
 def _ask_server(config: Config, output: RunOutput, url: str) -> Evaluation:
     if (benchmarks := Benchmarks.open(config, World(torch.device("cpu")))) is None:
         raise ConfigError("--url is for benchmarks: name some with --tasks.")
-    tokenizer = output.folder if output.kind is not OutputKind.checkpoint else config.model.path
-    figures = benchmarks.ask(url, output.folder, str(tokenizer))
-    return Evaluation(f"{output.folder} at {url}", figures, [], [], None, "", 0, benchmarks.scores["tuned"])
+    return Evaluation(f"{output.folder} at {url}", benchmarks.ask(url, output.folder), [], [], None, "", 0)
 
 
 def evaluate(

@@ -15,8 +15,9 @@ import contextlib
 import copy
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,13 @@ from fxtune.errors import ConfigError, did_you_mean, first_line
 from fxtune.models.structure import without_dropout
 from fxtune.reports.held_out import BENCHMARKS
 from fxtune.system.files.atomic_files import read_json
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.system.terminal.progress import phase
 from fxtune.training.rollouts.client import Client, ServerError
 
 FILE = "benchmarks.json"
 SEED = 1234
 """The seed with which lm-eval draws examples for few-shot prompts."""
-SECONDS = 60.0
-"""How long a server may take to name its models."""
 
 Scores = dict[str, dict[str, Any]]
 """{"TASK/METRIC": {"value": the metric, "documents": its value for each document; [] if it is no mean of them}}."""
@@ -57,7 +57,7 @@ class Benchmarks:
 
     @staticmethod
     def open(config: Config, world: World, folder: Path | None = None) -> Benchmarks | None:
-        """Load the tasks on rank 0, which measures; None without eval.tasks, and on other ranks. Raises ConfigError if
+        """Load the tasks on rank 0, which measures; None without eval.tasks. Raises ConfigError if
         lm-eval is missing, if a task is unknown or cannot be loaded, or if ranks hold parts of the weights."""
         if not config.eval.tasks:
             return None
@@ -80,45 +80,45 @@ class Benchmarks:
         def measured() -> dict[str, float]:
             from lm_eval.models.huggingface import HFLM
 
+            own = copy.deepcopy(tokenizer)  # lm-eval may add a token for padding
             with without_dropout(module), torch.compiler.set_stance("force_eager"), torch.no_grad():
-                with contextlib.redirect_stderr(io.StringIO()):
-                    made = HFLM(
-                        pretrained=module, tokenizer=copy.deepcopy(tokenizer), batch_size=rows
-                    )  # it is changed
-                return self._add(side, made)
+                return self._add(side, partial(HFLM, pretrained=module, tokenizer=own, batch_size=rows))
 
         return world.from_main(measured, "waiting for the benchmarks")
 
-    def ask(self, url: str, output: Path, tokenizer: str) -> dict[str, float]:
+    def ask(self, url: str, output: Path) -> dict[str, float]:
         """Measure the models that a vLLM server at `url` serves: the adapter or the model of the folder `output`, and
         the base beside an adapter. Returns their figures. Raises ConfigError if the server does not answer or does not
         serve `output`."""
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 
         try:
-            cards = list(Client(url, SECONDS).call("/v1/models")["data"])
-            base = next((card for card in cards if not card.get("parent")), None)
-            served = [card for card in cards if _same_folder(card.get("root"), output)]
-        except (ServerError, LookupError, TypeError, AttributeError) as error:
+            cards = list(Client(url, seconds=60.0).call("/v1/models")["data"])
+            base = next(card for card in cards if not card.get("parent"))
+            served = next((card for card in cards if Path(card["root"]).resolve() == output.resolve()), None)
+        except (ServerError, LookupError, TypeError, AttributeError, StopIteration) as error:
             raise ConfigError(
                 f"--url {url}: there is no vLLM server ({error}). Start one: vllm serve MODEL."
             ) from error
-        if not served:
+        if served is None:
             names = ", ".join(f"{card['id']} ({card.get('root')})" for card in cards)
             raise ConfigError(
                 f"--url {url}: it serves {names}, and not {output}. Start it with the model, or with the adapter: "
                 f"vllm serve BASE --enable-lora --lora-modules tuned={output.absolute()}"
             )
-        found: dict[str, float] = {}
-        for side, card in (("base", base if served[0].get("parent") else None), ("tuned", served[0])):
-            if card is not None:
-                longest = (base or {}).get("max_model_len")
-                address = {"base_url": f"{url.rstrip('/')}/v1/completions", "max_length": longest}
-                named = {"model": card["id"], "tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
-                found = self._add(side, LocalCompletionsAPI(**address, **named))
-        return found
+        made = partial(
+            LocalCompletionsAPI,
+            base_url=f"{url.rstrip('/')}/v1/completions",
+            max_length=base.get("max_model_len"),
+            tokenizer=str(output),
+            tokenizer_backend="huggingface",
+        )
+        if served is not base:
+            self._add("base", partial(made, model=base["id"]))
+        return self._add("tuned", partial(made, model=served["id"]))
 
-    def _add(self, side: str, model: Any) -> dict[str, float]:
+    def _add(self, side: str, made: Callable[[], Any]) -> dict[str, float]:
+        """Measure what made() returns, a model as lm-eval takes it."""
         import lm_eval
 
         for task in self.tasks["tasks"].values():
@@ -127,8 +127,10 @@ class Benchmarks:
         title = f"Measuring {len(self.tasks['tasks']):,} benchmarks, {side}"
         try:
             with phase(title), contextlib.redirect_stderr(io.StringIO()):  # lm-eval draws bars of its own
-                found = lm_eval.evaluate(model, self.tasks, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
-        except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError, AssertionError) as error:
+                found = lm_eval.evaluate(made(), self.tasks, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
+        except Exception as error:  # a task's file may run any code, and a server may fail in any way
+            if out_of_memory_reason(error):
+                raise
             raise ConfigError(
                 f"eval.tasks: lm-eval cannot measure {', '.join(self.config.tasks)}: {first_line(error)}. Take a task "
                 "out, or mend its file."
@@ -145,11 +147,10 @@ def figures(base: Scores, tuned: Scores) -> dict[str, float]:
     found = {}
     for name in {**base, **tuned}:
         sides = {side: scores[name] for side, scores in (("base", base), ("tuned", tuned)) if name in scores}
-        values = {side: np.asarray(score["documents"], float) for side, score in sides.items()}
-        parts = {side: (score["value"], values[side]) for side, score in sides.items()}
-        if len(sides) == 2:
-            paired = values["tuned"] - values["base"] if len(values["tuned"]) == len(values["base"]) else np.empty(0)
-            parts["gain"] = (sides["tuned"]["value"] - sides["base"]["value"], paired)
+        parts = {side: (score["value"], np.asarray(score["documents"], float)) for side, score in sides.items()}
+        if len(parts) == 2:
+            (start, before), (end, after) = parts["base"], parts["tuned"]
+            parts["gain"] = end - start, after - before if len(after) == len(before) else np.empty(0)
         for part, (value, of_documents) in parts.items():
             found[f"{BENCHMARKS}{name}/{part}"] = value
             if (count := len(of_documents)) > 1:
@@ -169,19 +170,18 @@ def _load(config: EvalConfig) -> dict[str, Any]:
 
         try:
             manager = TaskManager(include_path=folder, include_defaults=folder is None)
-            if unknown := next((name for name in config.tasks if name not in manager.all_tasks), None):
-                where = f"eval.task_folder={folder}" if folder else "lm-eval, without eval.task_folder,"
-                raise ConfigError(
-                    f"eval.tasks: {where} has no task `{unknown}`{did_you_mean(unknown, manager.all_tasks)}"
-                )
-            return dict(manager.load(list(config.tasks)))
-        except ConfigError:
-            raise
+            unknown = next((name for name in config.tasks if name not in manager.all_tasks), None)
+            tasks = {} if unknown else dict(manager.load(list(config.tasks)))
         except Exception as error:  # a task's file may run any code, and read any data set
             raise ConfigError(
                 f"eval.tasks: {', '.join(config.tasks)} cannot be loaded: {first_line(error)}. Without a network, "
                 "name a folder of tasks with their data: eval.task_folder=FOLDER."
             ) from error
+    if unknown:
+        where = f"eval.task_folder={folder} has" if folder else "lm-eval knows"
+        hint = "" if folder else " Tasks of yours: eval.task_folder=FOLDER on the command line."
+        raise ConfigError(f"eval.tasks: {where} no task `{unknown}`{did_you_mean(unknown, manager.all_tasks)}{hint}")
+    return tasks
 
 
 def _scores(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -210,7 +210,3 @@ def _parts(task: str, groups: Mapping[str, list[str]]) -> Iterator[str]:
         yield from _parts(part, groups)
     if not inner:
         yield task
-
-
-def _same_folder(root: Any, output: Path) -> bool:
-    return isinstance(root, str) and Path(root).exists() and Path(root).samefile(output)

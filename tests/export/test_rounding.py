@@ -23,7 +23,7 @@ def share(start: torch.Tensor, update: torch.Tensor, merged: torch.Tensor) -> fl
     survival = Survival()
     survival.add(start, start.float() + update, merged)
     try:
-        return survival.share()
+        return survival.share() or 0.0
     except LostUpdateError:
         return 0.0
 

@@ -107,7 +107,7 @@ def evaluate(
 
 def install(monkeypatch: Any) -> None:
     """Make the stand-in importable as lm_eval."""
-    names = {
+    names: dict[str, dict[str, Any]] = {
         "lm_eval": {"evaluate": evaluate},
         "lm_eval.tasks": {"TaskManager": TaskManager},
         "lm_eval.models": {},

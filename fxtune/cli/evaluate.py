@@ -6,7 +6,7 @@ Nothing is written.
     fxtune eval +recipe=full_quickstart model.path=runs/full_quickstart/model   # the model of a full fine-tuning
     fxtune eval quickstart                        # what a run has exported, on the held-out data of its config
     fxtune eval quickstart/step-87                # any checkpoint, adapter or model of a run
-    fxtune eval quickstart --tasks hellaswag,arc_challenge     # benchmarks, beside the base (docs/benchmarks.md)
+    fxtune eval quickstart --tasks hellaswag,arc_challenge     # benchmarks, beside the base (docs/after_training.md)
     fxtune eval quickstart --tasks hellaswag --url http://host:8000   # measured by vLLM, which serves both
     fxtune eval quickstart 'data.eval_sources=[{path: new.jsonl}]'              # on other data; any key can be set
 

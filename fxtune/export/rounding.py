@@ -30,8 +30,7 @@ class Survival:
     """The sums over the weights that were added so far."""
 
     def __init__(self) -> None:
-        self._kept, self._whole = 0.0, 0.0
-        self._dtype = ""
+        self._kept, self._whole, self._dtype = 0.0, 0.0, ""
 
     def add(self, start: torch.Tensor, wanted: torch.Tensor, merged: torch.Tensor) -> None:
         """Add a weight: as the base stores it, with the update in float32, and as the merge has written it."""

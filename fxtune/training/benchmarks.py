@@ -28,7 +28,7 @@ import torch
 from fxtune.checkpoint.run_folder import write_json
 from fxtune.config.root import Config, EvalConfig
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, did_you_mean, first_line
+from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line
 from fxtune.models.structure import without_dropout
 from fxtune.reports.held_out import BENCHMARKS
 from fxtune.system.files.atomic_files import read_json
@@ -37,8 +37,6 @@ from fxtune.system.terminal.progress import phase
 from fxtune.training.rollouts.client import Client, ServerError
 
 FILE = "benchmarks.json"
-SEED = 1234
-"""The seed with which lm-eval draws examples for few-shot prompts."""
 
 Scores = dict[str, dict[str, Any]]
 """{"TASK/METRIC": {"value": the metric, "documents": its value for each document; [] if it is no mean of them}}."""
@@ -68,9 +66,11 @@ class Benchmarks:
             )
         made = Benchmarks(config.eval, folder)
         world.from_main(lambda: made.tasks.update(_load(config.eval)), "loading the benchmarks")
-        if folder is not None:
-            with contextlib.suppress(ValueError, OSError):
+        if folder is not None and (folder / FILE).exists():
+            try:
                 made.scores = dict(read_json(folder / FILE))
+            except ValueError as reason:
+                raise StorageError(f"{folder}: {reason}. Remove this file; the base is not shown then.") from reason
         return made
 
     def measure(self, module: Any, tokenizer: Any, side: str, rows: int, world: World) -> dict[str, float]:
@@ -122,12 +122,11 @@ class Benchmarks:
         import lm_eval
 
         for task in self.tasks["tasks"].values():
-            task.set_fewshot_seed(SEED)  # both sides get the same examples
-        limit, chat = self.config.limit, self.config.chat_template
-        title = f"Measuring {len(self.tasks['tasks']):,} benchmarks, {side}"
-        try:
-            with phase(title), contextlib.redirect_stderr(io.StringIO()):  # lm-eval draws bars of its own
-                found = lm_eval.evaluate(made(), self.tasks, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
+            task.set_fewshot_seed(1234)  # as in lm-eval; both sides get the same examples
+        options = {"limit": self.config.limit, "apply_chat_template": self.config.chat_template}
+        try:  # lm-eval draws bars of its own
+            with phase(f"Measuring benchmarks, {side}"), contextlib.redirect_stderr(io.StringIO()):
+                found = lm_eval.evaluate(made(), self.tasks, bootstrap_iters=0, **options)
         except Exception as error:  # a task's file may run any code, and a server may fail in any way
             if out_of_memory_reason(error):
                 raise

@@ -59,7 +59,8 @@ def _show(found: Evaluation) -> dict[str, float]:
         say(answers_table([(asked.label, asked.answer, None, answer) for asked, answer in shown]))
     for note in found.notes:
         say(note)
-    say(table(f"Evaluation of {found.model}", ["figure", "value"], rows))
+    if rows:
+        say(table(f"Evaluation of {found.model}", ["figure", "value"], rows))
     for content in figure_tables(found.figures):
         say(table(*content))
     found.require_finite()

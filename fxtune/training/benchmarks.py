@@ -177,9 +177,8 @@ def _load(config: EvalConfig) -> dict[str, Any]:
                 "name a folder of tasks with their data: eval.task_folder=FOLDER."
             ) from error
     if unknown:
-        where = f"eval.task_folder={folder} has" if folder else "lm-eval knows"
-        hint = "" if folder else " Tasks of yours: eval.task_folder=FOLDER on the command line."
-        raise ConfigError(f"eval.tasks: {where} no task `{unknown}`{did_you_mean(unknown, manager.all_tasks)}{hint}")
+        where = f"eval.task_folder={folder}" if folder else "lm-eval without eval.task_folder=FOLDER"
+        raise ConfigError(f"eval.tasks: {where} has no task `{unknown}`{did_you_mean(unknown, manager.all_tasks)}")
     return tasks
 
 

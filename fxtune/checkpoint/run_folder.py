@@ -40,6 +40,7 @@ FREE_ON_RESUME = (
     "parallel.context",
     "tracking",
     "refresh",
+    "eval",
     "loader",
     "checkpoint",
     "optimizer.in_backward",

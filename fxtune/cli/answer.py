@@ -33,7 +33,8 @@ CODES = {1: "check", 2: "config", 3: "data", 4: "hardware", 5: "numbers", 6: "st
 CODES |= {75: "stopped", 130: "stopped"}
 """The name of the error for each exit code. An error with a traceback is a `bug`."""
 SECTIONS = (
-    "run|model|data|objective|train|optimizer|schedule|techniques|parallel|loader|sampler|checkpoint|tracking|refresh"
+    "run|model|data|objective|train|optimizer|schedule|techniques|parallel|loader|sampler|checkpoint|tracking|refresh|"
+    "eval"
 )
 """The sections of a config. The class Config has them, too, but takes seconds to import."""
 

@@ -167,10 +167,14 @@ COMMANDS = {
     ),
     "eval": Command(
         "fxtune.cli.evaluate",
-        "loss and exact match of a recipe's model; or of what a run has trained: eval RUN [key=value ...]",
+        "loss, exact match and benchmarks of a recipe's model; or of what a run has trained: eval RUN [key=value ...]",
         reads_data=True,
         positional="of_output",
-        options=_TRUST,
+        options={
+            "--tasks": _value("NAME,NAME", "also these benchmarks of lm-eval (eval.tasks)"),
+            "--url": _value("URL", "measure the benchmarks of RUN by this vLLM server"),
+            **_TRUST,
+        },
         ranks=True,
     ),
     "merge": Command(

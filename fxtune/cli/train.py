@@ -27,7 +27,9 @@ def run(config: Config) -> dict[str, Any]:
             "folder": str(folder),
             "finished": finished,
             "output": str(find_output(str(folder)).folder) if finished else None,
-            "held_out": {key: value for key, value in figures.items() if key.startswith(("eval/", "questions/"))},
+            "held_out": {
+                key: value for key, value in figures.items() if key.startswith(("eval/", "questions/", "benchmarks/"))
+            },
             "figures": figures,
             "next": next_commands(config, folder) if finished else [],
         }

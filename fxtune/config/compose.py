@@ -36,7 +36,7 @@ from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.needs import unread
 from fxtune.config.overrides import COMMAND_LINE, Choice, ChoiceKind, RecipeStore, refuse
 from fxtune.config.root import Config, completed
-from fxtune.config.validate import Validator, command_line_only
+from fxtune.config.validate import TASK_FOLDER, Validator, command_line_only
 from fxtune.errors import ConfigError
 from fxtune.facts.options import AUTO
 
@@ -134,6 +134,8 @@ def of_run(folder: Path, trust_remote_code: bool = False, overrides: Sequence[st
         config.techniques.lora.train_tokens = read_trained_tokens(folder)
     if all(choice.key != "data.cache_dir" for choice in choices):
         config.data.cache_dir = None
+    if not trust_remote_code and all(choice.key != TASK_FOLDER for choice in choices):
+        config.eval.task_folder = None
     return config
 
 

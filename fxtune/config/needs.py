@@ -81,6 +81,7 @@ NEEDS = (
     KeyNeed("data.eval_fraction", "data.eval_sources=[]", warns=True),
     KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
+    *(KeyNeed(f"eval.{option}", "eval.tasks", warns=True) for option in ("task_folder", "limit", "chat_template")),
     KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
     *(
         KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)

@@ -249,6 +249,21 @@ class RefreshConfig:
     refresh.bound."""
 
 
+@dataclass
+class EvalConfig:
+    """Benchmarks of lm-eval (pip install 'fxtune[eval]'), before and after training, and in `fxtune eval`."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Names of tasks and groups of lm-eval: [hellaswag, arc_challenge]."""
+    task_folder: Optional[str] = None
+    """A folder with YAML files of tasks. eval.tasks then names these tasks only. Such files can run any code, so only
+    the command line may set this key."""
+    limit: Optional[int] = field(default=None, metadata={"min": 1})
+    """Measure only the first documents of each task. null: all documents."""
+    chat_template: bool = False
+    """Write each prompt as a user's turn, by the chat template."""
+
+
 def _place_in(section: str) -> Callable[[Keys], str]:
     return lambda _: f"`{section}`"
 
@@ -271,6 +286,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         # OmegaConf cannot describe a section whose class depends on its values, so the section comes as a dict.
@@ -317,6 +333,11 @@ class Config:
             yield (
                 f"`data.questions.path`: objective={self.objective.name} trains a head that answers no questions. "
                 "Remove it"
+            )
+        if self.eval.tasks and not self.objective.needs.writes:
+            yield (
+                f"`eval.tasks`: objective={self.objective.name} trains a model without a language-model head, and "
+                "benchmarks need one. Remove it"
             )
         yield from self.parallel.refusals(self.techniques.lora.enabled)
         if train.global_batch_size % train.micro_batch_size:

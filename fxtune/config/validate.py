@@ -23,6 +23,8 @@ from fxtune.errors import did_you_mean, nearest
 from fxtune.plugins import PLUGIN_ADDS
 
 TRUST = "trust_remote_code"
+TASK_FOLDER = "eval.task_folder"
+"""The key that names a folder with code of benchmarks."""
 OUTPUT_KEYS = ("run.dir", "data.cache_dir")
 """Keys that say where files are written."""
 
@@ -228,7 +230,7 @@ class Validator:
     def _check_permission(self, name: str, value: Any, keys: Keys) -> None:
         """Refuse a file's value that lets foreign code run or writes outside the working directory. Users may type
         such values on the command line."""
-        if keys[-1] == TRUST and value is not False:
+        if (keys[-1] == TRUST and value is not False) or (name == TASK_FOLDER and value is not None):
             why = "runs code of a stranger, so a recipe cannot set it"
             self.add(keys, f"`{name}` {why}: put {name}=true on the command line yourself")
         if name not in OUTPUT_KEYS:
@@ -241,7 +243,7 @@ class Validator:
     def _check_pointer(self, value: str, keys: Keys) -> None:
         """Add a problem if a pointer (`${optimizer.lr}`) names anything but a key that exists."""
         name = ".".join(keys)
-        if self.from_file and keys[-1] == TRUST:
+        if self.from_file and (keys[-1] == TRUST or name == TASK_FOLDER):
             self.add(keys, f"`{name}` can be set on the command line only")
         if "${" in POINTER.sub("", value):
             why = "a config is saved and shared, so it may point at other keys (${optimizer.lr}) and never at the"
@@ -306,7 +308,7 @@ class Validator:
 
 
 def command_line_only(key: str) -> bool:
-    return key in OUTPUT_KEYS or key.rpartition(".")[2] == TRUST
+    return key in (*OUTPUT_KEYS, TASK_FOLDER) or key.rpartition(".")[2] == TRUST
 
 
 def _is_directive(key: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fxtune.export.rounding import Survival
 from fxtune.export.weights import Mismatch, bits
 from fxtune.models.peft_adapter import FACTORED, WEIGHTS
 from fxtune.models.shards import names_in_files
@@ -34,17 +35,19 @@ UNKNOWN = {
 """{option of peft: its meaning}. The merge of an adapter with such an option is not computed again."""
 
 
-def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str]:
+def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str, float | None]:
     """Compare the merged model in `folder` with the sums of its base and its adapter.
 
     `lora`: peft's options of the adapter. `model`: the merged model, for the names of its tensors. Returns the number
-    of tensors that were compared, and words about the tensors that were not compared. Raises Mismatch for the first
-    tensor that differs.
+    of tensors that were compared, words about the tensors that were not compared, and the share of the adapter's
+    update that survives rounding (rounding.py). Raises Mismatch for the first tensor that differs, and LostUpdateError
+    if too little survives.
     """
     if lora.init_lora_weights in FACTORED:
-        return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base"
+        return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base", None
     if odd := [what for option, what in UNKNOWN.items() if getattr(lora, option, None)]:
-        return 0, f"the sums of base and adapter, because of {odd[0]}"
+        return 0, f"the sums of base and adapter, because of {odd[0]}", None
+    survival = Survival()
     with ExitStack() as opened:
         merged, stored = (_Tensors(opened, readable_files(origin)) for origin in (Origin(folder, str(folder)), base))
         adapters = _Adapters(_Tensors(opened, [adapter.folder / WEIGHTS]), lora, model)
@@ -57,6 +60,8 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any
                 continue
             wanted, changed = adapters.applied(name, None if source is None else stored[source])
             _require_close(key, merged.files[key].name, merged[key], wanted, changed)
+            if changed and source is not None:
+                survival.add(stored[source], wanted, merged[key])
             passed.discard(key)
         # Layers for multi-token prediction, and experts without adapters that the files store one by one.
         same = {key for key in passed & stored.files.keys() if torch.equal(bits(merged[key]), bits(stored[key]))}
@@ -65,6 +70,7 @@ def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any
     return (
         len(merged.files) - len(passed),
         f"the sums of base and adapter in {len(passed)} tensors, {why}, such as {min(passed)}" if passed else "",
+        survival.share(),
     )
 
 

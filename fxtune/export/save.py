@@ -17,6 +17,7 @@ from fxtune.export.config import write_rope_for_4
 from fxtune.export.image_bounds import write_image_bounds
 from fxtune.export.model_card import image_bounds, write_card
 from fxtune.export.read_back import EndingProbe, prove
+from fxtune.export.rounding import LostUpdateError
 from fxtune.export.tokenizer import write_tokenizer
 from fxtune.export.vectors import write_vector_files
 from fxtune.export.weights import ExportedWeights, LoadMismatch, Mismatch, on_main
@@ -42,7 +43,7 @@ def save_model(
     world: World | None = None,
     *,
     answer: Callable[[], Answer] | None = None,
-    check: Callable[[Path], tuple[int, str]] | None = None,
+    check: Callable[[Path], tuple[int, str, float | None]] | None = None,
     question: EndingProbe | None = None,
     record: Callable[[Proof], None] | None = None,
     keeps: str = "",
@@ -115,6 +116,8 @@ def save_model(
             with suppress(OSError):
                 _restore(folder, old)
             shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, LostUpdateError):
+            raise StorageError(str(error)) from error
         if isinstance(error, Mismatch):
             disk = "" if isinstance(error, LoadMismatch) else "the disk, and "
             raise StorageError(

@@ -34,6 +34,8 @@ class Proof:
     """The largest difference between the logits of these answers."""
     recomputed: int | None = None
     """For a merged model: how many tensors equal the base's plus scaling * B A, computed again from the files."""
+    survives: float | None = None
+    """For a merged model: the share of the adapter's update that is left after rounding (export/rounding.py)."""
     asked: int | None = None
     """The limit of tokens for the plain model's answer to one question of the data; None: no question was asked."""
     ended_after: int | None = None
@@ -42,13 +44,14 @@ class Proof:
     """What was not compared, and why."""
     seconds: float = 0.0
 
-    def with_check(self, check: Callable[[], tuple[int, str]]) -> Proof:
-        """This proof with the result of one more check: how many tensors it computed again, and what it left out."""
+    def with_check(self, check: Callable[[], tuple[int, str, float | None]]) -> Proof:
+        """This proof with the result of one more check: how many tensors it computed again, what it left out, and
+        the share of the update that survives."""
         begin = time.perf_counter()
-        count, left_out = check()
+        count, left_out, survives = check()
         seconds = self.seconds + time.perf_counter() - begin
         left_out = "; ".join(filter(None, [self.left_out, left_out]))
-        return replace(self, recomputed=count, left_out=left_out, seconds=seconds)
+        return replace(self, recomputed=count, survives=survives, left_out=left_out, seconds=seconds)
 
     def figures(self) -> dict[str, float]:
         """The figures of this proof as metrics of the run, by name."""
@@ -62,6 +65,8 @@ class Proof:
         parts = [f"{self.tensors} tensors are the model's, bit by bit"]
         if self.recomputed is not None:
             parts.append(f"{self.recomputed} of them are the base's plus scaling * B A, computed again")
+        if self.survives is not None:
+            parts.append(f"{self.survives:.1%} of the adapter's update survive the rounding")
         if self.kl is not None:
             parts.append(
                 f"loaded with the plain libraries it gives the same logits (mean KL {self.kl:.1e} nats a token, "

@@ -1,32 +1,39 @@
-"""Measures loss on held-out data and exact match on held-out questions, for a recipe's model or a run's output."""
+"""Measures loss on held-out data, exact match on held-out questions and benchmarks, for a recipe's model or a run's
+output. Benchmarks of a run's output stand beside the benchmarks of the model that the run started from."""
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fxtune.checkpoint.run_folder import ROLLOUTS
 from fxtune.config import compose
 from fxtune.config.root import Config, SamplerName
 from fxtune.data.batches.build import prepare_evaluation
 from fxtune.data.batches.plan import Plan
+from fxtune.data.config import QuestionsConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.distributed.parallel import ParallelConfig
+from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HardwareError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.checkpoint_model import load_checkpoint
-from fxtune.outputs.run_output import OutputKind, find_output, is_checkpoint
+from fxtune.outputs.run_output import OutputKind, RunOutput, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
 from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
 from fxtune.system.terminal import console
 from fxtune.techniques.lora.trained_tokens import ids_of_adapter
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.training.answers import Question, answer, load_questions, scores
+from fxtune.training.benchmarks import Benchmarks, Scores
 from fxtune.training.builder import RunBuilder
 from fxtune.training.data.run_data import rows_to_read
 from fxtune.training.evaluation import HeldOutEvaluation
@@ -50,6 +57,8 @@ class Evaluation:
     dtype: str
     shown_answers: int
     """Number of answers that are printed: data.questions.show."""
+    scores: Scores = field(default_factory=dict)
+    """The benchmarks of the model."""
 
     def require_finite(self) -> None:
         """Raise NumbersError if the loss is not finite."""
@@ -60,11 +69,12 @@ class Evaluation:
             )
 
 
-def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False) -> Evaluation:
-    """Evaluate the exported weights or a checkpoint of a run, with the run's config changed by `keys`.
+def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False, url: str | None = None) -> Evaluation:
+    """Evaluate the exported weights or a checkpoint of a run, with the run's config changed by `keys`. `url`: of a
+    vLLM server with the output; only benchmarks are measured then, by the server.
 
     Raises ConfigError for an adapter or a model that lies in no run, or if its objective needs a reference that the
-    folder does not have. Also raises the errors of evaluate().
+    folder does not have. Also raises the errors of evaluate() and Benchmarks.ask().
     """
     found = find_output(output)
     if found.run is None:
@@ -74,20 +84,44 @@ def evaluate_output(output: str, *keys: str, trust_remote_code: bool = False) ->
         )
     # The run may have divided its weights over more ranks than this machine has.
     config = replace(compose.of_run(found.run, trust_remote_code, keys), parallel=ParallelConfig())
+    if url is not None:
+        return _ask_server(config, found, url)
     compares = config.objective.needs.reference and config.data.holds_out
+    base = _base_scores(config)
     if found.kind is OutputKind.checkpoint or (compares and found.kind is OutputKind.adapter):
-        return evaluate(config, found.folder)
+        return evaluate(config, found.folder, base=base)
     if compares:
         raise ConfigError(
             f"{found.folder}: objective={config.objective.name} compares the model with what its run started from, "
             f"which this folder does not hold. Evaluate a checkpoint: fxtune eval {found.run.name}/step-N."
         )
-    return evaluate(replace(config, model=models.starting_from(config.model, found.folder)))
+    return evaluate(replace(config, model=models.starting_from(config.model, found.folder)), base=base)
 
 
-def evaluate(config: Config, trained: Path | None = None, trust_remote_code: bool = False) -> Evaluation:
+def _base_scores(config: Config) -> Scores:
+    """The benchmarks of the model that a run of `config` starts from."""
+    if not config.eval.tasks:
+        return {}
+    alone = replace(config.data, eval_fraction=0.0, eval_sources=[], questions=QuestionsConfig())
+    alone.sources = [replace(source, eval_fraction=None) for source in alone.sources]
+    try:
+        return evaluate(replace(config, data=alone)).scores
+    finally:
+        gc.collect()  # frees the model
+
+
+def _ask_server(config: Config, output: RunOutput, url: str) -> Evaluation:
+    if (benchmarks := Benchmarks.open(config, World(torch.device("cpu")))) is None:
+        raise ConfigError("--url is for benchmarks: name some with --tasks.")
+    return Evaluation(f"{output.folder} at {url}", benchmarks.ask(url, output.folder), [], [], None, "", 0)
+
+
+def evaluate(
+    config: Config, trained: Path | None = None, trust_remote_code: bool = False, base: Scores | None = None
+) -> Evaluation:
     """Evaluate the model of a recipe. `trained`: a checkpoint or an adapter of a run of this config. Its weights
-    replace the weights that the run started from. The reference keeps the weights of the start.
+    replace the weights that the run started from. The reference keeps the weights of the start. `base`: the
+    benchmarks of the start, to stand beside the benchmarks of this model.
 
     Raises ConfigError if the config names nothing to evaluate on, and the errors of a run.
     """
@@ -95,14 +129,15 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     notes, data = config.data.unasked(), replace(config.data, questions=config.data.applicable_questions())
     config = replace(config, data=data)
     data.validate()
-    if not (data.holds_out or data.questions.path):
+    if not (data.holds_out or data.questions.path or config.eval.tasks):
         raise ConfigError(
-            "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction or data.questions.path."
-            + "".join(f" {note}" for note in notes)
+            "There is nothing to evaluate on: set data.eval_sources, data.eval_fraction, data.questions.path or "
+            "eval.tasks." + "".join(f" {note}" for note in notes)
         )
     techniques = config.techniques if trained else _trained_techniques(config)
     builder = RunBuilder(replace(config, techniques=techniques.of_evaluation()))
     world = builder.world
+    benchmarks = Benchmarks.open(config, world)
     tokenizer = world.main_first(
         partial(models.load_tokenizer, config.model, builder.settled.hf_config), "waiting for the tokenizer"
     )
@@ -145,6 +180,9 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     if questions:
         found = scores(answers, questions, data.questions.metrics)
         figures.update({f"questions/{name}": value for name, value in found.items()})
+    if benchmarks:
+        benchmarks.scores["base"] = base or {}
+        figures.update(benchmarks.measure(language_model.prepared.module, tokenizer, "tuned", rows, world))
     name = str(trained or config.model.adapter or config.model.path or "a model of random weights")
     return Evaluation(
         name,
@@ -154,6 +192,7 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
         plan.summary()["supervised_tokens"] if plan is not None else None,
         builder.facts.dtype,
         data.questions.show,
+        benchmarks.scores.get("tuned", {}) if benchmarks else {},
     )
 
 

@@ -26,7 +26,7 @@ from fxtune import __version__
 from fxtune.errors import StorageError
 from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
-from fxtune.reports.held_out import class_tables, measures
+from fxtune.reports.held_out import figure_tables, measures
 from fxtune.reports.rollouts import COLUMNS, rollout_rows
 from fxtune.reports.run_difference import NAMES, flat
 from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION, RunFiles, as_written
@@ -112,7 +112,7 @@ class Page:
     runs: list[RunView]
     results: Table
     classes: list[tuple[str, Table]]
-    """(title, confusion matrix or thresholds) of each run with a classifier."""
+    """(title, confusion matrix, thresholds or benchmarks) of each run that has them."""
     charts: list[Chart]
     missing: list[str]
     differences: Table
@@ -168,7 +168,7 @@ def collect(runs: Sequence[RunFiles]) -> Page:
         classes=[
             (f"{title}{f', {name}' * (len(runs) > 1)}", Table(columns, rows))
             for run, name in zip(runs, names, strict=True)
-            for title, columns, rows in class_tables(run.last)
+            for title, columns, rows in figure_tables(run.last)
         ],
         charts=charts,
         missing=missing,

@@ -264,6 +264,7 @@ COLUMNS = {
 HIDDEN = (
     *(
         "time/",
+        "benchmarks/",
         "startup/",
         "train/forward_backward_seconds",
         "train/update_seconds",

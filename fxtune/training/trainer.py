@@ -38,6 +38,7 @@ from fxtune.tracking.display import Display, display
 from fxtune.tracking.worker import GOES_ON
 from fxtune.training.agreement import interruptible, shared
 from fxtune.training.answers import AnswerEvaluation
+from fxtune.training.benchmarks import Benchmarks
 from fxtune.training.data.run_data import name_lost_image
 from fxtune.training.data.special_tokens import teach_ends, untrained_tokens
 from fxtune.training.evaluation import HeldOutEvaluation, evaluation_steps
@@ -125,6 +126,7 @@ class Trainer:
             self.world.from_main(partial(require_servers, config), "looking for servers")
         if reasons := list(tracker.check(config.tracking, builder.facts)):
             raise ConfigError("\n".join(reasons))
+        self.benchmarks = Benchmarks.open(config, self.world, folder.path)
         self.tokenizer, self.data = builder.read(folder.path / "quarantine.jsonl", read_template_time(folder.path))
         self.objective = builder.config.objective
         plan, self.peak_rate = self.data.training, builder.config.optimizer.lr
@@ -257,6 +259,8 @@ class Trainer:
                     self._ask_questions("before")
                 if self.held_out is not None and self.objective.compared and self.state.step == 0:
                     self._judge_before(self.held_out)
+                if self.benchmarks and self.state.step == 0:
+                    self._measure_benchmarks(self.benchmarks, "base")
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, False, FIRST_STEPS) as self.training:
                     self._loop()
@@ -497,6 +501,14 @@ class Trainer:
         self.world.heartbeat.doing("answering questions")
         return self.questions.ask(self.language_model.prepared, when, self.rows_per_pass, self.world)
 
+    def _measure_benchmarks(self, benchmarks: Benchmarks, side: str) -> None:
+        self.world.heartbeat.doing("measuring benchmarks")
+        rows = self.config.train.micro_batch_size
+        with self.clock.timed("questions"), interruptible(self.world):
+            self.log.log(
+                benchmarks.measure(self.language_model.prepared.module, self.tokenizer, side, rows, self.world)
+            )
+
     def _finish(self) -> dict[str, Any]:
         """Ask the questions again, export the best or the last weights, and tell the user where everything is."""
         state, checkpoints = self.state, self.run_state.checkpoints
@@ -508,6 +520,8 @@ class Trainer:
         self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
+        if self.benchmarks:
+            self._measure_benchmarks(self.benchmarks, "tuned")
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
         note = weights_note(step, state, self.config.train.stop.metric)
         if note:

@@ -129,6 +129,8 @@ STRANGE = {
     "remote code": "model: {path: x/y, revision: '" + "a" * 40 + "', trust_remote_code: true}",
     "remote code, in a word": "model: {trust_remote_code: 'yes'}",
     "remote code, pointed at": "model: {trust_remote_code: '${data.packing}'}",
+    "tasks with code": "eval: {tasks: [a], task_folder: tasks}",
+    "tasks with code, pointed at": "eval: {tasks: [a], task_folder: '${run.name}'}",
     "compiled code": "techniques: {attention: {backend: 'hub:x/y@" + "a" * 40 + "', trust_remote_code: true}}",
     "out of runs": "run: {name: ../../elsewhere}",
     "out of here": "run: {dir: /etc/fxtune}",

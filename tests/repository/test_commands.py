@@ -30,6 +30,7 @@ NEEDS = {
     "a config of another tool (tests/cli/test_import_config.py)": (r"fxtune import ",),
     "prompts or questions beside the recipe (tests/cli/test_programs.py)": (r"fxtune (chat|eval) mine --json",),
     "the config of a model on the hub": (r"fxtune plan \+recipe=llama_lora",),
+    "lm-eval and its data sets": (r"fxtune eval quickstart --tasks", r"fxtune \+recipe=quickstart 'eval\.tasks"),
     "an account": (r"fxtune push ",),
     "the name of a run in place of RUN": (r"fxtune (eval|merge) RUN",),
 }

@@ -29,8 +29,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from support.harness import command, write_chats, write_texts
+from support.lm_eval_standin import write_task
 from support.observed import (
     batches,
+    benched,
     built,
     compiled,
     evaluated_slowly,
@@ -91,6 +93,7 @@ MIXTURE = "model.architecture={model_type: mixtral, hidden_size: 16, intermediat
 MIX = "techniques.checkpointing.policy=mix techniques.checkpointing.mix={input: 2}"
 COMPILED = "data.packing=true"
 ROPE = f"techniques.rope.factor=2.0 model.architecture={NARROW.replace('head_dim: 8', 'head_dim: 64')}"
+BENCHED = "eval.tasks=[lamps] eval.task_folder=tasks"
 ASKS = "data.questions.path=chats.jsonl data.questions.limit=2 data.on_overlap=keep data.questions.show=1"
 PICTURES = "data.sources=[{path: pictures/rows.jsonl}] model.path=vision model.init=pretrained model.architecture={}"
 TEXTS = "data.sources=[{path: texts.jsonl}]"
@@ -411,6 +414,10 @@ CASES: dict[str, Case] = {
     "refresh.epochs": Case(refreshed, "1.0"),
     "refresh.bound": Case(refreshed, "0.5"),
     "refresh.gain": Case(refreshed, "0.5"),
+    "eval.tasks": Case(benched, "[lamps,others]", BENCHED),
+    "eval.task_folder": Case(benched, "other_tasks", BENCHED),
+    "eval.limit": Case(benched, "1", BENCHED),
+    "eval.chat_template": Case(benched, "true", BENCHED),
 }
 """Each key with its case. Keys of eval_sources are those of sources."""
 CASES |= {
@@ -513,6 +520,10 @@ def write_files(place: Path) -> None:
         "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{{ m['tool_calls'] | tojson if m['tool_calls'] }}<|im_end|>\n"
     )
     plain = "{% for m in messages %}" + turn + "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+    lamps = [(f"Lamp {number}?", ["red", "blue"], number % 2) for number in range(3)]
+    write_task(place / "tasks", "lamps", lamps)
+    write_task(place / "tasks", "others", lamps)
+    write_task(place / "other_tasks", "lamps", lamps[1:])
     (place / "halved.py").write_text(PLUGIN)
     (place / "plain.jinja").write_text(plain)
     (place / "moody.jinja").write_text("{{ mood }}" + plain)

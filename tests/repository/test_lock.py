@@ -21,7 +21,7 @@ LOCKED = {canonicalize_name(wanted.name): wanted for wanted in map(Requirement, 
 MOVING = ("torch", "transformers", "tokenizers", "huggingface-hub", "datasets", "peft", "liger-kernel", "wandb")
 """Packages of which a minor release has broken fxtune, or may."""
 
-UNLOCKED = ("hybrid", "mlflow", "trackio")
+UNLOCKED = ("eval", "hybrid", "mlflow", "trackio")
 """Extras that need an older version of a package than the locked one. Their tests run where they are installed."""
 
 AHEAD = {"torch": (2, 14)}

@@ -16,7 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
+from support import lm_eval_standin
 from support.runs import history
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,12 +29,14 @@ from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import SourceConfig
 from fxtune.data.tokenized import tokenize
+from fxtune.models.load import load_tokenizer
 from fxtune.optim.schedule import Schedule
 from fxtune.outputs.document_losses import DocumentLosses
 from fxtune.outputs.refresh_data import RefreshData, find_drift, judge
 from fxtune.settle.ranks import ranks_of
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.tracking import tracker
+from fxtune.training.benchmarks import Benchmarks
 from fxtune.training.builder import RunBuilder
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.step import TrainStep
@@ -194,6 +198,19 @@ def compiled(config: Config) -> Any:
     with patch.object(torch, "compile", side_effect=lambda forward, **_: forward) as compiler:
         builder.build()
     return [(call.args[0].__qualname__, call.kwargs) for call in compiler.call_args_list]
+
+
+def benched(config: Config) -> Any:
+    """The documents and prompts of benchmarks, as a stand-in for lm-eval gets them."""
+    builder = RunBuilder(config)
+    with pytest.MonkeyPatch.context() as patches:
+        lm_eval_standin.install(patches)
+        benchmarks = Benchmarks.open(config, builder.world)
+        assert benchmarks is not None
+        model, tokenizer = builder.build().module, load_tokenizer(config.model)
+        benchmarks.measure(model, tokenizer, "tuned", 1, builder.world)
+    documents = {name: score["documents"] for name, score in benchmarks.scores["tuned"].items()}
+    return documents, lm_eval_standin.PROMPTS.copy()
 
 
 def refreshed(config: Config) -> Any:

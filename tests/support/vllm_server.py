@@ -58,6 +58,7 @@ class VllmServer(ThreadingHTTPServer):
         self.base.generation_config.eos_token_id = None
         self.model: Any = None
         self.loaded: list[str] = []
+        self.folders: dict[str, str] = {}
         self.history: list[tuple[str, str]] = []
         """(call, adapter), in order."""
         self.asked: list[dict[str, Any]] = []
@@ -101,6 +102,7 @@ class VllmServer(ThreadingHTTPServer):
         else:
             self.model.load_adapter(folder, adapter_name=name)
         self.loaded.append(name)
+        self.folders[name] = folder
         return 200, "Success"
 
     def reload(self, given: dict[str, Any]) -> tuple[int, Any]:
@@ -119,6 +121,29 @@ class VllmServer(ThreadingHTTPServer):
         found = [{str(token): {"logprob": float(rated[at][token])}} for at, token in enumerate(ids[1:])]
         return 200, {"model": "tiny", "choices": [{"prompt_logprobs": [None, *found]}]}
 
+    def repeat(self, given: dict[str, Any]) -> tuple[int, Any]:
+        """The prompt and one more token, with the log-probability of each token after the first."""
+        model, choices = self._named(given["model"]), []
+        with torch.no_grad():
+            for index, ids in enumerate(given["prompt"]):
+                rated = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+                likeliest = rated.argmax(-1).tolist()
+                written = [*ids[1:], likeliest[-1]]
+                own = [float(row[token]) for row, token in zip(rated, written, strict=True)]
+                top = [{str(token): float(row[token])} for row, token in zip(rated, likeliest, strict=True)]
+                log_probs = {"token_logprobs": [None, *own], "top_logprobs": [None, *top]}
+                choices.append({"index": index, "logprobs": log_probs})
+        return 200, {"model": given["model"], "choices": choices}
+
+    def _named(self, name: str) -> Any:
+        """The base, or the model with the adapter of this name."""
+        if name == "tiny" and self.model is not None:
+            self.model.base_model.disable_adapter_layers()
+        elif name != "tiny":
+            self.model.base_model.enable_adapter_layers()
+            self.model.set_adapter(name)
+        return self.base
+
     def hangs(self) -> bool:
         """Whether this request for an answer gets none."""
         with self.lock:
@@ -131,6 +156,8 @@ class VllmServer(ThreadingHTTPServer):
         if self.sleeps:
             return 500, {"error": {"message": "the engine sleeps"}}
         self.asked.append(given)
+        if given.get("echo"):
+            return self.repeat(given)
         if "prompt_logprobs" in given:
             return self.rate(given)
         if given["logprobs"] > 1:
@@ -201,7 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.dead:
             self.connection.close()
             return
-        models = [{"id": "tiny", "max_model_len": self.server.longest}]
+        models = [{"id": "tiny", "max_model_len": self.server.longest, "root": self.server.base.name_or_path}]
+        models += [{"id": name, "root": folder, "parent": "tiny"} for name, folder in self.server.folders.items()]
         self._answer(200, {"/v1/models": {"data": models}, "/version": {"version": "0.0.1"}}.get(self.path, ""))
 
     def do_POST(self) -> None:
@@ -216,6 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(*server.load(given["lora_name"], given["lora_path"]))
             elif self.path == "/v1/unload_lora_adapter":
                 server.loaded.remove(given["lora_name"])
+                del server.folders[given["lora_name"]]
                 self._answer(200, "Success")
             elif self.path == "/collective_rpc":
                 self._answer(*server.reload(given))

@@ -18,7 +18,7 @@ from fxtune.data.batches.loader import settle_loader
 from fxtune.errors import StorageError
 from fxtune.models.proof import Proof
 from fxtune.objectives.base import Objective
-from fxtune.reports.held_out import class_tables
+from fxtune.reports.held_out import figure_tables
 from fxtune.system.terminal.console import table
 from fxtune.system.terminal.startup import StartupTimer
 from fxtune.system.terminal.units import format_seconds
@@ -93,12 +93,12 @@ class RunLog:
         return f"all {steps} steps are done and saved in {folder}. {command} finishes the run."
 
     def ended(self, questions: AnswerEvaluation | None, lines: Iterable[str]) -> None:
-        """Show the answers and the tables of a classifier, and print `lines`."""
+        """Show the answers, the tables of a classifier and the benchmarks, and print `lines`."""
         self.screen.finish()
         if questions:
             self.screen.answers(questions.shown())
             self.screen.note(questions.verdict())
-        for content in class_tables(self.state.figures):
+        for content in figure_tables(self.state.figures):
             self.screen.note(table(*content))
         for line in lines:
             self.screen.note(line)

@@ -91,6 +91,9 @@ class SourceConfig:
     reach the text."""
     instruction: Optional[str] = None
     """The text before each query of this source, for objective=embedding. Null: objective.instruction."""
+    environment: Optional[str] = None
+    """The environment of a plugin whose tools the model may call while it answers this source's prompts (docs/rl.md).
+    For objective=policy."""
     text_unit: TextUnit = TextUnit.document
     """What one row of a .txt or .md file is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})

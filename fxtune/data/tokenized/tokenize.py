@@ -25,6 +25,7 @@ import numpy as np
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.chat.pairs import prompt_tokens
 from fxtune.data.chat.split import SplitCounts
+from fxtune.data.chat.tool_turns import schemas
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.formats.row_format import LearnConfig
 from fxtune.data.images.placed import PlacedImage
@@ -92,6 +93,10 @@ def tokenize(
         )
     encoder = Encoder.of(data, tokenizer, opened.format(), images, **options)
     encoder.folders = opened.folders
+    if source.environment:
+        if opened.format().name != "prompt":
+            raise DataError(f"{opened.name}: the source's `environment` is for objective=policy. Remove it.")
+        encoder.tools = schemas(source.environment)
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
         whole, cached = _open_or_build(folder, settings, opened, encoder, data)
@@ -193,6 +198,8 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         settings.append({"images": [IMAGES_VERSION, encoder.images.identity, folders]})
     if encoder.instruction:
         settings.append({"instruction": encoder.instruction})
+    if encoder.tools:
+        settings.append({"tools": encoder.tools})
     if encoder.on_rewritten is not OnRewritten.split:
         settings.append({"on rewritten": encoder.on_rewritten.value})
     return settings

@@ -24,10 +24,8 @@ END_OF_THOUGHT = "</think>"
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: a text, or a list of messages."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(str(message.get("content") or "") for message in completion)
+    """The text of a completion: a text, or the last of its messages."""
+    return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 
 def final_text_of(completion: Any) -> str:

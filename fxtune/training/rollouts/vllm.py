@@ -45,7 +45,7 @@ from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process, start_process
 from fxtune.system.terminal.progress import Phase, phase
 from fxtune.training.rollouts.client import START_SECONDS, Client, ServerError, clients_of, side_by_side
-from fxtune.training.rollouts.sampler import Request, Sampled
+from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
 
 TRIES = 3
 """How often a request is sent before the run ends."""
@@ -110,24 +110,36 @@ class VllmSampler:
         except ServerError as error:
             raise self._failed(error) from error
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Sampled]]:
         """See Sampler. The returned function raises HardwareError if the servers fail."""
-        if any(request.images for request in requests):
+        if any(request.images for request in episodes.requests):
             raise ConfigError("sampler.name=vllm: prompts with images need sampler.name=model.")
         name, began = _name_of(weights_version), time.perf_counter()
         if self.config.sampler.sleep and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM takes its memory back
         folder = self._write_weights(name)
-        return partial(self._sample, requests, name, folder, time.perf_counter() - began)
+        return partial(self._sample, episodes, name, folder, time.perf_counter() - began)
 
     def has(self, weights_version: str) -> bool:
         return (self.written / _name_of(weights_version) / self.config_name).exists()
 
-    def _sample(self, requests: Sequence[Request], name: str, folder: Path, writing_seconds: float) -> list[Sampled]:
-        answers, left = dict[int, Sampled](), TRIES
-        about = f"Writing {len(requests):,} answers", len(requests), "answers"
+    def _sample(self, episodes: Episodes, name: str, folder: Path, writing_seconds: float) -> list[Sampled]:
         if not self.adapts:
             self.loaded = ""  # a server that has started again answers by the same name, with its first weights
+        self.sync_seconds, requests, is_first = writing_seconds, episodes.begin(), True
+        while requests:
+            turns = self._turns(requests, name, folder, is_first)
+            requests, is_first = (episodes.begin(), True) if turns is None else (episodes.go_on(turns), False)
+        try:
+            self._sleep(True)
+        except ServerError as error:
+            raise self._failed(error) from error
+        return episodes.sampled
+
+    def _turns(self, requests: Sequence[Request], name: str, folder: Path, is_first: bool) -> list[Sampled] | None:
+        """One turn of each answer. None if a server did not write the first turns with its present weights."""
+        answers, left = dict[int, Sampled](), TRIES
+        about = f"Writing {len(requests):,} answers", len(requests), "answers"
         # Training shows its own progress meanwhile.
         with nullcontext(Phase(*about)) if self.config.sampler.ahead else phase(*about, announce=False) as work:
 
@@ -143,7 +155,9 @@ class VllmSampler:
                     self._sleep(False)
                     if self._load(name, folder):
                         answers.clear()  # a server that starts again may have other weights, and a step has one model
-                    self.sync_seconds = writing_seconds + time.perf_counter() - began
+                        if not is_first:
+                            return None
+                    self.sync_seconds += time.perf_counter() - began
                     side_by_side(ask, missing, self.clients, lambda: self.closed)
                 except ServerError as error:
                     left -= 1
@@ -156,10 +170,6 @@ class VllmSampler:
                     if self._has_ended():
                         self._end_process()  # its children may still hold the card
                         self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
-        try:
-            self._sleep(True)
-        except ServerError as error:
-            raise self._failed(error) from error
         return [answers[number] for number in range(len(requests))]
 
     def _sleep(self, sleeps: bool) -> None:
@@ -271,7 +281,7 @@ class VllmSampler:
         content = {
             "model": model,
             "prompt": request.prompt,
-            "max_tokens": sampler.max_tokens,
+            "max_tokens": request.room or sampler.max_tokens,
             "temperature": sampler.temperature,
             **WHOLE_DISTRIBUTION,
             "logprobs": 0,

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, TypeVar
 
 from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
@@ -155,7 +155,7 @@ METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 METRICS.reserve(["exact_match"])
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
-    environment="fxtune.training.rollouts.environment:environment_reward",
+    environment="fxtune.training.rollouts.reward_functions:of_environment",
     exact="fxtune.training.rollouts.reward_functions:exact",
     json="fxtune.training.rollouts.reward_functions:json_document",
     length="fxtune.training.rollouts.reward_functions:length",
@@ -211,6 +211,15 @@ def tools_of(kind: type) -> dict[str, Callable[..., Any]]:
     """The methods of an environment that the model may call, by name."""
     methods = inspect.getmembers(kind, inspect.isfunction)
     return {name: method for name, method in methods if name[0] != "_" and name not in ("reset", "get_reward")}
+
+
+def tool_schemas(name: str) -> list[dict[str, Any]]:
+    """The JSON schemas of an environment's tools. Raises ConfigError."""
+    from transformers.utils import get_json_schema
+
+    kind, plugin = ENVIRONMENTS[name], ENVIRONMENTS.added()[name]
+    with _blamed(plugin):
+        return [get_json_schema(MethodType(tool, kind)) for tool in tools_of(kind).values()]
 
 
 def reward_problem(name: str, options: Mapping[str, Any]) -> str:

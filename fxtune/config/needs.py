@@ -62,10 +62,6 @@ def _has_rollouts(config: Config) -> bool:
     return config.objective.needs.rollouts
 
 
-def _has_tools(config: Config) -> bool:
-    return any(source.environment for source in (*config.data.sources, *config.data.eval_sources))
-
-
 def _has_vllm(config: Config) -> bool:
     return _has_rollouts(config) and config.sampler.is_vllm
 
@@ -93,7 +89,7 @@ NEEDS = (
     ),
     *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
     KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
-    KeyNeed("sampler.turns", "environment of a source", _has_tools),
+    KeyNeed("sampler.turns", "environment of a source", lambda config: config.data.has_tools),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),

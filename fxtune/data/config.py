@@ -246,6 +246,11 @@ class DataConfig:
         return self.share_prompts is True and self.packs
 
     @property
+    def has_tools(self) -> bool:
+        """Whether answers may call tools of an environment."""
+        return any(source.environment for source in (*self.sources, *self.eval_sources))
+
+    @property
     def held_out_shares(self) -> tuple[float, ...]:
         """For each of `sources`, the share of its documents that is held out of training."""
         common = 0.0 if self.eval_sources else self.eval_fraction

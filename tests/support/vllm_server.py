@@ -152,16 +152,21 @@ class VllmServer(ThreadingHTTPServer):
             model.set_adapter(given["model"])
         draws = torch.Generator().manual_seed(given["seed"] % 2**31)  # the run is another thread of this process
         ids, log_probs = list(given["prompt"]), []
-        script = None if self.script is None else self.script(given)
+        if self.script is not None:
+            ids += self.script(given)[: given["max_tokens"]]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, len(given["prompt"]) - 1 : -1]
+            scaled = (logits / given["temperature"]).log_softmax(-1)
+            log_probs = [float(row[token]) for row, token in zip(scaled, ids[len(given["prompt"]) :], strict=True)]
         with torch.no_grad():
-            for at in range(given["max_tokens"] if script is None else min(given["max_tokens"], len(script))):
+            for _ in range(given["max_tokens"] if self.script is None else 0):
                 if "base" in self.faults and model is self.model:
                     with self.model.disable_adapter():
                         logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
                 else:
                     logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
                 scaled = (logits / given["temperature"]).log_softmax(-1)
-                token = int(torch.multinomial(scaled.exp(), 1, generator=draws)) if script is None else script[at]
+                token = int(torch.multinomial(scaled.exp(), 1, generator=draws))
                 kept = logits.log_softmax(-1) if "hot" in self.faults else scaled
                 ids.append(token)
                 wrong = {"nulls": None, "nans": float("nan")}

@@ -25,7 +25,6 @@ import numpy as np
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.chat.pairs import prompt_tokens
 from fxtune.data.chat.split import SplitCounts
-from fxtune.data.chat.tool_turns import schemas
 from fxtune.data.config import DataConfig, OnBadRow, OnLong, OnRewritten, SourceConfig
 from fxtune.data.formats.row_format import LearnConfig
 from fxtune.data.images.placed import PlacedImage
@@ -36,7 +35,7 @@ from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, not_written
-from fxtune.plugins import ROW_FORMATS, require_unchanged
+from fxtune.plugins import ROW_FORMATS, require_unchanged, tool_schemas
 from fxtune.system.machine.host import cores
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
@@ -96,7 +95,7 @@ def tokenize(
     if source.environment:
         if opened.format().name != "prompt":
             raise DataError(f"{opened.name}: the source's `environment` is for objective=policy. Remove it.")
-        encoder.tools = schemas(source.environment)
+        encoder.tools = tool_schemas(source.environment)
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
         whole, cached = _open_or_build(folder, settings, opened, encoder, data)

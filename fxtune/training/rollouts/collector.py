@@ -40,7 +40,7 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.precision import Precision
 from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
-from fxtune.training.rollouts.episodes import Episodes, Request, Sampled, seed_of
+from fxtune.training.rollouts.episodes import Episodes, seed_of
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
 from fxtune.training.rollouts.pending import Background, PendingStep, Scored
 from fxtune.training.rollouts.plan import RolloutPlan
@@ -73,7 +73,7 @@ class Collector:
         self.precision, self.world, self.tokenizer, self.note = precision, world, tokenizer, note
         assert isinstance(config.objective, Policy)
         self.objective = config.objective
-        self.tools = tool_turns(config, tokenizer)
+        self.tools = ToolTurns(tokenizer, config.data) if config.data.has_tools else None
         self.teacher_server: TeacherServer | None = None
         if self.objective.teacher_is_server:
             self.teacher_server = TeacherServer(self.objective.teacher, config.sampler)
@@ -172,15 +172,15 @@ class Collector:
         groups, numbers = range(len(places)), range(answers_each)
         seeds = [seed_of(self.config.run.seed, step, group, number) for group in groups for number in numbers]
         prompts = [each for each in asked for _ in range(answers_each)]
-        episodes = self._episodes(prompts, seeds, places, self.config.data.sources, plan.tables)
+        episodes = self._episodes(prompts, seeds, places, self.config.data.sources, plan)
         ask = self.sampler.sample(episodes, version)
         if self.config.sampler.ahead:
             self.world.from_main(lambda: self.rollouts.write_ahead(step, version), "naming the sampler's weights")
 
         def work() -> Scored:
-            answers = self._answers(ask(), seeds, answers_each)
+            answers = ask()
             written = time.perf_counter()
-            found = [_completed(*each) for each in zip(episodes.groups, self._by_prompt(answers), strict=True)]
+            found = self._completed(episodes.groups, answers)
             scores = self.workers.score(found)
             sync, rewards = self.sampler.sync_seconds, time.perf_counter() - written
             return Scored(answers, found, scores, sync, written - began - sync, rewards)
@@ -268,13 +268,12 @@ class Collector:
         asked = [Asked.of(plan.tables[source], document) for source, document in places]
         seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
         self._wait()
-        episodes = self._episodes(asked, seeds, places, sources, plan.tables)
+        episodes = self._episodes(asked, seeds, places, sources, plan)
         ask = self.sampler.sample(episodes, weights_checksum(self.model.model, trained=True))
 
         def work() -> dict[str, float]:
-            answers = self._answers(ask(), seeds)
-            groups = [_completed(group, [answer]) for group, answer in zip(episodes.groups, answers, strict=True)]
-            return self._means(self._rewarded(groups, answers))
+            answers = ask()
+            return self._means(self._rewarded(self._completed(episodes.groups, answers), answers))
 
         return self.world.from_main(work, "waiting for answers and rewards")
 
@@ -288,20 +287,12 @@ class Collector:
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
                 row = question.row or Row(f"question {at + 1}", {"prompt": question.text})
                 made.append(Answer("", at, ids, [], True, 0, text))
-                group = _completed(_group(row), made[-1:])
+                (group,) = self._completed([_group(row)], made[-1:])
                 groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
             return self._means(self._rewarded(groups, made))["reward"]
 
         self._wait()
         return self.world.from_main(work, "waiting for the rewards")
-
-    def _answers(self, sampled: Sequence[Sampled], seeds: Sequence[int], each: int = 1) -> list[Answer]:
-        """The answers without rewards. `each`: the number of answers to a prompt."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return [
-            Answer("", at // each, one.ids, one.log_probs, one.finished, seed, decode(one.ids), messages=one.messages)
-            for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
-        ]
 
     def _episodes(
         self,
@@ -309,15 +300,28 @@ class Collector:
         seeds: Sequence[int],
         places: Sequence[tuple[int, int]],
         sources: Sequence[SourceConfig],
-        tables: Sequence[TokenTable],
+        plan: Plan,
     ) -> Episodes:
-        """The answers to the prompts at `places`: (source, document)."""
-        requests = [Request(each.prompt, seed, each.images) for each, seed in zip(asked, seeds, strict=True)]
+        """The answers to prompts at `places`: (source, document)."""
         groups = [
-            _group(self._rows(sources[source], tables[source])[document], sources[source].environment or "")
+            _group(self._rows(sources[source], plan.tables[source])[document], sources[source].environment or "")
             for source, document in (places if self.world.main else ())
         ]
-        return Episodes(requests, self.config.sampler, groups, self.tools, self.workers)
+        return Episodes(asked, seeds, self.config.sampler, groups, self.workers, self.tools)
+
+    def _completed(self, groups: Sequence[Group], answers: Sequence[Answer]) -> list[Group]:
+        """`groups` with their answers, the same number for each, for rewards."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for answer in answers:
+            answer.text = answer.text or decode(answer.ids)
+        completed, each = list[Group](), len(answers) // len(groups)
+        for at, group in enumerate(groups):
+            own = answers[at * each : (at + 1) * each]
+            chats = [answer.messages or [{"role": "assistant", "content": answer.text}] for answer in own]
+            texts = [answer.text for answer in own]
+            completions = texts if isinstance(group.prompt, str) else chats
+            completed.append(replace(group, completions=completions, ids=[answer.ids for answer in own]))
+        return completed
 
     def _by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
         each = self.config.sampler.answers
@@ -402,8 +406,8 @@ class Collector:
             "truncated": float(np.mean([not answer.finished for answer in answers])),
             "length": float(np.mean([answer.length for answer in answers])),
         }
-        if talks := [answer.messages for answer in answers if answer.messages]:
-            figures["turns"] = float(np.mean([sum(one["role"] == "assistant" for one in talk) for talk in talks]))
+        if turns := [sum("name" not in one for one in answer.messages) for answer in answers if answer.messages]:
+            figures["turns"] = float(np.mean(turns))
         for key in self.keys:
             own = [value for answer in answers if (value := answer.rewards.get(key)) is not None]
             if own:
@@ -482,25 +486,13 @@ def _group(row: Row, environment: str = "") -> Group:
     return Group(row.where, prompt, [], [], columns, environment)
 
 
-def _completed(group: Group, answers: Sequence[Answer]) -> Group:
-    """`group` with answers, for rewards."""
-    chats = [answer.messages or [{"role": "assistant", "content": answer.text}] for answer in answers]
-    completions = [answer.text for answer in answers] if isinstance(group.prompt, str) else chats
-    return replace(group, completions=completions, ids=[answer.ids for answer in answers])
-
-
-def tool_turns(config: Config, tokenizer: Any) -> ToolTurns | None:
-    """How answers call tools; None if no source has an environment. Raises ConfigError."""
-    sources = (*config.data.sources, *config.data.eval_sources)
-    return ToolTurns(tokenizer, config.data) if any(source.environment for source in sources) else None
-
-
 def require_servers(config: Config) -> None:
     """Raise ConfigError if the servers of the recipe, or of its teacher, are not there or do not fit, or if the chat
-    template cannot write turns with tools."""
+    template does not fit the sources' environments."""
     assert isinstance(config.objective, Policy)
     tokenizer = load_tokenizer(config.model)
-    tool_turns(config, tokenizer)
+    if config.data.has_tools:
+        ToolTurns(tokenizer, config.data)
     if config.sampler.is_vllm:
         require_ready(config, tokenizer)
     if config.objective.teacher_is_server:
@@ -523,8 +515,7 @@ def make_collector(
     prepared = model.prepared
     known = end_tokens(prepared.module.generation_config)
     ends = {*template_ends(tokenizer, config.data), *known, tokenizer.eos_token_id} - {None}
-    if (tools := tool_turns(config, tokenizer)) is not None:
-        ends.add(tools.end)
+    ends |= {ToolTurns(tokenizer, config.data).end} if config.data.has_tools else set()
     sampler: Sampler
     if config.sampler.is_vllm:
         sampler = VllmSampler(prepared, config, world, ends, rollouts.folder, config.techniques.lora.r)

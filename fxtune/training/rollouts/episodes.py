@@ -1,4 +1,4 @@
-"""Answers of one turn, or of several: while an answer calls tools, it goes on after their results."""
+"""Answers of one turn, or of several: an answer that calls tools goes on after their results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 
 from fxtune.config.root import SamplerConfig
 from fxtune.data.batches.segments import splitmix64
-from fxtune.data.chat.tool_turns import ToolCall, ToolTurns
+from fxtune.data.chat.tool_turns import ToolTurns
+from fxtune.training.rollouts.folder import Answer, Asked
 from fxtune.training.rollouts.scoring import Group, RewardWorkers
 
 KEYS = count(1)
-"""For Group.key."""
+"""Group.key of the next group."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,21 @@ class Request:
     prompt: list[int]
     seed: int
     """From 0 to 2^63 - 1."""
-    images: tuple[Any, ...] = ()
-    room: int | None = None
-    """The tokens that are left for the answer; None: sampler.max_tokens."""
+    images: tuple[Any, ...]
+    room: int
+    """The tokens after which the turn is cut off."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampled:
+    """One turn of an answer."""
+
     ids: list[int]
-    """The tokens of the answer, with the token that ended it. Of several turns: with the results of tools."""
-    log_probs: list[float | None]
-    """The log-probability of each token at the sampler's temperature. None for tokens that were not sampled."""
+    """The tokens, with the token that ended the turn."""
+    log_probs: list[float]
+    """The log-probability of each token at the sampler's temperature."""
     finished: bool
-    """Whether the answer ended by itself."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The turns of an answer with an environment."""
+    """Whether the turn ended by itself."""
 
 
 def seed_of(*key: int) -> int:
@@ -50,61 +51,59 @@ def seed_of(*key: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
+@dataclass
 class Episodes:
-    """The answers to `requests`, the same number for each of `groups`. Without `tools` each has one turn. Rank 0 alone
-    needs groups and calls go_on()."""
+    """Answers that a sampler writes turn by turn. Only rank 0 needs groups, workers and tools."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        config: SamplerConfig,
-        groups: Sequence[Group] = (),
-        tools: ToolTurns | None = None,
-        workers: RewardWorkers | None = None,
-    ) -> None:
-        self.requests, self.config, self.groups, self.tools, self.workers = requests, config, groups, tools, workers
-        self.each = len(requests) // max(len(groups), 1)
+    asked: Sequence[Asked]
+    """The prompt of each answer."""
+    seeds: Sequence[int]
+    config: SamplerConfig
+    groups: Sequence[Group] = ()
+    """The prompts, each with the same number of answers."""
+    workers: RewardWorkers | None = None
+    tools: ToolTurns | None = None
+    """None: each answer has one turn."""
+    answers: list[Answer] = field(default_factory=list)
 
-    def begin(self) -> Sequence[Request]:
+    def begin(self) -> list[Request]:
         """The first turn of all answers. A second call begins again."""
         self.groups = [replace(group, key=next(KEYS)) for group in self.groups]
-        self.sampled = [Sampled([], [], False) for _ in self.requests]
-        self._open: Sequence[int] = range(len(self.requests))
-        self._turns = 0
-        return self.requests
+        self._each = len(self.seeds) // max(len(self.groups), 1)
+        self.answers = [Answer("", at // self._each, [], [], False, seed) for at, seed in enumerate(self.seeds)]
+        self._open, self._turns = [*range(len(self.answers))], 0
+        return [self._request(at) for at in self._open]
 
-    def go_on(self, answers: Sequence[Sampled]) -> list[Request]:
-        """Add a turn to the answers that called tools, and call their tools. Returns the prompts of the next turn;
-        none if all answers are complete."""
-        calls: dict[int, dict[int, list[ToolCall]]] = {}
-        for at, turn in zip(self._open, answers, strict=True):
-            own, group, number = self.sampled[at], at // self.each, at % self.each
-            own.ids, own.log_probs, own.finished = own.ids + turn.ids, own.log_probs + turn.log_probs, turn.finished
-            if self.tools is not None and self.groups[group].environment:
+    def _request(self, at: int) -> Request:
+        asked, answer = self.asked[at], self.answers[at]
+        seed = seed_of(answer.seed, self._turns) if self._turns else answer.seed
+        room = self.config.max_tokens - len(answer.ids)
+        return Request([*asked.prompt, *answer.ids], seed, asked.images, room)
+
+    def go_on(self, turns: Sequence[Sampled]) -> list[Request]:
+        """Add a turn to each open answer, and call its tools. Returns the next turns; none if all are complete."""
+        calls: dict[int, dict[int, Any]] = {}
+        for at, turn in zip(self._open, turns, strict=True):
+            answer = self.answers[at]
+            answer.ids += turn.ids
+            answer.log_probs += turn.log_probs
+            answer.finished = turn.finished
+            if self.tools is not None and self.groups[answer.group].environment:
                 message, found = self.tools.read(turn.ids)
-                own.messages.append(message)
+                answer.messages.append(message)
                 if found and turn.finished:
-                    own.finished = False
-                    calls.setdefault(group, {})[number] = found
-        self._turns += 1
-        self._open, requests = list[int](), list[Request]()
-        if not calls or self._turns == self.config.turns:
+                    calls.setdefault(answer.group, {})[at % self._each] = found
+                    answer.finished = False  # until the next turn
+        self._open, self._turns = [], self._turns + 1
+        if self.tools is None or self.workers is None or self._turns == self.config.turns:
             return []
-        assert self.workers is not None
         asked = [replace(self.groups[group], calls=own) for group, own in calls.items()]
         for group, scores in zip(calls, self.workers.score(asked), strict=True):
             for number, results in scores.replies.items():
-                requests += self._next(group * self.each + number, results)
-        return requests
-
-    def _next(self, at: int, results: list[tuple[str, str]]) -> list[Request]:
-        """The prompt of an answer's next turn. None if sampler.max_tokens leaves no room for a turn."""
-        assert self.tools is not None
-        own, request, added = self.sampled[at], self.requests[at], self.tools.encode(results)
-        room = self.config.max_tokens - len(own.ids) - len(added)
-        if room < 1:
-            return []
-        own.ids, own.log_probs = own.ids + added, own.log_probs + [None] * len(added)
-        own.messages += [{"role": "tool", "name": name, "content": text} for name, text in results]
-        self._open = [*self._open, at]
-        return [Request([*request.prompt, *own.ids], seed_of(request.seed, self._turns), request.images, room)]
+                answer, (messages, ids) = self.answers[group * self._each + number], self.tools.write(results)
+                if len(answer.ids) + len(ids) < self.config.max_tokens:
+                    answer.ids += ids
+                    answer.log_probs += [None] * len(ids)
+                    answer.messages += messages
+                    self._open.append(group * self._each + number)
+        return [self._request(at) for at in self._open]

@@ -34,7 +34,7 @@ def made_up_plan(config: Config, prompts: Plan, folder: Path) -> Plan:
         for number in range(sampler.answers):
             length = int(random.integers(1, sampler.max_tokens + 1))
             ids, log_probs = random.choice(tokens, length).tolist(), random.normal(LOG_PROB, 0.5, length).tolist()
-            if any(source.environment for source in config.data.sources):  # the results of tools are not learned
+            if config.data.has_tools:  # the results of tools are not learned
                 log_probs[length // 3 : length // 2] = [None] * (length // 2 - length // 3)
             advantage = float(random.normal())
             answers.append(Answer("", group, ids, log_probs, True, number, advantage=advantage))

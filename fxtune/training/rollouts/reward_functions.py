@@ -48,6 +48,11 @@ def needed_package(name: str) -> ModuleType:
         raise ValueError(f"the package {error.name} is not installed. Install it: pip install 'fxtune[rl]'") from error
 
 
+def of_environment(completions: list[Any], environments: Sequence[Any] = (), **_: Any) -> list[Any]:
+    """What get_reward() of each answer's environment returns. None for a row without an environment."""
+    return [each and each.get_reward() for each in environments]
+
+
 def exact(completions: list[Any], columns: Columns, *, column: str = "answer", **_: Any) -> list[float]:
     """1 if the answer is the text in `column`, else 0. Spaces around both do not count."""
     right = column_of(columns, column)

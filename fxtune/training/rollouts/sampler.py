@@ -23,6 +23,7 @@ from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
 from fxtune.training.generation import dealt_out, write
 from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
+from fxtune.training.rollouts.folder import Answer
 
 
 class Sampler(Protocol):
@@ -33,7 +34,7 @@ class Sampler(Protocol):
     sync_seconds: float
     """The seconds in which the newest answers' weights were given to the sampler."""
 
-    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Sampled]]:
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
         """Begin to write the answers `episodes` by the weights `weights_version`: the model's, or weights that the
         sampler has(). All ranks call this together. Rank 0 calls the returned function, which waits for the answers,
         before the next sample(). The function may run in another thread."""
@@ -89,12 +90,12 @@ class ModelSampler:
         self.rows_per_pass, self.ends, self.pad, self.images = rows_per_pass, ends, pad, images
         self.name, self.repeats, self.sync_seconds = f"the trained model, torch {torch.__version__}", False, 0.0
 
-    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Sampled]]:
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
         requests = episodes.begin()
         while requests:
             turns = self._turns(requests)
             requests = self.world.from_main(partial(episodes.go_on, turns), "calling tools")
-        return lambda: episodes.sampled
+        return lambda: episodes.answers
 
     def _turns(self, requests: Sequence[Request]) -> list[Sampled]:
         """One turn of each answer."""
@@ -117,15 +118,14 @@ class ModelSampler:
         """Nothing is open."""
 
     def _write(self, requests: Sequence[Request]) -> list[Sampled]:
-        rooms = [self.config.max_tokens if each.room is None else each.room for each in requests]
-        limit, context = max(rooms), self.precision.context(self.world.device)
+        limit, context = max(each.room for each in requests), self.precision.context(self.world.device)
         draw = Draw([each.seed for each in requests], self.config.temperature, limit, self.world)
         rows = write(self.model, self.ends, self.pad, limit, requests, draw, self.images, context).tolist()
         log_probs = torch.stack(draw.log_probs, dim=1).tolist()
-        written = zip(rows, log_probs, rooms, strict=True)
-        return [self._until_end(ids[:room], values[:room]) for ids, values, room in written]
+        written = zip(rows, log_probs, requests, strict=True)
+        return [self._until_end(ids[: each.room], values[: each.room]) for ids, values, each in written]
 
-    def _until_end(self, ids: list[int], log_probs: list[float | None]) -> Sampled:
+    def _until_end(self, ids: list[int], log_probs: list[float]) -> Sampled:
         end = next((at for at, token in enumerate(ids) if token in self.ends), None)
         count = len(ids) if end is None else end + 1
         return Sampled(ids[:count], log_probs[:count], end is not None)

@@ -6,6 +6,7 @@ prompts are scored side by side. A worker never imports torch, unless a reward d
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import inspect
 import math
@@ -22,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError, HardwareError, UserError, first_line
-from fxtune.plugins import REWARDS, reward_problem
+from fxtune.plugins import ENVIRONMENTS, REWARDS, reward_problem, tools_of
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
-from fxtune.training.rollouts.environment import begun, now, reply
 
 
 @dataclass(frozen=True)
@@ -202,27 +202,39 @@ def _score(
     begins: Callable[[str], None],
     environments: dict[tuple[int, int], Any],
 ) -> Scores:
-    """The scores of a group, or the results of its calls. `begins`: called with the label of each reward and tool
-    before it begins. `environments`: by the key of a group and the number of an answer."""
-    scores, doing = Scores(), f"environment {group.environment}"
+    """The scores of a group, or the results of its calls. `begins`: called with the name of what begins.
+    `environments`: by the key of a group and the number of an answer."""
+    scores, doing, own = Scores(), group.environment, list[Any]()
     try:
         for number in range(len(group.completions)) if group.calls is None else group.calls:
-            if group.environment and (group.key, number) not in environments:
-                begins(doing)
-                environments[group.key, number] = begun(group.environment, {"prompt": group.prompt, **group.columns})
+            environment = environments.pop((group.key, number), None)
+            if environment is None and group.environment:
+                begins(f"environment {doing}")
+                environment = ENVIRONMENTS[doing]()
+                if _now(environment.reset(prompt=group.prompt, **group.columns)) is not None:
+                    raise ValueError("reset() returned a value, and prompts are read before it runs")
+            own.append(environment)
             for tool, arguments in (group.calls or {}).get(number, ()):
                 begins(f"tool {tool}")
-                result = reply(environments[group.key, number], tool, arguments)
-                scores.replies.setdefault(number, []).append((tool, result))
-        if group.calls is None:
-            own = [environments.pop((group.key, number), None) for number in range(len(group.completions))]
-            for function, call in zip(functions, calls, strict=True):
-                doing = call.label
-                begins(f"reward {doing}")
-                scores.rewards[call.label] = _values(function, call, group, own, scores)
-    except Exception as error:  # noqa: BLE001  these are the user's code and can raise anything
+                scores.replies.setdefault(number, []).append((tool, _reply(environment, tool, arguments)))
+                environments[group.key, number] = environment
+        for function, call in zip(functions, calls, strict=True) if group.calls is None else ():
+            doing = call.label
+            begins(f"reward {doing}")
+            scores.rewards[doing] = _values(function, call, group, own, scores)
+    except Exception as error:  # noqa: BLE001  this is the user's code and can raise anything
         return Scores(problem=f"{doing}: {first_line(error)}{_line(error)}")
     return scores
+
+
+def _reply(environment: Any, tool: str, arguments: dict[str, Any] | None) -> str:
+    """What the model reads after a call: the result as text, or the error, as in TRL."""
+    try:
+        if tool not in tools_of(type(environment)) or arguments is None:
+            raise ValueError(f"There is no tool {tool}, or its arguments are no JSON object.")
+        return str(_now(getattr(environment, tool)(**arguments)))
+    except Exception as error:  # noqa: BLE001  this is the user's code, and the model may call it wrongly
+        return str({"error": str(error)})
 
 
 def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores: Scores) -> list[float | None]:
@@ -237,13 +249,22 @@ def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores:
     sent |= call.options
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         sent = {name: value for name, value in sent.items() if name in parameters}
-    values = list(now(function(**sent)))
+    values = [_now(value) for value in _now(function(**sent))]
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} rewards for {count} completions")
     for value in values:
         if value is not None and not math.isfinite(float(value)):
             raise ValueError(f"it returned {value}, which is no finite number")
     return [None if value is None else float(value) for value in values]
+
+
+def _now(value: Any) -> Any:
+    """`value`, or its result if it is awaitable."""
+
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result()) if inspect.isawaitable(value) else value
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fxtune.cli.main import main
 from fxtune.training.rollouts import client
+from fxtune.training.rollouts.episodes import seed_of
 
 TINY = Path(__file__).parents[3] / "fxtune" / "assets" / "tiny"
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -67,11 +69,18 @@ class Calculator:
 def as_trl(completions, environments, answer, **columns):
     return [float(len(chat)) + 0.25 * (own.right == right) for chat, own, right in zip(completions, environments, answer)]
 """
+SEED, GROUP = 7, 2
 WORDS = [
     *("model=tiny", "objective=policy", "techniques.lora.enabled=true", "data.cache_dir=cache", "run.dir=run"),
     "data.sources=[{path: rows.jsonl, environment: calculator}]",
     *("data.chat_template=chat.jinja", "objective.rewards=[{name: environment}]"),
-    *("sampler.max_tokens=160", "sampler.answers=2", "data.sequence_length=512", "train.micro_batch_size=1"),
+    *(
+        "sampler.max_tokens=160",
+        f"run.seed={SEED}",
+        f"sampler.answers={GROUP}",
+        "data.sequence_length=512",
+        "train.micro_batch_size=1",
+    ),
     *("train.global_batch_size=1", "train.max_steps=2", "optimizer.lr=1e-2", "schedule.name=constant"),
     *("run.device=cpu", "run.report=false", "tracking.display=plain", "--plugin", "calculator.py"),
 ]
@@ -89,45 +98,179 @@ def one_by_one(text: str) -> list[int]:
     return [token for letter in text for token in TOKENIZER(letter)["input_ids"]] + [2] * bool(end)
 
 
-class Script:
-    """Writes the turns of each answer: `turns` by the number of results that its prompt has, for the answer whose
-    number is the count of answers that began before."""
-
-    def __init__(self, *answers: list[str], encode=one_by_one) -> None:
-        self.answers, self.encode, self.begun = answers, encode, 0
-        self.asked: list[tuple[list[int], int]] = []
-
-    def __call__(self, given) -> list[int]:
-        turn, prompt = 0, given["prompt"]
-        own = next((index for index, text in enumerate(self.asked) if prompt[: len(text[0])] == text[0]), None)
-        raise NotImplementedError
-
-
 @pytest.fixture(autouse=True)
 def files(cwd, monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
     Path("chat.jinja").write_text(TEMPLATE)
     Path("calculator.py").write_text(CALCULATOR)
-    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 5?"}], "answer": n + 5} for n in range(2)]
-    write_jsonl(Path("rows.jsonl"), rows)
+    write_jsonl(Path("rows.jsonl"), [{"prompt": [{"role": "user", "content": text}], "answer": 5} for text in ASKED])
 
 
-def test_first(cwd):
-    turns = {}
+def script(*answers: list[str]):
+    """Writes the turns of answers: answer `number` to prompt `group` of a step is answers[group * G + number], over
+    and over. The seed of a request depends on the step, the prompt, the answer and the turn alone."""
+    known = {}
+    for step, group, number in product(range(4), range(4), range(8)):
+        seed = seed_of(SEED, step, group, number)
+        known |= {(seed_of(seed, turn) if turn else seed): (group, number, turn) for turn in range(4)}
 
-    def script(given):
-        text = TOKENIZER.decode(given["prompt"])
-        results = text.count("<|im_start|>tool")
-        right = turns.setdefault(given["seed"], len(turns))
-        if results == 0:
-            return one_by_one(call("add", {"a": right % 2, "b": 5}))
-        return one_by_one(f"It is so.{END}")
+    def write(given) -> list[int]:
+        group, number, turn = known[given["seed"]]
+        return one_by_one(answers[(group * GROUP + number) % len(answers)][turn])
 
+    return write
+
+
+def answers(step: int, run: str = "run") -> list[dict]:
+    lines = Path(run, "rollouts", f"step-{step:08d}", "answers.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+ASKED = "What is 0 + 5?", "Give me 0 + 5."
+RIGHT = [call("add", {"a": 0, "b": 5}), f"It is 5.{END}"]
+WRONG = [call("add", {"a": 1, "b": 1}), call("add", {"a": 2, "b": 2}), f"Four, or so it seems to me.{END}"]
+
+
+@pytest.mark.parametrize("shares", ["true", "false"])
+def test_the_loss_counts_the_tokens_that_the_model_wrote_and_no_others(cwd, shares):
+    words = [*WORDS, f"data.share_prompts={shares}", "train.max_steps=1", "sampler.max_tokens=300"]
     with vllm_server(TINY) as server:
-        server.script = script
-        assert main([*WORDS, f"sampler.url={server.url}"]) == 0
-        for asked in server.asked:
-            print(TOKENIZER.decode(asked["prompt"]), asked["max_tokens"])
-    print(Path("run/rollouts/step-00000001/answers.jsonl").read_text())
-    print(history(Path("run")))
-    raise AssertionError
+        server.script = script(RIGHT, WRONG)
+        assert main([*words, f"sampler.url={server.url}"]) == 0
+    right, wrong = answers(1)
+    assert (right["rewards"], wrong["rewards"]) == ({"environment": 1.0}, {"environment": 0.0})
+    model, losses, count = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), [], 0
+    for answer, turns, results in ((right, RIGHT, ["5"]), (wrong, WRONG, ["2", "4"])):
+        between = [f"\n<|im_start|>tool\n{result}{END}\n<|im_start|>assistant\n" for result in results]
+        parts = [one_by_one(turns[0])]
+        for text, turn in zip(between, turns[1:], strict=True):
+            parts += [TOKENIZER(text)["input_ids"], one_by_one(turn)]
+        assert answer["ids"] == [token for part in parts for token in part], (
+            "the tokens of the script, not of its text"
+        )
+        wrote = [at % 2 == 0 for at, part in enumerate(parts) for _ in part]
+        assert [value is not None for value in answer["log_probs"]] == wrote
+        prompt = next(asked["prompt"] for asked in server.asked if asked["seed"] == answer["seed"])
+        ids = torch.tensor([[*prompt, *answer["ids"]]])
+        with torch.no_grad():
+            seen = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        own = seen.gather(1, ids[0, len(prompt) :, None])[:, 0][torch.tensor(wrote)].numpy()
+        stored = np.array([value for value in answer["log_probs"] if value is not None])
+        assert own == pytest.approx(stored, abs=1e-4)
+        losses += [*(-np.exp(own - stored) * answer["advantage"])]
+        count += sum(wrote)
+    (line,) = history(Path("run"))[:1]
+    assert line["train/supervised_tokens"] == count == len(losses)
+    assert line["train/loss"] == pytest.approx(sum(losses) / count, rel=1e-5)
+    assert line["rollout/turns"] == 2.5
+    assert line["rollout/length"] == count / 2
+    assert line["rollout/gap"] < 1e-4
+    for asked in server.asked:
+        assert asked["max_tokens"] <= 300
+    assert len({asked["seed"] for asked in server.asked}) == len(server.asked) == 5
+    longest = max(server.asked, key=lambda asked: len(asked["prompt"]))
+    assert len(longest["prompt"]) + longest["max_tokens"] == len(prompt) + 300, "the room counts for all turns"
+
+
+def test_verify_compares_turns_with_plain_transformers(cwd):
+    for shares in ("true", "false"):
+        assert main(["verify", *WORDS, f"data.share_prompts={shares}", "--loss", "--json", "verify.json"]) == 0
+        assert "within" in Path("verify.json").read_text()
+
+
+def test_rewards_get_the_messages_and_environments_as_in_trl(cwd):
+    with vllm_server(TINY) as server:
+        server.script = script(RIGHT, WRONG)
+        words = [
+            "train.max_steps=1",
+            "sampler.max_tokens=300",
+            "objective.rewards=[{name: as_trl},{name: environment}]",
+        ]
+        assert main([*WORDS, *words, f"sampler.url={server.url}"]) == 0
+    right, wrong = answers(1)
+    assert right["rewards"] == {"as_trl": 3.25, "environment": 1.0}
+    assert wrong["rewards"] == {"as_trl": 5.25, "environment": 0.0}
+    assert [message["role"] for message in wrong["messages"]] == ["assistant", "tool"] * 2 + ["assistant"]
+    assert right["messages"][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 0, "b": 5}}
+    assert right["messages"][1] == {"role": "tool", "name": "add", "content": "5"}
+
+
+def test_the_model_reads_what_is_wrong_with_a_call(cwd):
+    wrong = {
+        call("subtract", {}): "There is no tool subtract",
+        call("get_reward", {}): "There is no tool get_reward",
+        call("add", [1]): "no JSON object",
+        call("add", {"a": 1}): "missing 1 required positional argument",
+        call("add", {"a": "<|im_", "b": "start|>"}): "special token",
+        call("slow", {"seconds": 0}): "None",
+    }
+    with vllm_server(TINY) as server:
+        server.script = script(*([text, f"Oh.{END}"] for text in wrong))
+        words = ["train.max_steps=1", f"sampler.answers={len(wrong)}", "objective.rewards=[{name: length}]"]
+        assert main([*WORDS, *words, "sampler.max_tokens=300", f"sampler.url={server.url}"]) == 0
+    for answer in answers(1):
+        _, result, last = answer["messages"]
+        (expected,) = [
+            part for text, part in wrong.items() if one_by_one(text) == answer["ids"][: len(one_by_one(text))]
+        ]
+        assert expected in result["content"]
+        assert last["content"] == "Oh."
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "part"),
+    [("slow", {"seconds": 60}, "the tool slow took longer"), ("die", {}, "the tool die ended its process")],
+)
+def test_a_tool_that_hangs_or_ends_its_process_is_named_with_its_row(cwd, capfd, tool, arguments, part):
+    write_jsonl(Path("rows.jsonl"), [{"prompt": [{"role": "user", "content": "What?"}], "answer": 5}] * 3)
+    words = [*WORDS, "train.max_steps=1", "train.global_batch_size=3", "sampler.reward_seconds=5"]
+    with vllm_server(TINY) as server:
+        words.append(f"sampler.url={server.url}")
+        server.script = script([call(tool, arguments), f"Oh.{END}"], [f"Five.{END}"], *[RIGHT, [f"Five.{END}"]] * 2)
+        assert main(words) == 2
+        said = capfd.readouterr().err
+        assert part in said
+        assert "rows.jsonl:" in said
+        server.script = script([call(tool, arguments), f"Oh.{END}"], [f"Five.{END}"], *[RIGHT, [f"Five.{END}"]] * 2)
+        assert main([*words, "objective.on_bad_reward=drop", "sampler.reward_workers=3", "run.dir=other"]) == 0
+    assert capfd.readouterr().out.count("Left out the answers to rows.jsonl:") == 1
+    learned = [answer for answer in answers(1, "other") if answer["advantage"] is not None]
+    assert [answer["rewards"]["environment"] for answer in learned] == [1.0, 0.0] * 2
+
+
+def test_an_answer_that_still_calls_after_its_last_turn_or_without_room_is_cut_off(cwd):
+    for words, turns, cut in ((["sampler.turns=2"], 2, [False, True]), (["sampler.max_tokens=80"], 1, [True, True])):
+        with vllm_server(TINY) as server:
+            server.script = script(RIGHT, WRONG)
+            words = [*WORDS, "train.max_steps=1", "sampler.max_tokens=300", *words, f"run.dir={turns}"]
+            assert main([*words, f"sampler.url={server.url}"]) == 0
+        found = answers(1, str(turns))
+        assert [not answer["finished"] for answer in found] == cut
+        assert [sum("name" not in one for one in answer["messages"]) for answer in found] == [turns] * 2
+        assert all(answer["messages"][-1]["role"] == "assistant" for answer in found)
+
+
+def test_a_server_that_starts_again_between_turns_writes_whole_answers_again(cwd):
+    with vllm_server(TINY, faults=("forgets",)) as server:
+        server.script = script(RIGHT, WRONG)
+        words = ["train.max_steps=1", "sampler.answers=4", "sampler.max_tokens=300", f"sampler.url={server.url}"]
+        assert main([*WORDS, *words]) == 0
+        assert not server.faults
+    assert [answer["rewards"]["environment"] for answer in answers(1)] == [1.0, 0.0] * 2
+    assert history(Path("run"))[0]["rollout/gap"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_learns_stored_turns_again_and_ends_with_the_same_adapter(cwd):
+    broken, whole = cwd / "broken", cwd / "whole"
+    for folder in (broken, whole):
+        folder.mkdir()
+        for name in ("rows.jsonl", "calculator.py", "chat.jinja"):
+            (folder / name).write_bytes(Path(name).read_bytes())
+    with vllm_server(TINY) as server:
+        server.script = lambda given: one_by_one(
+            f"It is so.{END}"
+            if b"tool" in bytes(given["prompt"][-9:])
+            else call("add", {"a": given["seed"] % 3, "b": 5})
+        )
+        raise NotImplementedError

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.harness import kill, start
+from support.killing import tail
 from support.rows import write_jsonl
 from support.runs import history, same_export
 from support.vllm_server import vllm_server
@@ -113,6 +115,10 @@ def script(*answers: list[str]):
     for step, group, number in product(range(4), range(4), range(8)):
         seed = seed_of(SEED, step, group, number)
         known |= {(seed_of(seed, turn) if turn else seed): (group, number, turn) for turn in range(4)}
+
+    for number, turn in product(range(4), range(4)):  # of an evaluation
+        seed = seed_of(SEED, -1, number)
+        known[seed_of(seed, turn) if turn else seed] = 0, number, turn
 
     def write(given) -> list[int]:
         group, number, turn = known[given["seed"]]
@@ -260,17 +266,121 @@ def test_a_server_that_starts_again_between_turns_writes_whole_answers_again(cwd
     assert history(Path("run"))[0]["rollout/gap"] < 1e-4
 
 
+def test_held_out_prompts_call_tools_too_also_a_step_ahead(cwd):
+    sources = "[{path: rows.jsonl, environment: calculator}]"
+    words = [
+        f"data.eval_sources={sources}",
+        "data.on_overlap=keep",
+        "train.eval_every=1",
+        "sampler.ahead=true",
+        "optimizer.lr=1e-4",
+    ]
+    with vllm_server(TINY) as server:
+        server.script = script(RIGHT, WRONG)
+        assert main([*WORDS, *words, "sampler.max_tokens=300", f"sampler.url={server.url}"]) == 0
+    for step in (1, 2):
+        assert [answer["rewards"]["environment"] for answer in answers(step)] == [1.0, 0.0]
+    figures = {name: value for line in history(Path("run")) for name, value in line.items()}
+    assert figures["eval/reward"] == 0.5
+    assert figures["eval/turns"] == 2.5
+
+
+def test_rows_of_a_source_without_an_environment_are_asked_beside_the_others(cwd):
+    write_jsonl(Path("plain.jsonl"), [{"prompt": "Two and two?", "answer": "4"}])
+    words = ["data.sources=[{path: rows.jsonl, environment: calculator},{path: plain.jsonl}]", "train.max_steps=1"]
+    words += ["objective.rewards=[{name: environment},{name: length}]", "train.global_batch_size=3"]
+    with vllm_server(TINY) as server:
+        server.script = script(RIGHT, WRONG)
+        assert main([*WORDS, *words, "sampler.max_tokens=300", f"sampler.url={server.url}"]) == 0
+    for answer in answers(1):
+        is_plain = answer["where"].startswith("plain")
+        assert (answer["rewards"]["environment"] is None) == is_plain
+        assert bool(answer["messages"]) != is_plain
+
+
+def test_the_trained_model_writes_turns_on_any_number_of_ranks(cwd):
+    """In this template an `o` before a letter is a call, so the tiny model calls tools that do not exist."""
+    template = TEMPLATE.replace('"<tool_call>\\n" + {"name"', '"o" + call.function.name + " " + ({"name"')
+    begin, end = template.index('({"name"'), template.index("}}", template.index('({"name"'))
+    Path("chat.jinja").write_text(template[:begin] + "call.function.arguments | tojson " + template[end:])
+    words = [*WORDS, "objective.rewards=[{name: length}]", "train.global_batch_size=2", "train.max_steps=1"]
+    words += ["sampler.answers=4", "sampler.turns=3", "sampler.batch=3"]
+    assert main(words) == 0
+    assert main([*words, "run.dir=two", "run.gpus=2"]) == 0
+    found = answers(1)
+    assert [answer["ids"] for answer in found] == [answer["ids"] for answer in answers(1, "two")]
+    turns = [sum("name" not in one for one in answer["messages"]) for answer in found]
+    assert 1 < max(turns) <= 3
+    assert all(len(answer["ids"]) <= 160 for answer in found)
+    assert any("There is no tool" in one["content"] for answer in found for one in answer["messages"])
+    for run in ("run", "two"):
+        assert history(Path(run))[0]["rollout/gap"] < 1e-4
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_learns_stored_turns_again_and_ends_with_the_same_adapter(cwd):
-    broken, whole = cwd / "broken", cwd / "whole"
+def test_a_run_that_is_killed_between_turns_learns_stored_answers_again_and_ends_with_the_same_adapter(cwd):
+    broken, whole, last = cwd / "broken", cwd / "whole", seed_of(seed_of(SEED, 1, 0, 1), 2)
     for folder in (broken, whole):
         folder.mkdir()
         for name in ("rows.jsonl", "calculator.py", "chat.jinja"):
             (folder / name).write_bytes(Path(name).read_bytes())
     with vllm_server(TINY) as server:
-        server.script = lambda given: one_by_one(
-            f"It is so.{END}"
-            if b"tool" in bytes(given["prompt"][-9:])
-            else call("add", {"a": given["seed"] % 3, "b": 5})
-        )
-        raise NotImplementedError
+        words, write = [*WORDS, "sampler.max_tokens=300", f"sampler.url={server.url}"], script(RIGHT, WRONG)
+        server.script = write
+        assert start(words, whole).wait(600) == 0, tail(whole)
+        process = start(words, broken)
+
+        def write_and_kill(given):
+            if given["seed"] == last and process.poll() is None:
+                kill(process)
+            return write(given)
+
+        server.script = write_and_kill
+        assert process.wait(600) == -9, tail(broken)
+        server.asked.clear()
+        assert start(words, broken).wait(600) == 0, tail(broken)
+        assert len(server.asked) == 5, "one step; the other is on the disk"
+    assert same_export(broken / "run", whole / "run")
+    for step in (1, 2):
+        assert answers(step, str(broken / "run")) == answers(step, str(whole / "run"))
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["data.sources=[{path: rows.jsonl, environment: calculater}]"], ["calculater", "calculator"]),
+        (["data.sources=[{path: rows.jsonl, environment: quiet}]"], ["quiet.py", "docstring"]),
+        (["data.chat_template=null"], ["data.chat_template", "no form"]),
+        (["data.sources=[{path: texts.jsonl, environment: calculator}]"], ["texts.jsonl:1", "messages"]),
+        (["data.sources=[{path: rows.jsonl}]", "sampler.turns=3"], ["sampler.turns", "environment"]),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_weight_is_loaded(cwd, capfd, words, parts):
+    write_jsonl(Path("texts.jsonl"), [{"prompt": "Two and two?", "answer": 4}])
+    Path("quiet.py").write_text(
+        "import fxtune\n\n@fxtune.environment('quiet')\nclass Quiet:\n"
+        "    def reset(self, **row): ...\n    def say(self, what): ...\n"
+    )
+    assert main([*WORDS, "--plugin", "quiet.py", *words]) != 0
+    found = capfd.readouterr()
+    for part in parts:
+        assert part in found.err
+    assert "Building the model" not in found.out
+
+
+def test_an_environment_is_for_policies(cwd, capfd):
+    write_jsonl(Path("rows.jsonl"), [{"prompt": "Two and two?", "completion": "4"}])
+    words = [word for word in WORDS if not word.startswith(("objective", "sampler"))]
+    assert main(words) != 0
+    said = capfd.readouterr().err
+    assert "environment" in said
+    assert "objective=policy" in said
+
+
+def test_a_reset_that_raises_or_writes_a_prompt_is_named(cwd, capfd):
+    for body, part in (("raise KeyError('no board')", "no board"), ("return 'Look!'", "reset() returned a value")):
+        Path("calculator.py").write_text(CALCULATOR.replace("self.right, self.found = answer, None", body))
+        assert main([*WORDS, "train.max_steps=1", "sampler.max_tokens=20"]) == 2
+        said = capfd.readouterr().err
+        for each in ("rows.jsonl:", "calculator", part):
+            assert each in said

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from fxtune.data.chat.calls import calling, renamed, with_call_style
 from fxtune.data.chat.rewriting import PLAIN_TOOL
@@ -22,8 +22,6 @@ from fxtune.data.config import DataConfig
 from fxtune.data.formats.values import RowError
 from fxtune.errors import ConfigError
 
-ToolCall: TypeAlias = tuple[str, dict[str, Any] | None]
-"""The name of a tool, and its arguments. None: they are no JSON object."""
 USER = {"role": "user", "content": "?"}
 
 
@@ -35,21 +33,21 @@ class ToolTurns:
         self.tokenizer, (self.template, _, rewriting) = tokenizer, templates.get(with_tools=True)
         self.mark, _ = unused_characters(self.template.source)
         style, (between, self.tail), head = self.template.call_style, self.template.around_arguments, self._head()
-        thought = calling("f", {"a": 1}) | {"reasoning_content": "r"}
+        parts = (r"\s*".join(map(re.escape, part.split())) for part in (head, between))
+        self._call = re.compile(r"\s*([\w.:-]+?)\s*".join(parts))
+        self.end: int | None = next(iter(tokenizer(self.tail, add_special_tokens=False)["input_ids"][-1:]), None)
+        """The token that ends a turn with calls."""
+        tool, thought = renamed(PLAIN_TOOL, self.mark), calling("f", {"a": 1}) | {"reasoning_content": "r"}
         chat = with_call_style([USER, thought, {"role": "tool", "content": "r"}], style)
-        if not (style.is_written and head and between) or style.short_ids:
-            problem = "its calls have no form that fxtune reads"
-        elif self.mark not in self.template.render([USER], [renamed(PLAIN_TOOL, self.mark)])[0]:
-            problem = "it does not write the tools that the model may call"
-        elif rewriting.turns(chat, [False, True, False]):
-            problem = "it writes a turn otherwise when results of tools follow"
-        else:
-            parts = (r"\s*".join(map(re.escape, part.split())) for part in (head, between))
-            self._call = re.compile(r"\s*([\w.:-]+?)\s*".join(parts))
-            self.end: int = tokenizer(self.tail, add_special_tokens=False)["input_ids"][-1]
-            """The token that ends a turn with calls."""
-            return
-        raise ConfigError(f"data.chat_template: {problem}. Name another, or remove the sources' environment.")
+        with suppress(RowError, ValueError):
+            is_read = style.is_written and not style.short_ids and head and between and self.write([("f", "r")])
+            writes_tools = self.mark in self.template.render([USER], [tool])[0]
+            if is_read and writes_tools and not rewriting.turns(chat, [False, True, False]):
+                return
+        raise ConfigError(
+            "data.chat_template: turns with tools need a template that writes the tools, calls as JSON without ids, "
+            "and results, and that writes a turn alike when results follow. Name one, or no environment."
+        )
 
     def _head(self) -> str:
         """The text before a tool's name that is the same for a first and a second call."""
@@ -61,8 +59,8 @@ class ToolTurns:
                 heads += [part.removeprefix(prompt)[::-1] for part in text.split(self.mark)[:-1]]
         return os.path.commonprefix(heads)[::-1].strip()  # noqa: RUF071 - of characters
 
-    def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
-        """The message of a turn, and its calls."""
+    def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+        """The message of a turn, and the name and the arguments of its calls. None: they are no JSON object."""
         decode = partial(self.tokenizer.decode, ids, clean_up_tokenization_spaces=False)
         message, text = {"role": "assistant", "content": decode(skip_special_tokens=True)}, decode()
         text = text.rpartition("</think>")[2]

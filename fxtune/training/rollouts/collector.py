@@ -171,16 +171,16 @@ class Collector:
         # The place in the step counts, because a step over the end of an epoch may have a prompt twice.
         groups, numbers = range(len(places)), range(answers_each)
         seeds = [seed_of(self.config.run.seed, step, group, number) for group in groups for number in numbers]
-        prompts = [each for each in asked for _ in range(answers_each)]
-        episodes = self._episodes(prompts, seeds, places, self.config.data.sources, plan)
+        asks = self._groups(plan, self.config.data.sources, places)
+        episodes = Episodes(asked, seeds, self.config.sampler, asks, self.workers, self.tools)
         ask = self.sampler.sample(episodes, version)
         if self.config.sampler.ahead:
             self.world.from_main(lambda: self.rollouts.write_ahead(step, version), "naming the sampler's weights")
 
         def work() -> Scored:
             answers = ask()
-            written = time.perf_counter()
-            found = self._completed(episodes.groups, answers)
+            written, found = time.perf_counter(), episodes.groups
+            self._complete(found, answers)
             scores = self.workers.score(found)
             sync, rewards = self.sampler.sync_seconds, time.perf_counter() - written
             return Scored(answers, found, scores, sync, written - began - sync, rewards)
@@ -268,12 +268,14 @@ class Collector:
         asked = [Asked.of(plan.tables[source], document) for source, document in places]
         seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
         self._wait()
-        episodes = self._episodes(asked, seeds, places, sources, plan)
+        groups = self._groups(plan, sources, places)
+        episodes = Episodes(asked, seeds, self.config.sampler, groups, self.workers, self.tools)
         ask = self.sampler.sample(episodes, weights_checksum(self.model.model, trained=True))
 
         def work() -> dict[str, float]:
             answers = ask()
-            return self._means(self._rewarded(self._completed(episodes.groups, answers), answers))
+            self._complete(episodes.groups, answers)
+            return self._means(self._rewarded(episodes.groups, answers))
 
         return self.world.from_main(work, "waiting for answers and rewards")
 
@@ -287,41 +289,29 @@ class Collector:
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
                 row = question.row or Row(f"question {at + 1}", {"prompt": question.text})
                 made.append(Answer("", at, ids, [], True, 0, text))
-                (group,) = self._completed([_group(row)], made[-1:])
-                groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
+                groups.append(_group(row))
+                groups[-1].columns.setdefault("answer", question.answer)
+            self._complete(groups, made)
             return self._means(self._rewarded(groups, made))["reward"]
 
         self._wait()
         return self.world.from_main(work, "waiting for the rewards")
 
-    def _episodes(
-        self,
-        asked: Sequence[Asked],
-        seeds: Sequence[int],
-        places: Sequence[tuple[int, int]],
-        sources: Sequence[SourceConfig],
-        plan: Plan,
-    ) -> Episodes:
-        """The answers to prompts at `places`: (source, document)."""
-        groups = [
+    def _groups(self, plan: Plan, sources: Sequence[SourceConfig], places: Sequence[tuple[int, int]]) -> list[Group]:
+        """The prompts at `places`: (source, document), on rank 0."""
+        return [
             _group(self._rows(sources[source], plan.tables[source])[document], sources[source].environment or "")
             for source, document in (places if self.world.main else ())
         ]
-        return Episodes(asked, seeds, self.config.sampler, groups, self.workers, self.tools)
 
-    def _completed(self, groups: Sequence[Group], answers: Sequence[Answer]) -> list[Group]:
-        """`groups` with their answers, the same number for each, for rewards."""
+    def _complete(self, groups: Sequence[Group], answers: Sequence[Answer]) -> None:
+        """Give the prompts their answers, for rewards."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         for answer in answers:
-            answer.text = answer.text or decode(answer.ids)
-        completed, each = list[Group](), len(answers) // len(groups)
-        for at, group in enumerate(groups):
-            own = answers[at * each : (at + 1) * each]
-            chats = [answer.messages or [{"role": "assistant", "content": answer.text}] for answer in own]
-            texts = [answer.text for answer in own]
-            completions = texts if isinstance(group.prompt, str) else chats
-            completed.append(replace(group, completions=completions, ids=[answer.ids for answer in own]))
-        return completed
+            group, answer.text = groups[answer.group], answer.text or decode(answer.ids)
+            chat = answer.messages or [{"role": "assistant", "content": answer.text}]
+            group.completions.append(answer.text if isinstance(group.prompt, str) else chat)
+            group.ids.append(answer.ids)
 
     def _by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
         each = self.config.sampler.answers

@@ -56,11 +56,11 @@ class Episodes:
     """Answers that a sampler writes turn by turn. Only rank 0 needs groups, workers and tools."""
 
     asked: Sequence[Asked]
-    """The prompt of each answer."""
+    """The prompts."""
     seeds: Sequence[int]
+    """Of each answer; each prompt has the same number of answers."""
     config: SamplerConfig
     groups: Sequence[Group] = ()
-    """The prompts, each with the same number of answers."""
     workers: RewardWorkers | None = None
     tools: ToolTurns | None = None
     """None: each answer has one turn."""
@@ -69,13 +69,13 @@ class Episodes:
     def begin(self) -> list[Request]:
         """The first turn of all answers. A second call begins again."""
         self.groups = [replace(group, key=next(KEYS)) for group in self.groups]
-        self._each = len(self.seeds) // max(len(self.groups), 1)
+        self._each = len(self.seeds) // len(self.asked)
         self.answers = [Answer("", at // self._each, [], [], False, seed) for at, seed in enumerate(self.seeds)]
         self._open, self._turns = [*range(len(self.answers))], 0
         return [self._request(at) for at in self._open]
 
     def _request(self, at: int) -> Request:
-        asked, answer = self.asked[at], self.answers[at]
+        asked, answer = self.asked[at // self._each], self.answers[at]
         seed = seed_of(answer.seed, self._turns) if self._turns else answer.seed
         room = self.config.max_tokens - len(answer.ids)
         return Request([*asked.prompt, *answer.ids], seed, asked.images, room)

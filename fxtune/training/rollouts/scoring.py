@@ -27,6 +27,9 @@ from fxtune.plugins import ENVIRONMENTS, REWARDS, reward_problem, tools_of
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
 
+_ENVIRONMENTS: dict[tuple[int, int], Any] = {}
+"""The environments of a worker, by Group.key and the number of the answer."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -189,25 +192,17 @@ def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
         pipe.send(error)
         return
     pipe.send(None)
-    environments: dict[tuple[int, int], Any] = {}
     with suppress(EOFError, OSError):  # the main process has ended
         while True:
-            pipe.send(_score(functions, calls, pipe.recv(), pipe.send, environments))
+            pipe.send(_score(functions, calls, pipe.recv(), pipe.send))
 
 
-def _score(
-    functions: Sequence[Any],
-    calls: Sequence[Call],
-    group: Group,
-    begins: Callable[[str], None],
-    environments: dict[tuple[int, int], Any],
-) -> Scores:
-    """The scores of a group, or the results of its calls. `begins`: called with the name of what begins.
-    `environments`: by the key of a group and the number of an answer."""
+def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group, begins: Callable[[str], None]) -> Scores:
+    """The scores of a group, or the results of its calls. `begins`: called with the name of what begins."""
     scores, doing, own = Scores(), group.environment, list[Any]()
     try:
         for number in range(len(group.completions)) if group.calls is None else group.calls:
-            environment = environments.pop((group.key, number), None)
+            environment = _ENVIRONMENTS.pop((group.key, number), None)
             if environment is None and group.environment:
                 begins(f"environment {doing}")
                 environment = ENVIRONMENTS[doing]()
@@ -217,7 +212,7 @@ def _score(
             for tool, arguments in (group.calls or {}).get(number, ()):
                 begins(f"tool {tool}")
                 scores.replies.setdefault(number, []).append((tool, _reply(environment, tool, arguments)))
-                environments[group.key, number] = environment
+                _ENVIRONMENTS[group.key, number] = environment
         for function, call in zip(functions, calls, strict=True) if group.calls is None else ():
             doing = call.label
             begins(f"reward {doing}")

@@ -350,7 +350,7 @@ def test_a_run_that_is_killed_between_turns_learns_stored_answers_again_and_ends
     [
         (["data.sources=[{path: rows.jsonl, environment: calculater}]"], ["calculater", "calculator"]),
         (["data.sources=[{path: rows.jsonl, environment: quiet}]"], ["quiet.py", "docstring"]),
-        (["data.chat_template=null"], ["data.chat_template", "no form"]),
+        (["data.chat_template=null"], ["data.chat_template", "tools"]),
         (["data.sources=[{path: texts.jsonl, environment: calculator}]"], ["texts.jsonl:1", "messages"]),
         (["data.sources=[{path: rows.jsonl}]", "sampler.turns=3"], ["sampler.turns", "environment"]),
     ],

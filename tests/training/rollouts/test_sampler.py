@@ -27,8 +27,9 @@ def sampler(prepared, ends=frozenset(), **options) -> ModelSampler:
 
 
 def requests(count: int = 3, only: slice = ALL) -> Episodes:
-    each = [(Asked(prompt), seed_of(7, *prompt, number)) for prompt in PROMPTS for number in range(count)][only]
-    return Episodes([asked for asked, _ in each], [seed for _, seed in each], SamplerConfig(max_tokens=9))
+    seeds = [seed_of(7, *prompt, number) for prompt in PROMPTS for number in range(count)]
+    asked = [Asked(prompt) for prompt in PROMPTS for _ in range(count)]
+    return Episodes(asked[only], seeds[only], SamplerConfig(max_tokens=9))
 
 
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gemma3", 0.7), ("llama", 1.6)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from fxtune.cli.main import main
 from fxtune.training.rollouts import client
 from fxtune.training.rollouts.episodes import seed_of
 
-TINY = Path(__file__).parents[3] / "fxtune" / "assets" / "tiny"
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "fxtune" / "assets" / "tiny"
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {{ tools | map(attribute="function.name") | join(" ") }}<|im_end|>
 {% endif %}{%- for message in messages %}
@@ -33,25 +35,12 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
 """The forms of Hermes, with a short description of the tools: the tiny model reads 512 tokens."""
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
-CALCULATOR = """
+(CALCULATOR,) = re.findall(r"```python\n(# calculator\.py\n.*?)```", (ROOT / "docs" / "rl.md").read_text(), re.DOTALL)
+FAULTY = """
 import os, time
-import fxtune
 
-@fxtune.environment("calculator")
-class Calculator:
-    def reset(self, answer, **row):
-        self.right, self.found = answer, None
-
-    def add(self, a: int, b: int) -> int:
-        \"\"\"Add two numbers.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        \"\"\"
-        self.found = a + b
-        return self.found
-
+@fxtune.environment("faulty")
+class Faulty(Calculator):
     async def slow(self, seconds: float) -> None:
         \"\"\"Wait.
 
@@ -64,12 +53,9 @@ class Calculator:
         \"\"\"End the process.\"\"\"
         os._exit(1)
 
-    def get_reward(self):
-        return float(self.found == self.right)
-
 @fxtune.reward("as_trl")
 def as_trl(completions, environments, answer, **columns):
-    return [float(len(chat)) + 0.25 * (own.right == right) for chat, own, right in zip(completions, environments, answer)]
+    return [len(chat) + 0.25 * (own.right == right) for chat, own, right in zip(completions, environments, answer)]
 """
 SEED, GROUP = 7, 2
 WORDS = [
@@ -86,6 +72,7 @@ WORDS = [
     *("train.global_batch_size=1", "train.max_steps=2", "optimizer.lr=1e-2", "schedule.name=constant"),
     *("run.device=cpu", "run.report=false", "tracking.display=plain", "--plugin", "calculator.py"),
 ]
+FAILS = "data.sources=[{path: rows.jsonl, environment: faulty}]"
 END = "<|im_end|>"
 """Begins the tokens that a turn ends with."""
 
@@ -104,7 +91,7 @@ def one_by_one(text: str) -> list[int]:
 def files(cwd, monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.01)
     Path("chat.jinja").write_text(TEMPLATE)
-    Path("calculator.py").write_text(CALCULATOR)
+    Path("calculator.py").write_text(CALCULATOR + FAULTY)
     write_jsonl(Path("rows.jsonl"), [{"prompt": [{"role": "user", "content": text}], "answer": 5} for text in ASKED])
 
 
@@ -212,7 +199,7 @@ def test_the_model_reads_what_is_wrong_with_a_call(cwd):
     }
     with vllm_server(TINY) as server:
         server.script = script(*([text, f"Oh.{END}"] for text in wrong))
-        words = ["train.max_steps=1", f"sampler.answers={len(wrong)}", "objective.rewards=[{name: length}]"]
+        words = ["train.max_steps=1", f"sampler.answers={len(wrong)}", "objective.rewards=[{name: length}]", FAILS]
         assert main([*WORDS, *words, "sampler.max_tokens=300", f"sampler.url={server.url}"]) == 0
     for answer in answers(1):
         _, result, last = answer["messages"]
@@ -225,11 +212,14 @@ def test_the_model_reads_what_is_wrong_with_a_call(cwd):
 
 @pytest.mark.parametrize(
     ("tool", "arguments", "part"),
-    [("slow", {"seconds": 60}, "the tool slow took longer"), ("die", {}, "the tool die ended its process")],
+    [
+        pytest.param("slow", {"seconds": 60}, "the tool slow took longer", marks=pytest.mark.slow),
+        ("die", {}, "the tool die ended its process"),
+    ],
 )
 def test_a_tool_that_hangs_or_ends_its_process_is_named_with_its_row(cwd, capfd, tool, arguments, part):
     write_jsonl(Path("rows.jsonl"), [{"prompt": [{"role": "user", "content": "What?"}], "answer": 5}] * 3)
-    words = [*WORDS, "train.max_steps=1", "train.global_batch_size=3", "sampler.reward_seconds=5"]
+    words = [*WORDS, "train.max_steps=1", "train.global_batch_size=3", "sampler.reward_seconds=5", FAILS]
     with vllm_server(TINY) as server:
         words.append(f"sampler.url={server.url}")
         server.script = script([call(tool, arguments), f"Oh.{END}"], [f"Five.{END}"], *[RIGHT, [f"Five.{END}"]] * 2)
@@ -298,6 +288,7 @@ def test_rows_of_a_source_without_an_environment_are_asked_beside_the_others(cwd
         assert bool(answer["messages"]) != is_plain
 
 
+@pytest.mark.slow
 def test_the_trained_model_writes_turns_on_any_number_of_ranks(cwd):
     """In this template an `o` before a letter is a call, so the tiny model calls tools that do not exist."""
     template = TEMPLATE.replace('"<tool_call>\\n" + {"name"', '"o" + call.function.name + " " + ({"name"')

@@ -60,7 +60,7 @@ class Episodes:
     seeds: Sequence[int]
     """Of each answer; each prompt has the same number of answers."""
     config: SamplerConfig
-    groups: Sequence[Group] = ()
+    groups: list[Group] = field(default_factory=list)
     workers: RewardWorkers | None = None
     tools: ToolTurns | None = None
     """None: each answer has one turn."""

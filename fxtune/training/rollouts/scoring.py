@@ -91,7 +91,7 @@ class RewardWorkers:
 
     def score(self, groups: Sequence[Group]) -> list[Scores]:
         """The scores of each group, in order. A group whose reward fails has a `problem`."""
-        if not self.calls and all(group.calls is None for group in groups):
+        if not self.calls and not any(group.environment for group in groups):
             return [Scores() for _ in groups]
         found: list[Scores | None] = [None] * len(groups)
         waiting = list(range(len(groups)))

@@ -98,7 +98,7 @@ def files(cwd, monkeypatch):
 def script(*answers: list[str]):
     """Writes the turns of answers: answer `number` to prompt `group` of a step is answers[group * G + number], over
     and over. The seed of a request depends on the step, the prompt, the answer and the turn alone."""
-    known = {}
+    known: dict[int, tuple[int, int, int]] = {}
     for step, group, number in product(range(4), range(4), range(8)):
         seed = seed_of(SEED, step, group, number)
         known |= {(seed_of(seed, turn) if turn else seed): (group, number, turn) for turn in range(4)}
@@ -155,6 +155,8 @@ def test_the_loss_counts_the_tokens_that_the_model_wrote_and_no_others(cwd, shar
     (line,) = history(Path("run"))[:1]
     assert line["train/supervised_tokens"] == count == len(losses)
     assert line["train/loss"] == pytest.approx(sum(losses) / count, rel=1e-5)
+    for command in ("preview", "report"):
+        assert main([command, "run"]) == 0
     assert line["rollout/turns"] == 2.5
     assert line["rollout/length"] == count / 2
     assert line["rollout/gap"] < 1e-4

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fxtune.objectives.base import Objective
     from fxtune.objectives.needs import Needs
     from fxtune.objectives.registry import objective
-    from fxtune.plugins import Group, load_plugin, metric, reward, row_format, technique
+    from fxtune.plugins import Group, environment, load_plugin, metric, reward, row_format, technique
     from fxtune.techniques.base import Evidence, Technique
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _MODULES = {
     "fxtune.objectives.base": ("Objective",),
     "fxtune.objectives.needs": ("Needs",),
     "fxtune.objectives.registry": ("objective",),
-    "fxtune.plugins": ("Group", "load_plugin", "metric", "reward", "row_format", "technique"),
+    "fxtune.plugins": ("Group", "environment", "load_plugin", "metric", "reward", "row_format", "technique"),
     "fxtune.techniques.base": ("Evidence", "Technique"),
 }
 """The modules of the public names. All but fxtune.api are for authors of plugins (docs/plugins.md)."""
@@ -55,6 +55,7 @@ __all__ = [
     "Run",
     "Technique",
     "__version__",
+    "environment",
     "load_plugin",
     "load_recipe",
     "metric",

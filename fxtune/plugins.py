@@ -1,5 +1,5 @@
-"""Plugins: a user's row formats, objectives, metrics, rewards and techniques. They have the same interfaces as
-fxtune's own.
+"""Plugins: a user's row formats, objectives, metrics, rewards, environments and techniques. They have the same
+interfaces as fxtune's own.
 
     import fxtune
 
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, TypeVar
 
 from fxtune.errors import ConfigError, UserError, did_you_mean, first_line
@@ -155,6 +155,7 @@ METRICS: Registry[Callable[[str, str], float]] = Registry("metric")
 METRICS.reserve(["exact_match"])
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
+    environment="fxtune.training.rollouts.reward_functions:of_environment",
     exact="fxtune.training.rollouts.reward_functions:exact",
     json="fxtune.training.rollouts.reward_functions:json_document",
     length="fxtune.training.rollouts.reward_functions:length",
@@ -167,8 +168,10 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
 """Functions with TRL's signature: f(prompts, completions, completion_ids, **columns) -> a number or None for each
 completion. Options of a recipe are keywords, too. A reward of fxtune gets its columns in one argument, `columns`, so
 that a column may have the name of an option."""
-REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "columns", "log_extra", "log_metric"}
+REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "columns", "environments", "log_extra", "log_metric"}
 """Arguments of a reward that are neither columns of rows nor options."""
+ENVIRONMENTS: Registry[type] = Registry("environment")
+"""Classes with TRL's contract: reset(**row), methods that the model calls as tools, and get_reward()."""
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
 
@@ -197,6 +200,26 @@ def metric(name: str) -> Callable[[Any], Any]:
 def reward(name: str) -> Callable[[Any], Any]:
     """Register a function with TRL's signature for `objective.rewards=[{name: NAME}]` (docs/rl.md)."""
     return lambda function: REWARDS.add(name, function)
+
+
+def environment(name: str) -> Callable[[Any], Any]:
+    """Register a class whose methods are tools for `data.sources.0.environment=NAME` (docs/rl.md)."""
+    return lambda kind: ENVIRONMENTS.add(name, kind)
+
+
+def tools_of(kind: type) -> dict[str, Callable[..., Any]]:
+    """The methods of an environment that the model may call, by name."""
+    methods = inspect.getmembers(kind, inspect.isfunction)
+    return {name: method for name, method in methods if name[0] != "_" and name not in ("reset", "get_reward")}
+
+
+def tool_schemas(name: str) -> list[dict[str, Any]]:
+    """The JSON schemas of an environment's tools. Raises ConfigError."""
+    from transformers.utils import get_json_schema
+
+    kind, plugin = ENVIRONMENTS[name], ENVIRONMENTS.added()[name]
+    with _blamed(plugin):
+        return [get_json_schema(MethodType(tool, kind)) for tool in tools_of(kind).values()]
 
 
 def reward_problem(name: str, options: Mapping[str, Any]) -> str:
@@ -323,7 +346,7 @@ def _load(plugin: Plugin, run: Callable[[], object]) -> None:
         with _blamed(plugin):
             run()
         if sum(len(registry._added) for registry in REGISTRIES) == before:
-            names = "row_format, objective, metric, reward or technique"
+            names = "row_format, objective, metric, reward, environment or technique"
             raise ConfigError(f"The plugin {plugin.file} registers nothing: it needs a {names} of fxtune.")
     except BaseException:
         _drop(plugin)

@@ -86,10 +86,11 @@ NEEDS = (
     *(
         KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)
         for entry in fields(SamplerConfig)
-        if entry.name not in (*_VLLM_OPTIONS, "batch")
+        if entry.name not in (*_VLLM_OPTIONS, "batch", "turns")
     ),
     *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
     KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
+    KeyNeed("sampler.turns", "environment of a source", lambda config: config.data.has_tools),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),

@@ -104,6 +104,8 @@ class SamplerConfig:
     """Answers to each prompt."""
     max_tokens: int = field(default=256, metadata={"min": 1})
     """The number of tokens after which an answer is cut off."""
+    turns: int = field(default=8, metadata={"min": 1})
+    """Turns of an answer in which the model calls tools. sampler.max_tokens counts for all turns and results."""
     temperature: float = field(default=1.0, metadata={"above": 0})
     """Divides the logits, in sampling and in the loss. Above 1, answers differ more."""
     batch: int = field(default=64, metadata={"min": 1})

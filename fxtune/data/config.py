@@ -91,6 +91,9 @@ class SourceConfig:
     reach the text."""
     instruction: Optional[str] = None
     """The text before each query of this source, for objective=embedding. Null: objective.instruction."""
+    environment: Optional[str] = None
+    """The environment of a plugin whose tools the model may call while it answers this source's prompts (docs/rl.md).
+    For objective=policy."""
     text_unit: TextUnit = TextUnit.document
     """What one row of a .txt or .md file is."""
     limit: Optional[int] = field(default=None, metadata={"min": 1})
@@ -241,6 +244,11 @@ class DataConfig:
         """Whether a row has the prompt of a pair only once. An undecided `auto` counts as false. Rows that are not
         packed have whole documents."""
         return self.share_prompts is True and self.packs
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether answers may call tools of an environment."""
+        return any(source.environment for source in (*self.sources, *self.eval_sources))
 
     @property
     def held_out_shares(self) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ REFUSED = [
     (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
     (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
     (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
+    (["objective=policy", "sampler.turns=3"], "sampler.turns=3", "environment of a source"),
     *(
         ([f"sampler.{key}={value}"], f"sampler.{key}={value}", "objective=policy")
         for key, value in (

@@ -165,6 +165,7 @@ CASES: dict[str, Case] = {
     "data.sources.0.unused": Case(batches, "[note]", "data.sources=[{path: noted.jsonl}]"),
     "data.sources.0.text_unit": Case(batches, "line", "data.sources=[{path: book.txt}]"),
     "data.sources.0.instruction": Case(batches, "Find", refused="instruction"),
+    "data.sources.0.environment": Case(batches, "shop", refused="environment"),
     "data.sources.0.limit": Case(batches, "10"),
     "data.sources.0.eval_fraction": Case(batches, "0.6"),
     "data.eval_fraction": Case(batches, "0.6"),
@@ -285,6 +286,7 @@ CASES: dict[str, Case] = {
     "sampler.venv": Case(trained, "nowhere", f"{POLICY} sampler.name=vllm", refused="nowhere"),
     "sampler.arguments": Case(batches, "[a]", POLICY, refused="is not read"),
     "sampler.answers": Case(trained, "2", POLICY),
+    "sampler.turns": Case(batches, "2", POLICY, refused="is not read"),  # tests/training/rollouts/test_environment.py
     "sampler.max_tokens": Case(trained, "4", POLICY),
     "sampler.temperature": Case(trained, "0.5", POLICY),
     "sampler.batch": Case(trained, "2", POLICY),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
+    "training/rollouts/episodes.py": "test_environment.py, by the public command",
     "objectives/dpo.py": "test_preferences.py, a table of formulas",
     "objectives/ipo.py": "test_preferences.py, a table of formulas",
     "objectives/orpo.py": "test_preferences.py, a table of formulas",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -64,6 +64,8 @@ class VllmServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.sleeps = False
+        self.script: Callable[[dict[str, Any]], list[int]] | None = None
+        """The tokens of each answer, by its request. None: the model draws them."""
         self.longest, self.faults, self.lock = longest, set(faults), threading.Lock()
         self.over, self.dead, self.asks = threading.Event(), False, 0
         if "another" in self.faults:
@@ -177,8 +179,14 @@ class VllmServer(ThreadingHTTPServer):
             model.set_adapter(given["model"])
         draws = torch.Generator().manual_seed(given["seed"] % 2**31)  # the run is another thread of this process
         ids, log_probs = list(given["prompt"]), []
+        if self.script is not None:
+            ids += self.script(given)[: given["max_tokens"]]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, len(given["prompt"]) - 1 : -1]
+            scaled = (logits / given["temperature"]).log_softmax(-1)
+            log_probs = [float(row[token]) for row, token in zip(scaled, ids[len(given["prompt"]) :], strict=True)]
         with torch.no_grad():
-            for _ in range(given["max_tokens"]):
+            for _ in range(given["max_tokens"] if self.script is None else 0):
                 if "base" in self.faults and model is self.model:
                     with self.model.disable_adapter():
                         logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]

@@ -23,7 +23,7 @@ class CallStyle:
     """Each call and its result have an id of nine letters and digits (Mistral)."""
 
 
-def calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def calling(name: str, arguments: dict[str, Any] | None) -> dict[str, Any]:
     """An assistant's message with one call."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}

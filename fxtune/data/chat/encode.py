@@ -145,6 +145,8 @@ class Encoder:
         self.system, self.variables, self.on_rewritten = system, dict(variables or {}), on_rewritten
         self.images, self._placeholders = images, Placeholders(images)
         self.instruction = instruction
+        self.tools: list[dict[str, Any]] | None = None
+        """JSON schemas of the tools of each prompt; None: the schemas that the row has."""
         self.folders: dict[str, Path] = {}
         """{name of a data file: the folder in which the paths of its images begin}."""
         self.longest: int | None = None
@@ -256,7 +258,10 @@ class Encoder:
 
     def _prompt(self, content: Conversation | PlainText, folder: Path | None) -> Steps[Document]:
         """The document of a prompt, up to the place where the model begins to write. No token is supervised."""
+        if self.tools and (not isinstance(content, Conversation) or content.variables):
+            raise RowError(f"the source's environment needs a prompt of messages, without {VARIABLES} of its own")
         if isinstance(content, Conversation):
+            content.tools = self.tools or content.tools
             self._placeholders.find_images(content.messages, folder)
             return (yield from self._chat(self._with_system(content)))
         ids, _ = yield content.text

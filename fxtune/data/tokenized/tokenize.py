@@ -35,7 +35,7 @@ from fxtune.data.tokenized import cache
 from fxtune.data.tokenized.process_pool import WorkerDied, map_in_order
 from fxtune.data.tokenized.table import DATA_FILES, EncodedShard, ShardBuilder, TableWriter, TokenTable, read_meta
 from fxtune.errors import DataError, HardwareError, not_written
-from fxtune.plugins import ROW_FORMATS, require_unchanged
+from fxtune.plugins import ROW_FORMATS, require_unchanged, tool_schemas
 from fxtune.system.machine.host import cores
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.progress import phase
@@ -92,6 +92,10 @@ def tokenize(
         )
     encoder = Encoder.of(data, tokenizer, opened.format(), images, **options)
     encoder.folders = opened.folders
+    if source.environment:
+        if opened.format().name != "prompt":
+            raise DataError(f"{opened.name}: the source's `environment` is for objective=policy. Remove it.")
+        encoder.tools = tool_schemas(source.environment)
     settings, folder = _settings(opened, encoder, tokenizer), root / "tokens"
     try:
         whole, cached = _open_or_build(folder, settings, opened, encoder, data)
@@ -193,6 +197,8 @@ def _settings(source: Source, encoder: Encoder, tokenizer: Any) -> list[Any]:
         settings.append({"images": [IMAGES_VERSION, encoder.images.identity, folders]})
     if encoder.instruction:
         settings.append({"instruction": encoder.instruction})
+    if encoder.tools:
+        settings.append({"tools": encoder.tools})
     if encoder.on_rewritten is not OnRewritten.split:
         settings.append({"on rewritten": encoder.on_rewritten.value})
     return settings

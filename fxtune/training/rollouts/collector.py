@@ -20,6 +20,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.batch import IGNORE_INDEX, Batch
 from fxtune.data.batches.loader import Loader
 from fxtune.data.batches.plan import Plan
+from fxtune.data.chat.tool_turns import ToolTurns
 from fxtune.data.config import SourceConfig
 from fxtune.data.formats.chat_format import is_chat, with_parsed_lists
 from fxtune.data.images.processor import ImageProcessor
@@ -39,10 +40,11 @@ from fxtune.techniques.base import Evidence
 from fxtune.techniques.precision import Precision
 from fxtune.training.answers import Question
 from fxtune.training.data.stored_numbers import weights_checksum
+from fxtune.training.rollouts.episodes import Episodes, seed_of
 from fxtune.training.rollouts.folder import Answer, Asked, Rollouts
 from fxtune.training.rollouts.pending import Background, PendingStep, Scored
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.sampler import ModelSampler, Request, Sampled, Sampler, seed_of
+from fxtune.training.rollouts.sampler import ModelSampler, Sampler
 from fxtune.training.rollouts.scoring import Call, Group, RewardWorkers, Scores
 from fxtune.training.rollouts.teacher_server import TeacherServer
 from fxtune.training.rollouts.vllm import VllmSampler, require_ready
@@ -71,6 +73,7 @@ class Collector:
         self.precision, self.world, self.tokenizer, self.note = precision, world, tokenizer, note
         assert isinstance(config.objective, Policy)
         self.objective = config.objective
+        self.tools = ToolTurns(tokenizer, config.data) if config.data.has_tools else None
         self.teacher_server: TeacherServer | None = None
         if self.objective.teacher_is_server:
             self.teacher_server = TeacherServer(self.objective.teacher, config.sampler)
@@ -168,16 +171,16 @@ class Collector:
         # The place in the step counts, because a step over the end of an epoch may have a prompt twice.
         groups, numbers = range(len(places)), range(answers_each)
         seeds = [seed_of(self.config.run.seed, step, group, number) for group in groups for number in numbers]
-        prompts = [each for each in asked for _ in range(answers_each)]
-        requests = [Request(each.prompt, seed, each.images) for each, seed in zip(prompts, seeds, strict=True)]
-        ask = self.sampler.sample(requests, version)
+        asks = self._groups(plan, self.config.data.sources, places)
+        episodes = Episodes(asked, seeds, self.config.sampler, asks, self.workers, self.tools)
+        ask = self.sampler.sample(episodes, version)
         if self.config.sampler.ahead:
             self.world.from_main(lambda: self.rollouts.write_ahead(step, version), "naming the sampler's weights")
 
         def work() -> Scored:
-            answers = self._answers(ask(), seeds, answers_each)
-            written = time.perf_counter()
-            found = self._groups(answers, places, plan)
+            answers = ask()
+            written, found = time.perf_counter(), episodes.groups
+            self._complete(found, answers)
             scores = self.workers.score(found)
             sync, rewards = self.sampler.sync_seconds, time.perf_counter() - written
             return Scored(answers, found, scores, sync, written - began - sync, rewards)
@@ -198,7 +201,7 @@ class Collector:
 
         def judge() -> None:
             scored = sampling.result()
-            tokens, seconds = sum(len(answer.ids) for answer in scored.answers), max(scored.sampling_seconds, 1e-9)
+            tokens, seconds = sum(answer.length for answer in scored.answers), max(scored.sampling_seconds, 1e-9)
             figures = self._advantages(scored) | {
                 "tokens": float(tokens),
                 "sync_seconds": scored.sync_seconds,
@@ -216,10 +219,10 @@ class Collector:
 
         def finish() -> None:
             (answers, figures) = held[0]
-            lengths = np.array([len(answer.ids) for answer in answers if answer.advantage is not None], np.float64)
+            lengths = np.array([answer.length for answer in answers if answer.advantage is not None], np.float64)
             weights = self.objective.reduction.weights(lengths, self.config.sampler.max_tokens)
             if teacher is not None:
-                own = sum(sum(answer.log_probs) for answer in answers if answer.advantage is not None)
+                own = sum(sum(filter(None, answer.log_probs)) for answer in answers if answer.advantage is not None)
                 figures["teacher_kl"] = float((own - teacher.sum()) / lengths.sum())
             about = {"weights": sampling.version, "shards": self.world.degrees.shard, "sampler": self.sampler.name}
             about["figures"] = figures
@@ -264,17 +267,15 @@ class Collector:
         places = [place for step in range(plan.steps) for place in plan.documents(step, 0)]
         asked = [Asked.of(plan.tables[source], document) for source, document in places]
         seeds = [seed_of(self.config.run.seed, -1, number) for number in range(len(places))]
-        requests = [Request(each.prompt, seed, each.images) for each, seed in zip(asked, seeds, strict=True)]
         self._wait()
-        ask = self.sampler.sample(requests, weights_checksum(self.model.model, trained=True))
+        groups = self._groups(plan, sources, places)
+        episodes = Episodes(asked, seeds, self.config.sampler, groups, self.workers, self.tools)
+        ask = self.sampler.sample(episodes, weights_checksum(self.model.model, trained=True))
 
         def work() -> dict[str, float]:
-            answers = self._answers(ask(), seeds)
-            groups = [
-                _group(self._rows(sources[source], plan.tables[source])[document], [answer])
-                for (source, document), answer in zip(places, answers, strict=True)
-            ]
-            return self._means(self._rewarded(groups, answers))
+            answers = ask()
+            self._complete(episodes.groups, answers)
+            return self._means(self._rewarded(episodes.groups, answers))
 
         return self.world.from_main(work, "waiting for answers and rewards")
 
@@ -288,28 +289,29 @@ class Collector:
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
                 row = question.row or Row(f"question {at + 1}", {"prompt": question.text})
                 made.append(Answer("", at, ids, [], True, 0, text))
-                group = _group(row, made[-1:])
-                groups.append(replace(group, columns={"answer": question.answer, **group.columns}))
+                groups.append(_group(row))
+                groups[-1].columns.setdefault("answer", question.answer)
+            self._complete(groups, made)
             return self._means(self._rewarded(groups, made))["reward"]
 
         self._wait()
         return self.world.from_main(work, "waiting for the rewards")
 
-    def _answers(self, sampled: Sequence[Sampled], seeds: Sequence[int], each: int = 1) -> list[Answer]:
-        """The answers without rewards. `each`: the number of answers to a prompt."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _groups(self, plan: Plan, sources: Sequence[SourceConfig], places: Sequence[tuple[int, int]]) -> list[Group]:
+        """The prompts at `places`: (source, document), on rank 0."""
         return [
-            Answer("", at // each, one.ids, one.log_probs, one.finished, seed, decode(one.ids))
-            for at, (one, seed) in enumerate(zip(sampled, seeds, strict=True))
+            _group(self._rows(sources[source], plan.tables[source])[document], sources[source].environment or "")
+            for source, document in (places if self.world.main else ())
         ]
 
-    def _groups(self, answers: Sequence[Answer], places: Sequence[tuple[int, int]], plan: RolloutPlan) -> list[Group]:
-        """The answers to each prompt, for rewards."""
-        sources = self.config.data.sources
-        return [
-            _group(self._rows(sources[source], plan.tables[source])[document], own)
-            for (source, document), own in zip(places, self._by_prompt(answers), strict=True)
-        ]
+    def _complete(self, groups: Sequence[Group], answers: Sequence[Answer]) -> None:
+        """Give the prompts their answers, for rewards."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for answer in answers:
+            group, answer.text = groups[answer.group], answer.text or decode(answer.ids)
+            chat = answer.messages or [{"role": "assistant", "content": answer.text}]
+            group.completions.append(answer.text if isinstance(group.prompt, str) else chat)
+            group.ids.append(answer.ids)
 
     def _by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
         each = self.config.sampler.answers
@@ -392,8 +394,10 @@ class Collector:
         figures = {
             "reward": float(np.mean([answer.reward for answer in answers])),
             "truncated": float(np.mean([not answer.finished for answer in answers])),
-            "length": float(np.mean([len(answer.ids) for answer in answers])),
+            "length": float(np.mean([answer.length for answer in answers])),
         }
+        if turns := [sum("name" not in one for one in answer.messages) for answer in answers if answer.messages]:
+            figures["turns"] = float(np.mean(turns))
         for key in self.keys:
             own = [value for answer in answers if (value := answer.rewards.get(key)) is not None]
             if own:
@@ -460,23 +464,25 @@ def _no_rewards(group: Group, scores: Scores) -> ConfigError:
     )
 
 
-def _group(row: Row, answers: Sequence[Answer]) -> Group:
+def _group(row: Row, environment: str = "") -> Group:
+    """The group of a row, without answers."""
     values = with_parsed_lists(row.value or {})
     prompt = next((values[name] for name in PROMPT if values.get(name) is not None), "")
     if isinstance(prompt, str) and is_chat(prompt):
         prompt = json.loads(prompt)
     if isinstance(prompt, list) and prompt[-1].get("role", prompt[-1].get("from")) in ("assistant", "gpt"):
         prompt = prompt[:-1]  # of a question with its right answer
-    is_text = isinstance(prompt, str)
-    completions = [answer.text if is_text else [{"role": "assistant", "content": answer.text}] for answer in answers]
     columns = {key: value for key, value in values.items() if key not in PROMPT}
-    return Group(row.where, prompt, completions, [answer.ids for answer in answers], columns)
+    return Group(row.where, prompt, [], [], columns, environment)
 
 
 def require_servers(config: Config) -> None:
-    """Raise ConfigError if the servers of the recipe, or of its teacher, are not there or do not fit."""
+    """Raise ConfigError if the servers of the recipe, or of its teacher, are not there or do not fit, or if the chat
+    template does not fit the sources' environments."""
     assert isinstance(config.objective, Policy)
     tokenizer = load_tokenizer(config.model)
+    if config.data.has_tools:
+        ToolTurns(tokenizer, config.data)
     if config.sampler.is_vllm:
         require_ready(config, tokenizer)
     if config.objective.teacher_is_server:
@@ -499,6 +505,7 @@ def make_collector(
     prepared = model.prepared
     known = end_tokens(prepared.module.generation_config)
     ends = {*template_ends(tokenizer, config.data), *known, tokenizer.eos_token_id} - {None}
+    ends |= {ToolTurns(tokenizer, config.data).end} if config.data.has_tools else set()
     sampler: Sampler
     if config.sampler.is_vllm:
         sampler = VllmSampler(prepared, config, world, ends, rollouts.folder, config.techniques.lora.r)

@@ -47,9 +47,9 @@ class Answer:
     group: int
     """The number of the prompt in its step."""
     ids: list[int]
-    """The sampled tokens, with the token that ended the answer."""
-    log_probs: list[float]
-    """The log-probability that the sampler gave to each of them."""
+    """The sampled tokens, with the token that ended the answer, and between turns the results of tools."""
+    log_probs: list[float | None]
+    """The log-probability that the sampler gave to each of them. None for tokens that were not sampled."""
     finished: bool
     """Whether the answer ended by itself. False: sampler.max_tokens cut it off."""
     seed: int
@@ -62,6 +62,13 @@ class Answer:
     """None if the model does not learn from this answer."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the rewards have logged about the answer."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The turns of an answer that may call tools."""
+
+    @property
+    def length(self) -> int:
+        """The number of sampled tokens."""
+        return len(self.log_probs) - self.log_probs.count(None)
 
     @property
     def is_judged(self) -> bool:
@@ -180,10 +187,10 @@ class Rollouts:
             ends = np.asarray(table.offsets[1:])
             for answer, weight, end in zip(_learned(answers), weights.tolist(), ends.tolist(), strict=True):
                 own = slice(end - len(answer.ids), end)
-                numbers["sampled"][own] = answer.log_probs
+                numbers["sampled"][own] = sampled = np.array(answer.log_probs, np.float64)
                 advantages = np.full(len(answer.ids), answer.advantage)
                 if teacher is not None:
-                    advantages += teacher_weight * (teacher[own] - np.array(answer.log_probs))
+                    advantages += teacher_weight * (teacher[own] - sampled)
                 numbers["advantages"][own] = weight * advantages
             np.save(staging / NUMBERS, numbers)
             lines = [json.dumps(_as_json(answer), ensure_ascii=False) for answer in answers]
@@ -210,7 +217,7 @@ class Rollouts:
 
 def _as_json(answer: Answer) -> dict[str, Any]:
     """The fields of an answer. Log-probabilities are rounded, because NUMBERS has them."""
-    return {**asdict(answer), "log_probs": [round(value, DIGITS) for value in answer.log_probs]}
+    return {**asdict(answer), "log_probs": [value and round(value, DIGITS) for value in answer.log_probs]}
 
 
 def _learned(answers: Sequence[Answer]) -> list[Answer]:
@@ -219,7 +226,7 @@ def _learned(answers: Sequence[Answer]) -> list[Answer]:
 
 def _document(asked: Asked, answer: Answer) -> Document:
     ids = [*asked.prompt, *answer.ids]
-    supervised = [False] * len(asked.prompt) + [True] * len(answer.ids)
+    supervised = [False] * len(asked.prompt) + [value is not None for value in answer.log_probs]
     return Document(ids, supervised, images=asked.placed)
 
 

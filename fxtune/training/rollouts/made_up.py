@@ -34,9 +34,11 @@ def made_up_plan(config: Config, prompts: Plan, folder: Path) -> Plan:
         for number in range(sampler.answers):
             length = int(random.integers(1, sampler.max_tokens + 1))
             ids, log_probs = random.choice(tokens, length).tolist(), random.normal(LOG_PROB, 0.5, length).tolist()
+            if config.data.has_tools:  # the results of tools are not learned
+                log_probs[length // 3 : length // 2] = [None] * (length // 2 - length // 3)
             advantage = float(random.normal())
             answers.append(Answer("", group, ids, log_probs, True, number, advantage=advantage))
-    lengths = np.array([len(answer.ids) for answer in answers], np.float64)
+    lengths = np.array([answer.length for answer in answers], np.float64)
     longest = config.data.sequence_length if config.data.shares_prompts else None
     rollouts.stage(0, asked, answers, longest)
     rollouts.finish(0, answers, config.objective.reduction.weights(lengths, sampler.max_tokens), {})

@@ -24,10 +24,8 @@ END_OF_THOUGHT = "</think>"
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: a text, or a list of messages."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(str(message.get("content") or "") for message in completion)
+    """The text of a completion: a text, or the last of its messages."""
+    return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 
 def final_text_of(completion: Any) -> str:
@@ -48,6 +46,11 @@ def needed_package(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(f"the package {error.name} is not installed. Install it: pip install 'fxtune[rl]'") from error
+
+
+def of_environment(completions: list[Any], environments: Sequence[Any] = (), **_: Any) -> list[Any]:
+    """What get_reward() of each answer's environment returns. None for a row without an environment."""
+    return [each and each.get_reward() for each in environments]
 
 
 def exact(completions: list[Any], columns: Columns, *, column: str = "answer", **_: Any) -> list[float]:

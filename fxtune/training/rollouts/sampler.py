@@ -7,9 +7,8 @@ number of ranks draws the same answers, up to rounding: a batch of other prompts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,26 +22,8 @@ from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
 from fxtune.training.generation import dealt_out, write
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt for one answer."""
-
-    prompt: list[int]
-    seed: int
-    """From 0 to 2^63 - 1."""
-    images: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sampled:
-    ids: list[int]
-    """The tokens of the answer, with the token that ended it."""
-    log_probs: list[float]
-    """The log-probability of each token at the sampler's temperature."""
-    finished: bool
-    """Whether the answer ended by itself."""
+from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
+from fxtune.training.rollouts.folder import Answer
 
 
 class Sampler(Protocol):
@@ -53,8 +34,8 @@ class Sampler(Protocol):
     sync_seconds: float
     """The seconds in which the newest answers' weights were given to the sampler."""
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
-        """Begin to write an answer to each request by the weights `weights_version`: the model's, or weights that the
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
+        """Begin to write the answers `episodes` by the weights `weights_version`: the model's, or weights that the
         sampler has(). All ranks call this together. Rank 0 calls the returned function, which waits for the answers,
         before the next sample(). The function may run in another thread."""
 
@@ -62,14 +43,6 @@ class Sampler(Protocol):
         """Whether the sampler can still use these weights after the model has changed. Rank 0 calls this."""
 
     def close(self) -> None: ...
-
-
-def seed_of(*key: int) -> int:
-    """A seed from 0 to 2^63 - 1 that depends on `key` alone."""
-    state = np.zeros(1, np.uint64)
-    for part in key:
-        state = splitmix64(state + np.array([part % (1 << 64)], np.uint64))
-    return int(state[0] >> np.uint64(1))
 
 
 def uniform(seeds: Sequence[int], count: int) -> np.ndarray:
@@ -117,7 +90,15 @@ class ModelSampler:
         self.rows_per_pass, self.ends, self.pad, self.images = rows_per_pass, ends, pad, images
         self.name, self.repeats, self.sync_seconds = f"the trained model, torch {torch.__version__}", False, 0.0
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
+        requests = episodes.begin()
+        while requests:
+            turns = self._turns(requests)
+            requests = self.world.from_main(partial(episodes.go_on, turns), "calling tools")
+        return lambda: episodes.answers
+
+    def _turns(self, requests: Sequence[Request]) -> list[Sampled]:
+        """One turn of each answer."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
         answers: dict[int, Sampled] = {}
         with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
@@ -128,7 +109,7 @@ class ModelSampler:
                 answers.update(zip(order, written, strict=False))
                 order = order[len(written) :]
                 work.advance(len(written))
-        return lambda: [answers[index] for index in range(len(requests))]
+        return [answers[index] for index in range(len(requests))]
 
     def has(self, weights_version: str) -> bool:
         return False
@@ -137,12 +118,12 @@ class ModelSampler:
         """Nothing is open."""
 
     def _write(self, requests: Sequence[Request]) -> list[Sampled]:
-        draw = Draw([each.seed for each in requests], self.config.temperature, self.config.max_tokens, self.world)
-        context = self.precision.context(self.world.device)
-        limit = self.config.max_tokens
+        limit, context = max(each.room for each in requests), self.precision.context(self.world.device)
+        draw = Draw([each.seed for each in requests], self.config.temperature, limit, self.world)
         rows = write(self.model, self.ends, self.pad, limit, requests, draw, self.images, context).tolist()
         log_probs = torch.stack(draw.log_probs, dim=1).tolist()
-        return [self._until_end(*row) for row in zip(rows, log_probs, strict=True)]
+        written = zip(rows, log_probs, requests, strict=True)
+        return [self._until_end(ids[: each.room], values[: each.room]) for ids, values, each in written]
 
     def _until_end(self, ids: list[int], log_probs: list[float]) -> Sampled:
         end = next((at for at, token in enumerate(ids) if token in self.ends), None)

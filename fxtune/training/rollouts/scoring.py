@@ -1,4 +1,4 @@
-"""Computes rewards in worker processes: a reward that hangs, or ends its process, is named with its row.
+"""Computes rewards, and calls tools, in worker processes. What hangs, or ends its process, is named with its row.
 
 Rewards have TRL's signature. They get the answers to one prompt at a time, so a message can name the prompt's row, and
 prompts are scored side by side. A worker never imports torch, unless a reward does.
@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError, HardwareError, UserError, first_line
-from fxtune.plugins import REWARDS, reward_problem
+from fxtune.plugins import ENVIRONMENTS, REWARDS, reward_problem, tools_of
 from fxtune.system.process.signals import leave_signals_to_main_process
 from fxtune.system.terminal.library_log import LIBRARY_LOG
+
+_ENVIRONMENTS: dict[tuple[int, int], Any] = {}
+"""The environments of a worker, by Group.key and the number of the answer."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Group:
     ids: list[list[int]]
     columns: dict[str, Any]
     """The other columns of the prompt's row."""
+    environment: str = ""
+    """The environment of the row's source; empty if it has none."""
+    key: int = 0
+    """The number of these answers' environments, which stay in one process until the answers are scored."""
+    calls: dict[int, list[Any]] | None = None
+    """By the number of the answer: calls of tools (data/chat/tool_turns.py). None: the answers are complete."""
 
 
 @dataclass
@@ -64,6 +73,8 @@ class Scores:
     """By name, what rewards have logged with log_extra(name, values)."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """By name, what rewards have logged with log_metric(name, value)."""
+    replies: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    """By the number of the answer: (tool, result) of each of Group.calls."""
     problem: str = ""
     """Why there are no rewards; empty if there are."""
 
@@ -74,42 +85,55 @@ class RewardWorkers:
     def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
         self.calls, self.seconds, self.processes = list(calls), seconds, processes
         self._workers: dict[Connection, BaseProcess] = {}
+        self._homes: dict[int, Connection | str] = {}
+        """By Group.key: the process with the environments, or why it has ended."""
         self._closed = False
 
     def score(self, groups: Sequence[Group]) -> list[Scores]:
         """The scores of each group, in order. A group whose reward fails has a `problem`."""
-        if not self.calls:
+        if not self.calls and not any(group.environment for group in groups):
             return [Scores() for _ in groups]
         found: list[Scores | None] = [None] * len(groups)
-        waiting = list(reversed(range(len(groups))))
+        waiting = list(range(len(groups)))
         busy: dict[Connection, tuple[int, float]] = {}
         running: dict[Connection, str] = {}
         while waiting or busy:
-            while waiting and len(busy) < self.processes:
-                pipe = next((pipe for pipe in self._workers if pipe not in busy), None) or self._start()
-                try:
-                    pipe.send(groups[waiting[-1]])
-                except OSError:  # an idle process has ended
-                    self._end(pipe)
-                    continue
-                busy[pipe], running[pipe] = (waiting.pop(), time.monotonic() + self.seconds), "reward"
+            for at in waiting[:]:
+                home = self._homes.get(groups[at].key)
+                if isinstance(home, str):
+                    found[at] = Scores(problem=home)
+                    waiting.remove(at)
+                elif len(busy) < self.processes and home not in busy:
+                    pipe = home or next((pipe for pipe in self._workers if pipe not in busy), None) or self._start()
+                    try:
+                        pipe.send(groups[at])
+                    except OSError:  # an idle process has ended
+                        self._end(pipe, "the process")
+                        continue
+                    busy[pipe], running[pipe] = (at, time.monotonic() + self.seconds), "reward"
+                    waiting.remove(at)
+                    self._homes.pop(groups[at].key, None)
+                    if groups[at].calls is not None:
+                        self._homes[groups[at].key] = pipe
+            if not busy:
+                continue
             ready = wait(list(busy), max(min(until for _, until in busy.values()) - time.monotonic(), 0))
             for pipe in [pipe for pipe in busy if pipe in ready]:
                 try:
                     answer = pipe.recv()
                 except (EOFError, OSError):
-                    answer = Scores(problem=f"the reward {running[pipe]} ended its process")
-                    self._end(pipe)
+                    answer = Scores(problem=f"the {running[pipe]} ended its process")
+                    self._end(pipe, answer.problem)
                 if isinstance(answer, Scores):
                     found[busy.pop(pipe)[0]] = answer
-                else:  # the reward that the process begins
+                else:  # the reward or the tool that the process begins
                     running[pipe] = answer
             # An answer that has come while another process started is in time.
             late = [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic() and not pipe.poll()]
             for pipe in late:
-                limit = f"sampler.reward_seconds={self.seconds:g}"
-                found[busy.pop(pipe)[0]] = Scores(problem=f"the reward {running[pipe]} took longer than {limit}")
-                self._end(pipe)
+                problem = f"the {running[pipe]} took longer than sampler.reward_seconds={self.seconds:g}"
+                found[busy.pop(pipe)[0]] = Scores(problem=problem)
+                self._end(pipe, problem)
         return [scores for scores in found if scores is not None]
 
     def close(self) -> None:
@@ -142,7 +166,9 @@ class RewardWorkers:
             raise problem
         return ours
 
-    def _end(self, pipe: Connection) -> None:
+    def _end(self, pipe: Connection, problem: str = "") -> None:
+        lost = {key: f"its environment ended: {problem}" for key, home in self._homes.items() if home is pipe}
+        self._homes.update(lost)
         process = self._workers.pop(pipe, None)
         if process is None:  # another thread has ended it
             return
@@ -172,32 +198,53 @@ def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
 
 
 def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group, begins: Callable[[str], None]) -> Scores:
-    """The scores of a group. `begins`: called with the label of each reward before it is computed."""
-    scores = Scores()
-    for function, call in zip(functions, calls, strict=True):
-        begins(call.label)
-        try:
-            scores.rewards[call.label] = _values(function, call, group, scores)
-        except Exception as error:  # noqa: BLE001  a reward is the user's code and can raise anything
-            return Scores(problem=f"{call.label}: {first_line(error)}{_line(error)}")
+    """The scores of a group, or the results of its calls. `begins`: called with the name of what begins."""
+    scores, doing, own = Scores(), group.environment, list[Any]()
+    try:
+        for number in range(len(group.completions)) if group.calls is None else group.calls:
+            environment = _ENVIRONMENTS.pop((group.key, number), None)
+            if environment is None and group.environment:
+                begins(f"environment {doing}")
+                environment = ENVIRONMENTS[doing]()
+                if _now(environment.reset(prompt=group.prompt, **group.columns)) is not None:
+                    raise ValueError("reset() returned a value, and prompts are read before it runs")
+            own.append(environment)
+            for tool, arguments in (group.calls or {}).get(number, ()):
+                begins(f"tool {tool}")
+                scores.replies.setdefault(number, []).append((tool, _reply(environment, tool, arguments)))
+                _ENVIRONMENTS[group.key, number] = environment
+        for function, call in zip(functions, calls, strict=True) if group.calls is None else ():
+            doing = call.label
+            begins(f"reward {doing}")
+            scores.rewards[doing] = _values(function, call, group, own, scores)
+    except Exception as error:  # noqa: BLE001  this is the user's code and can raise anything
+        return Scores(problem=f"{doing}: {first_line(error)}{_line(error)}")
     return scores
 
 
-def _values(function: Any, call: Call, group: Group, scores: Scores) -> list[float | None]:
+def _reply(environment: Any, tool: str, arguments: dict[str, Any] | None) -> str:
+    """What the model reads after a call: the result as text, or the error, as in TRL."""
+    try:
+        if tool not in tools_of(type(environment)) or arguments is None:
+            raise ValueError(f"There is no tool {tool}, or its arguments are no JSON object.")
+        return str(_now(getattr(environment, tool)(**arguments)))
+    except Exception as error:  # noqa: BLE001  this is the user's code, and the model may call it wrongly
+        return str({"error": str(error)})
+
+
+def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores: Scores) -> list[float | None]:
     count = len(group.completions)
     columns = {name: [value] * count for name, value in group.columns.items()}
     sent: dict[str, Any] = columns if call.name in REWARDS.added() else {"columns": columns}
     sent |= {"prompts": [group.prompt] * count, "completions": group.completions, "completion_ids": group.ids}
+    sent["environments"] = own
     sent["log_extra"] = lambda name, values: scores.extra.update({name: [_plain(value) for value in values]})
     sent["log_metric"] = lambda name, value: scores.metrics.setdefault(name, []).append(float(value))
     parameters = inspect.signature(function).parameters
     sent |= call.options
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         sent = {name: value for name, value in sent.items() if name in parameters}
-    values = function(**sent)
-    if inspect.isawaitable(values):
-        values = asyncio.run(_result(values))
-    values = list(values)
+    values = [_now(value) for value in _now(function(**sent))]
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} rewards for {count} completions")
     for value in values:
@@ -206,14 +253,19 @@ def _values(function: Any, call: Call, group: Group, scores: Scores) -> list[flo
     return [None if value is None else float(value) for value in values]
 
 
+def _now(value: Any) -> Any:
+    """`value`, or its result if it is awaitable."""
+
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result()) if inspect.isawaitable(value) else value
+
+
 def _plain(value: Any) -> Any:
     """A value that JSON can express."""
     value = value.item() if hasattr(value, "item") else value
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-async def _result(values: Any) -> Any:
-    return await values
 
 
 def _line(error: BaseException) -> str:

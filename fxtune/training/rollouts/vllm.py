@@ -26,7 +26,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process, start_process
 from fxtune.system.terminal.progress import Phase, phase
 from fxtune.training.rollouts.client import START_SECONDS, Client, ServerError, clients_of, side_by_side
-from fxtune.training.rollouts.sampler import Request, Sampled
+from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
+from fxtune.training.rollouts.folder import Answer
 
 TRIES = 3
 """How often a request is sent before the run ends."""
@@ -110,57 +111,62 @@ class VllmSampler:
         except ServerError as error:
             raise self._failed(error) from error
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
         """See Sampler. The returned function raises HardwareError if the servers fail."""
-        if any(request.images for request in requests):
+        if any(asked.images for asked in episodes.asked):
             raise ConfigError("sampler.name=vllm: prompts with images need sampler.name=model.")
         name, began = _name_of(weights_version), time.perf_counter()
         if self.config.sampler.sleep and self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM takes its memory back
         folder = self._write_weights(name)
-        return partial(self._sample, requests, name, folder, time.perf_counter() - began)
+        return partial(self._sample, episodes, name, folder, time.perf_counter() - began)
 
     def has(self, weights_version: str) -> bool:
         return (self.written / _name_of(weights_version) / self.config_name).exists()
 
-    def _sample(self, requests: Sequence[Request], name: str, folder: Path, writing_seconds: float) -> list[Sampled]:
-        answers, left = dict[int, Sampled](), TRIES
-        about = f"Writing {len(requests):,} answers", len(requests), "answers"
+    def _sample(self, episodes: Episodes, name: str, folder: Path, writing_seconds: float) -> list[Answer]:
+        requests, answers, left = episodes.begin(), dict[int, Sampled](), TRIES
+        self.sync_seconds = writing_seconds
         if not self.adapts:
             self.loaded = ""  # a server that has started again answers by the same name, with its first weights
-        # Training shows its own progress meanwhile.
-        with nullcontext(Phase(*about)) if self.config.sampler.ahead else phase(*about, announce=False) as work:
 
-            def ask(number: int, client: Client) -> None:
-                answers[number] = self._ask(requests[number], client, self.base or name)
-                work.advance(1)
+        def ask(number: int, client: Client) -> None:
+            answers[number] = self._ask(requests[number], client, self.base or name)
+            work.advance(1)
 
-            while missing := [number for number in range(len(requests)) if number not in answers]:
-                if self.closed:  # by the main thread
-                    raise HardwareError("The run ends, so no answers are written.")
-                try:
-                    began = time.perf_counter()
-                    self._sleep(False)
-                    if self._load(name, folder):
-                        answers.clear()  # a server that starts again may have other weights, and a step has one model
-                    self.sync_seconds = writing_seconds + time.perf_counter() - began
+        while requests:
+            if self.closed:  # by the main thread
+                raise HardwareError("The run ends, so no answers are written.")
+            about = f"Writing {len(requests):,} answers", len(requests), "answers"
+            try:
+                began = time.perf_counter()
+                self._sleep(False)
+                if self._load(name, folder):
+                    # A server that starts again may have other weights, and a step has one model.
+                    requests, answers = episodes.begin(), {}
+                self.sync_seconds += time.perf_counter() - began
+                missing = [number for number in range(len(requests)) if number not in answers]
+                shows = not self.config.sampler.ahead  # else training shows its own progress meanwhile
+                with phase(*about, announce=False) if shows else nullcontext(Phase(*about)) as work:
                     side_by_side(ask, missing, self.clients, lambda: self.closed)
-                except ServerError as error:
-                    left -= 1
-                    # A server that has started again does not know the adapter: 404.
-                    if self.closed or not left or (400 <= error.status < 500 and error.status != 404):
-                        raise self._failed(error) from error
-                    self.loaded = ""
-                    for client in self.clients:
-                        client.wait(self._has_ended)
-                    if self._has_ended():
-                        self._end_process()  # its children may still hold the card
-                        self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
+                if len(answers) == len(requests):
+                    requests, answers = episodes.go_on([answers[at] for at in range(len(requests))]), {}
+            except ServerError as error:
+                left -= 1
+                # A server that has started again does not know the adapter: 404.
+                if self.closed or not left or (400 <= error.status < 500 and error.status != 404):
+                    raise self._failed(error) from error
+                self.loaded = ""
+                for client in self.clients:
+                    client.wait(self._has_ended)
+                if self._has_ended():
+                    self._end_process()  # its children may still hold the card
+                    self.clients = [Client(self._start(), self.config.sampler.request_seconds)]
         try:
             self._sleep(True)
         except ServerError as error:
             raise self._failed(error) from error
-        return [answers[number] for number in range(len(requests))]
+        return episodes.answers
 
     def _sleep(self, sleeps: bool) -> None:
         """With sampler.sleep: make the servers give the card's memory back, or take it. Raises ServerError."""
@@ -271,7 +277,7 @@ class VllmSampler:
         content = {
             "model": model,
             "prompt": request.prompt,
-            "max_tokens": sampler.max_tokens,
+            "max_tokens": request.room,
             "temperature": sampler.temperature,
             **WHOLE_DISTRIBUTION,
             "logprobs": 0,

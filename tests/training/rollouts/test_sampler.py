@@ -12,9 +12,12 @@ from fxtune.distributed.world import World
 from fxtune.errors import HardwareError
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.techniques.pipeline import Pipeline
-from fxtune.training.rollouts.sampler import Draw, ModelSampler, Request, seed_of, uniform
+from fxtune.training.rollouts.episodes import Episodes, seed_of
+from fxtune.training.rollouts.folder import Asked
+from fxtune.training.rollouts.sampler import Draw, ModelSampler, uniform
 
 PROMPTS = [[5, 9, 2, 77, 31], [8], [100, 3, 3, 64, 12, 90, 41, 7, 6], [11, 12]]
+ALL = slice(None)
 CPU = World(torch.device("cpu"))
 
 
@@ -23,8 +26,10 @@ def sampler(prepared, ends=frozenset(), **options) -> ModelSampler:
     return ModelSampler(prepared, config, Pipeline().precision, CPU, RowsPerPass(CPU.device), set(ends), 0)
 
 
-def requests(count: int = 3) -> list[Request]:
-    return [Request(prompt, seed_of(7, *prompt, number)) for prompt in PROMPTS for number in range(count)]
+def requests(count: int = 3, only: slice = ALL) -> Episodes:
+    seeds = [seed_of(7, *prompt, number) for prompt in PROMPTS for number in range(count)]
+    asked = [Asked(prompt) for prompt in PROMPTS for _ in range(count)]
+    return Episodes(asked[only], seeds[only], SamplerConfig(max_tokens=9))
 
 
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gemma3", 0.7), ("llama", 1.6)])
@@ -32,7 +37,7 @@ def test_log_probs_are_those_of_plain_transformers(family, temperature):
     prepared = prepared_model(Pipeline(), random_model(family))
     model = prepared.module.eval()
     for request, answer in zip(
-        requests(), sampler(prepared, temperature=temperature).sample(requests(), "")(), strict=True
+        requests().asked, sampler(prepared, temperature=temperature).sample(requests(), "")(), strict=True
     ):
         ids = torch.tensor([[*request.prompt, *answer.ids]])
         with torch.no_grad():
@@ -46,7 +51,7 @@ def test_log_probs_are_those_of_plain_transformers(family, temperature):
 def test_an_answer_does_not_depend_on_the_other_answers_of_its_batch():
     prepared = prepared_model(Pipeline(), random_model("llama"))
     together = sampler(prepared, batch=12).sample(requests(), "")()
-    alone = [sampler(prepared, batch=1).sample([request], "")()[0] for request in requests()]
+    alone = [sampler(prepared, batch=1).sample(requests(only=slice(at, at + 1)), "")()[0] for at in range(12)]
     assert [answer.ids for answer in together] == [answer.ids for answer in alone]
     assert len({tuple(answer.ids) for answer in together}) == 12
     assert sampler(prepared).sample(requests(), "")() == sampler(prepared).sample(requests(), "")()

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from fxtune.system.terminal.units import GIB
-
 
 class Card:
     """A CUDA device, read through NVML. `missing`: why nothing can be read; empty if reading works. Raises nothing."""
@@ -56,7 +54,7 @@ class Card:
         """`process 7 (3.2 GiB)` for each other process on the card. Empty if a container hides other processes."""
         running = self._read("nvmlDeviceGetComputeRunningProcesses") or []
         others = (process for process in running if process.pid != os.getpid())
-        return [f"process {process.pid} ({(process.usedGpuMemory or 0) / GIB:.1f} GiB)" for process in others]
+        return [f"process {process.pid} ({(process.usedGpuMemory or 0) / 2**30:.1f} GiB)" for process in others]
 
     def close(self) -> None:
         if self._nvml is not None:

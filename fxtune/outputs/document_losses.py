@@ -76,11 +76,6 @@ class DocumentLosses:
         """float64 [documents]: nats per supervised token. For groups: a group's loss."""
         return self.summed / self.count
 
-    def only(self, digests: np.ndarray) -> DocumentLosses:
-        """The losses of some of the documents."""
-        kept = np.isin(self.digests, digests)
-        return DocumentLosses(self.digests[kept], self.summed[kept], self.count[kept])
-
 
 def measure(
     config: Config, weights: Path, documents: Sequence[MeasuredDocuments], pad_id: int

@@ -26,7 +26,6 @@ from fxtune.training.builder import RunBuilder, steps_only
 from fxtune.training.forecast.oom_advice import MemoryPhase
 
 STEPS = 50
-LEAST_STEPS = 20
 SPAN = 100.0
 """The test begins at a guess of the rate divided by this number, and ends at the guess times this number."""
 SMOOTHING = 0.8

@@ -16,13 +16,13 @@ from fxtune.data.batches.build import prepare_evaluation
 from fxtune.data.batches.plan import Plan
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.distributed.parallel import ParallelConfig
-from fxtune.errors import ConfigError, HardwareError, NumbersError
+from fxtune.errors import ConfigError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.checkpoint_model import load_checkpoint
 from fxtune.outputs.run_output import OutputKind, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
-from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal import console
 from fxtune.techniques.lora.trained_tokens import ids_of_adapter
 from fxtune.techniques.pipeline import Pipeline
@@ -132,10 +132,8 @@ def evaluate(config: Config, trained: Path | None = None, trust_remote_code: boo
     elif trained is not None:
         builder.techniques.lora.start_from(language_model.prepared, str(trained))
 
-    def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
-        return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
-
-    sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
+    error = partial(builder.out_of_memory, phase=MemoryPhase.forward)
+    sizes = RowsPerPass(builder.world.device, note=console.say, error=error)
     figures: dict[str, Any] = {}
     if plan is not None:
         with closing(_held_out(builder, plan, language_model, tokenizer, sizes, images)) as held_out:

@@ -47,7 +47,7 @@ from fxtune.system.terminal.redact import redact_arguments
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training.monitors.energy import Used, sentence
 from fxtune.tuning import recipe_writer, sweep_space
-from fxtune.tuning.sweep import Method, State, Sweep, Trial, refuse, shown
+from fxtune.tuning.sweep import Method, State, Sweep, Trial, shown
 
 TRIALS = 8
 CURVES = "curves.svg"
@@ -80,7 +80,7 @@ def run(
                 f"`{dimension.key}` has a value and is swept: leave out `{dimension.key}=...` or "
                 f"`{sweep_space.PREFIX}{dimension.key}=...`"
             )
-    refuse(config)
+    sweep_space.refuse(config)
     path = recipe_writer.output_path(list(overrides), config.run.name, output, "swept")
     folder = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / f"{config.run.name}_sweep"
 

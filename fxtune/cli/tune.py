@@ -71,7 +71,8 @@ def run(
         say(text)
         ANSWER.put(results(search))  # after every trial, so that a killed search keeps its results
 
-    search = Search(config, typed, context, names, minutes * 60, steps, TrialCache(cache_home() / "tune", again), tell)
+    cache = TrialCache(cache_home() / "trials.json", again)
+    search = Search(config, typed, context, names, minutes * 60, steps, cache, tell)
     if dry_run:
         say(planned_table(search.planned()))
         say(f"Nothing was run. The table has the values of the first round. The recipe would be {path}.")

@@ -30,10 +30,11 @@ from fxtune.system.process.profiler import kernel_times
 from fxtune.system.terminal.progress import phase
 from fxtune.system.terminal.startup import FIRST_STEPS, STARTUP
 from fxtune.tracking.throughput import memory_gib
-from fxtune.training.builder import RunBuilder, steps_only
+from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.oom_advice import MemoryPhase
 from fxtune.training.step import Metrics, TrainStep
 from fxtune.training.step_monitor import StepStatistics
+from fxtune.training.trial import steps_only, trial_data
 from fxtune.tuning import trial
 
 STEPS = 10
@@ -123,7 +124,7 @@ def measure(config: Config, steps: int = STEPS, warm_up: int = WARM_UP, profile:
     assert steps >= 1
     STARTUP.begin_run()
     builder = RunBuilder(steps_only(config, warm_up + steps + PROFILED * profile))
-    plan = builder.trial_data()[1].training
+    plan = trial_data(builder)[1].training
     model, _ = builder.proven_model()
     train_step = builder.train_step(model, builder.config.objective)
     model.model.train()

@@ -20,12 +20,13 @@ from fxtune.objectives.policy import Policy, RewardConfig
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.console import say
 from fxtune.techniques.base import Evidence
-from fxtune.training.builder import RunBuilder, steps_only
+from fxtune.training.builder import RunBuilder
 from fxtune.training.rollouts.collector import make_collector
 from fxtune.training.rollouts.folder import Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
 from fxtune.training.rollouts.vllm import require_ready
 from fxtune.training.step import TrainStep
+from fxtune.training.trial import steps_only
 
 STEPS = 10
 """Number of steps after which the answers must be longer."""

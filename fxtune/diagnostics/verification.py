@@ -34,6 +34,7 @@ from fxtune.techniques.lora import trained_tokens
 from fxtune.tracking.display import evidence_table
 from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.trial import trial_data
 
 STEPS = 4
 """Number of steps whose rows are examined. The model gets the first micro-batch only."""
@@ -78,7 +79,7 @@ def verify(config: Config, loss: bool = False, each: bool = False, canary: bool 
     config = replace(config, data=replace(config.data, length_schedule=[]))  # all steps have the longest rows
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
-        _, data = builder.trial_data()
+        _, data = trial_data(builder)
         for note in [*config.techniques.ignored_options(), *builder.notes]:
             say(note)
         if builder.facts.in_backward:

@@ -27,9 +27,8 @@ overflows. Losses and metrics stay float32.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -103,11 +102,9 @@ class GradientSum:
         """The number of buckets whose sums were started in this step."""
         self._missing: list[set[int]] = []
         """For each bucket the members whose gradient is not final yet. Empty: hooks do nothing."""
-        # Hooks live as long as the model. A strong reference would keep the buffers of an older GradientSum.
-        mark_final = weakref.WeakMethod(self._mark_final)
         for bucket in self.buckets if self.overlaps else ():
             for member in bucket.members:
-                hook = partial(_call_if_alive, mark_final, bucket.number, member)
+                hook = weak_hook(self._mark_final, bucket.number, member)
                 self.parameters[member].register_post_accumulate_grad_hook(hook)
 
     def arming(self, micro_batches: Iterable[Item]) -> Iterator[Item]:
@@ -184,7 +181,7 @@ class GradientSum:
             self._sums.append(self.world.start_sum(bucket.buffer))
             self._started_buckets += 1
 
-    def _mark_final(self, bucket: int, member: int) -> None:
+    def _mark_final(self, bucket: int, member: int, _: torch.Tensor) -> None:
         """Note that the gradient of `member` is final, and start complete buckets in their order, except the last."""
         if not self._missing:
             return
@@ -198,10 +195,16 @@ class GradientSum:
             self._start_next()
 
 
-def _call_if_alive(mark_final: weakref.WeakMethod[Any], bucket: int, member: int, _: torch.Tensor) -> None:
-    """A parameter's hook: calls `mark_final` if its GradientSum still exists."""
-    if (method := mark_final()) is not None:
-        method(bucket, member)
+def weak_hook(method: Callable[..., None], *first: Any) -> Callable[[torch.Tensor], None]:
+    """A hook on a parameter that calls `method(*first, tensor)` while the object of `method` exists. A hook lives as
+    long as the model, and a strong reference would keep the buffers of an older object."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(*first, tensor)
+
+    return hook
 
 
 def _buckets(parameters: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, size: int) -> list[Bucket]:

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
@@ -33,8 +33,8 @@ from fxtune.distributed.ranks import HEARTBEATS, MEETING, gives_own_cards, meeti
 from fxtune.distributed.watch import STEP_SECONDS, StoreWatch
 from fxtune.errors import ConfigError, HardwareError, LostRankError, RankError, UserError, first_line, shortened
 from fxtune.system.machine.facts import BROKEN, MachineFacts, installed_packages
-from fxtune.system.machine.gpu_processes import gpu_processes
 from fxtune.system.machine.host import cores, memory
+from fxtune.system.machine.nvml import Card
 from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.system.process.threads import set_threads
 from fxtune.system.terminal.console import say
@@ -482,7 +482,8 @@ def _other_use(device: torch.device) -> str:
         return ""
     card = torch.cuda.get_device_properties(device)
     where = f"GPU {device.index} ({card.name}) of {socket.gethostname()}"
-    named = gpu_processes(str(card.uuid))
+    with closing(Card(device)) as driver:
+        named = driver.processes()
     return f"{where}: {others / GIB:.0f} of {total / GIB:.0f} GiB are taken" + f", by {', '.join(named)}" * bool(named)
 
 

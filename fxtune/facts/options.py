@@ -162,7 +162,7 @@ class WeightFormat(str, Enum):
     mxfp4 = "mxfp4"
 
 
-class ComputeDtype(str, Enum):
+class DType(str, Enum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -175,7 +175,7 @@ class QuantizeOptions(Options):
     """`nf4`: 4 bits a weight, in blocks of 64. `int8`: 8 bits a weight, with one scale for each output row and a tenth
     of nf4's error. `fp8`: 8-bit floating point, also in products; the fastest. `mxfp4`: the experts of a mixture in 4
     bits, in blocks of 32, as gpt-oss ships them; linears stay in model.dtype. nf4 and int8 need bitsandbytes."""
-    compute_dtype: ComputeDtype = ComputeDtype.auto
+    compute_dtype: DType = DType.auto
     """The dtype of dequantized weights and of their matmuls. `auto`: the dtype of the model's other matmuls."""
     skip: list[str] = field(default_factory=list)
     """Linears to leave unquantized, such as `down_proj` or `layers.0.mlp.up_proj`. The head has its own option."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxtune.errors import LostRankError, first_line
+from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.upstream import torch as upstream
 
 
@@ -24,15 +25,30 @@ def all_to_all(parts: Tensor, group: str) -> Tensor:
     `parts`: [ranks, ...], with one shape and dtype on all ranks. Raises LostRankError if a rank is gone.
     """
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    exchange(received, parts.contiguous(), group, "share rows")
+    return received
+
+
+def exchange(
+    received: Tensor,
+    sent: Tensor,
+    group: str,
+    purpose: str,
+    receives: list[int] | None = None,
+    sends: list[int] | None = None,
+) -> None:
+    """Fill `received` with the parts for this rank. `receives`, `sends`: the lengths of the parts from and for each
+    rank; None: equal parts. `purpose`: what the ranks of the group do. Raises LostRankError if a rank is gone."""
     members = upstream.process_group(group)
     try:
-        dist.all_to_all_single(received, parts.contiguous(), group=members)
+        dist.all_to_all_single(received, sent, receives, sends, group=members)
     except RuntimeError as error:
+        if out_of_memory_reason(error):  # NCCL reports that memory ran out
+            raise
         raise LostRankError(
-            f"Rank {members.rank()} of the {members.size()} that share rows ({socket.gethostname()}) lost another "
-            f"rank while exchanging pieces: {first_line(error)}. The same command goes on from the last checkpoint."
+            f"Rank {members.rank()} of the {members.size()} that {purpose} ({socket.gethostname()}) lost another rank "
+            f"while exchanging tokens: {first_line(error)}. The same command goes on from the last checkpoint."
         ) from error
-    return received
 
 
 @all_to_all.register_fake

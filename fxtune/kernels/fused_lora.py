@@ -31,7 +31,6 @@ from torch.utils.flop_counter import register_flop_formula
 from fxtune.kernels.autocast import compute_dtype
 from fxtune.kernels.frozen_base import DENSE, Base, Dense, Dequantized, Fp8, add_adapter, is_dense, spaced
 from fxtune.kernels.lora_adapters import AdapterGradients, Adapters, padded_rank
-from fxtune.kernels.lora_flops import FORMULAS
 from fxtune.kernels.swiglu import ACTS, FusedSums, can_fuse_sums, gated, gated_backward
 
 _PARTS = "Tensor[] a, Tensor[] b, Tensor[] bias, Tensor[] base, float[] scaling, str kind"
@@ -397,5 +396,42 @@ def _mlp_gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 _linear.register_autograd(_linear_gradients, setup_context=_linear_setup)
 _mlp.register_autograd(_mlp_gradients, setup_context=_mlp_setup)
-for _name, _formula in FORMULAS.items():
-    register_flop_formula(getattr(torch.ops.fxtune, _name))(_formula)
+
+
+# FLOPs of the operators for torch's FlopCounterMode. A formula gets an operator's arguments, with a shape in place of
+# each tensor. It counts products only: no padding of ranks, no activation functions and no packing.
+
+
+def _products(a: Sequence[Any], b: Sequence[Any]) -> tuple[int, int]:
+    """Multiplications for each row of a group: by its frozen weights, and by its adapters."""
+    pairs = list(zip(a, b, strict=True))
+    frozen = sum(lora_b[0] * lora_a[1] for lora_a, lora_b in pairs)
+    return frozen, sum(lora_a[0] * (lora_a[1] + lora_b[0]) for lora_a, lora_b in pairs)
+
+
+@register_flop_formula(torch.ops.fxtune.lora_linear)
+def _linear_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * sum(_products(a, b))
+
+
+@register_flop_formula(torch.ops.fxtune.lora_linear_backward)
+def _linear_backward_flops(dy: Any, x: Any, xa: Any, a: Any, b: Any, *rest: Any, **_: Any) -> int:
+    """Counts the gradients of A and B even if they are not wanted."""
+    wanted = rest[4]
+    frozen, adapters = _products(a, b)
+    return 2 * x[0] * (frozen * wanted[0] + 2 * adapters)
+
+
+@register_flop_formula(torch.ops.fxtune.lora_mlp)
+def _mlp_flops(x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * (sum(_products(a[:2], b[:2])) + sum(_products(a[2:], b[2:])))
+
+
+@register_flop_formula(torch.ops.fxtune.lora_mlp_backward)
+def _mlp_backward_flops(dy: Any, x: Any, gate_up: Any, xa: Any, pa: Any, a: Any, b: Any, *rest: Any, **_: Any) -> int:
+    """Without `keep`, gate, up and p A^T are computed again."""
+    keep, wanted = rest[6], rest[8]
+    first, first_adapters = _products(a[:2], b[:2])
+    second, second_adapters = _products(a[2:], b[2:])
+    recomputed = 0 if keep else first + first_adapters + a[2][0] * a[2][1]
+    return 2 * x[0] * (first * wanted[0] + second + 2 * (first_adapters + second_adapters) + recomputed)

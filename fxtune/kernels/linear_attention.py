@@ -81,16 +81,7 @@ def _linear_attention(
 
 
 @_linear_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Optional[Tensor],
-    scale: float,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], *_: Any) -> tuple[Tensor, ...]:
     out, none = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(0)
     if not q.is_cuda:
         return out, none, none.clone(), none.clone()
@@ -127,23 +118,9 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Optional[Tensor],
-    scale: float,
-    cu_seqlens: Tensor,
-    chunks: Tensor,
-    sums: Tensor,
-    first: Tensor,
-    second: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Optional[Tensor], *_: Any) -> tuple[Tensor, ...]:
     results = (q, k, v, g, v.new_empty(0) if beta is None else beta)
-    dq, dk, dv, dg, dbeta = (torch.empty_like(of, memory_format=torch.contiguous_format) for of in results)
-    return dq, dk, dv, dg, dbeta
+    return tuple(torch.empty_like(of, memory_format=torch.contiguous_format) for of in results)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -66,9 +66,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], silu: bool, cu_seqlens: Tensor, chunks: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, torch.empty_like(weight), x.new_empty(0) if bias is None else torch.empty_like(bias)
 

@@ -16,7 +16,6 @@ in each layer, so that tensors with a row for each pair of a token and an expert
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxtune.errors import LostRankError, first_line
+from fxtune.kernels.all_to_all import exchange
 from fxtune.kernels.grouped_matmul import OwnRouting
-from fxtune.system.process.oom import out_of_memory_reason
 from fxtune.upstream import torch as upstream
 
 _TOKENS: dict[str, list[int]] = {}
@@ -148,14 +146,5 @@ def _gather(states: Tensor, group: str) -> Tensor:
 
 
 def _exchange(received: Tensor, sent: Tensor, receives: list[int], sends: list[int], group: str) -> None:
-    members = upstream.process_group(group)
     assert sum(sends) == len(sent), "set_tokens() knows the pass"
-    try:
-        dist.all_to_all_single(received, sent, receives, sends, group=members)
-    except RuntimeError as error:
-        if out_of_memory_reason(error):  # NCCL reports that memory ran out
-            raise
-        raise LostRankError(
-            f"Rank {members.rank()} of the {members.size()} that divide experts ({socket.gethostname()}) lost another "
-            f"rank while exchanging tokens: {first_line(error)}. The same command goes on from the last checkpoint."
-        ) from error
+    exchange(received, sent, group, "divide experts", receives, sends)

@@ -7,6 +7,7 @@ needs one pass over the table and is the same on every rank and in every run.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,22 @@ def add_tokens(tokenizer: Any, tokens: list[str], rows: int, name: str) -> None:
             )
     new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in vocabulary]
     tokenizer.add_tokens(new, special_tokens=True)
+
+
+def about_added_tokens(
+    tokenizer: Any, tokens: list[str], rows: int, grown: int, used: Collection[int]
+) -> Iterator[str]:
+    """Yield lines on added tokens: their ids and rows, and which of them occur in no document. `rows`, `grown`: rows
+    of the base's embedding and of the model's. `used`: ids of the special tokens in the data."""
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    named = ", ".join(f"{token} ({id_})" for token, id_ in ids.items())
+    where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new rows start as the mean"
+    yield f"model.add_tokens: {named}; {where if grown > rows else 'spare rows of the base'}"
+    if unused := [token for token, id_ in ids.items() if id_ not in used]:
+        yield (
+            f"model.add_tokens: no document has {', '.join(unused)}, whose rows learn no "
+            "meaning (in a chat only the chat template writes special tokens; in a message they are text)"
+        )
 
 
 def rows_for(tokenizer: Any, rows: int) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, HubError, StorageError, did_you_mean, first_line, shortened
-from fxtune.facts.options import WeightFormat
+from fxtune.facts.options import DType, WeightFormat
 from fxtune.models import drawn_shards, mixers, shards, weights
 from fxtune.models.added_tokens import add_tokens, grow, rows_for
 from fxtune.models.kinds.decoder import PROCESSORS, Decoder
@@ -51,13 +51,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 class Init(str, Enum):
     pretrained = "pretrained"
     random = "random"
-
-
-class DType(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @dataclass

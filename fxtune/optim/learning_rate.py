@@ -17,7 +17,6 @@ The result is a first guess. `fxtune lr` tests rates on the data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from fxtune.facts.run import Facts
 from fxtune.optim.config import OptimizerConfig
@@ -33,17 +32,10 @@ LARGEST = 2.0
 """The largest factor for a batch."""
 
 
-@dataclass(frozen=True)
-class Guess:
-    """A rate, to three digits, and a line with its derivation."""
-
-    rate: float
-    text: str
-
-
-def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
-    """The learning rate of optimizer.lr=auto. `documents`: the mean number of documents in a step of the run.
-    no_rule() of optim/config.py refuses recipes without a rule before this call.
+def guess(config: OptimizerConfig, facts: Facts, documents: float) -> tuple[float, str]:
+    """(the learning rate of optimizer.lr=auto, to three digits; a line with its derivation). `documents`: the mean
+    number of documents in a step of the run. no_rule() of optim/config.py refuses recipes without a rule before this
+    call.
     """
     lora, hidden, family = facts.techniques.lora, int(facts.text["hidden_size"]), str(facts.text.get("model_type"))
     like = next((name for name in EXPONENTS if family.startswith(name)), "llama")
@@ -60,6 +52,4 @@ def guess(config: OptimizerConfig, facts: Facts, documents: float) -> Guess:
     rate *= factor
     factors.append(f"{factor:.3g} for {documents:.3g} documents in a step")
     rate = float(f"{rate:.3g}")
-    return Guess(
-        rate, f"optimizer.lr: auto chose {rate:g} = {' x '.join(factors)} (Thinking Machines' rule for AdamW)"
-    )
+    return rate, f"optimizer.lr: auto chose {rate:g} = {' x '.join(factors)} (Thinking Machines' rule for AdamW)"

@@ -11,9 +11,10 @@ import torch
 
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError, UserError, first_line, shortened
+from fxtune.facts.options import DType
 from fxtune.models import load as models
 from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
-from fxtune.models.load import DType, ModelConfig
+from fxtune.models.load import ModelConfig
 from fxtune.models.peft_adapter import CONFIG, fetch_adapter, load_weights, read_options
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.untrusted import inspect_folder

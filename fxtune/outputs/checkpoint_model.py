@@ -16,10 +16,9 @@ from fxtune.config import compose
 from fxtune.config.root import Config
 from fxtune.distributed.world import World
 from fxtune.errors import ConfigError, StorageError
-from fxtune.facts.options import Switch
+from fxtune.facts.options import DType, Switch
 from fxtune.models import load as models
 from fxtune.models.end_tokens import add_end_tokens, read_end_tokens
-from fxtune.models.load import DType
 from fxtune.models.prepared import PreparedModel
 from fxtune.system.files.atomic_files import read_json
 from fxtune.system.files.hub import locate_adapter

@@ -31,7 +31,7 @@ from fxtune.models.weights import bytes_of
 from fxtune.objectives.base import GroupObjective, Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.objectives.reference import Reference, WithReference
-from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal import console
 from fxtune.system.terminal.units import GIB
 from fxtune.techniques.precision import Precision
@@ -76,11 +76,6 @@ class DocumentLosses:
         """float64 [documents]: nats per supervised token. For groups: a group's loss."""
         return self.summed / self.count
 
-    def only(self, digests: np.ndarray) -> DocumentLosses:
-        """The losses of some of the documents."""
-        kept = np.isin(self.digests, digests)
-        return DocumentLosses(self.digests[kept], self.summed[kept], self.count[kept])
-
 
 def measure(
     config: Config, weights: Path, documents: Sequence[MeasuredDocuments], pad_id: int
@@ -96,10 +91,8 @@ def measure(
     language_model, _ = builder.proven_model()
     precision = builder.techniques.precision
 
-    def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
-        return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
-
-    sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
+    error = partial(builder.out_of_memory, phase=MemoryPhase.forward)
+    sizes = RowsPerPass(builder.world.device, note=console.say, error=error)
     plans = [group.plan(config, pad_id) for group in documents]
 
     def of_each_plan(read: Callable[[Loader], Found]) -> list[Found]:

@@ -28,7 +28,7 @@ from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.checkpoint_model import load_checkpoint
 from fxtune.outputs.run_output import OutputKind, RunOutput, find_output, is_checkpoint
 from fxtune.settle.images import image_processor
-from fxtune.system.process.oom import RowsPerPass, out_of_memory_message
+from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal import console
 from fxtune.techniques.lora.trained_tokens import ids_of_adapter
 from fxtune.techniques.pipeline import Pipeline
@@ -167,10 +167,8 @@ def evaluate(
     elif trained is not None:
         builder.techniques.lora.start_from(language_model.prepared, str(trained))
 
-    def out_of_memory(part: str, rows: int, why: str) -> HardwareError:
-        return builder.out_of_memory(out_of_memory_message(part, rows, why), MemoryPhase.forward, rows)
-
-    sizes = RowsPerPass(builder.world.device, note=console.say, error=out_of_memory)
+    error = partial(builder.out_of_memory, phase=MemoryPhase.forward)
+    sizes = RowsPerPass(builder.world.device, note=console.say, error=error)
     figures: dict[str, Any] = {}
     if plan is not None:
         with closing(_held_out(builder, plan, language_model, tokenizer, sizes, images)) as held_out:

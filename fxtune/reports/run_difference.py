@@ -36,16 +36,8 @@ FIGURES = (
 """The metrics whose last values are shown."""
 NAMES = ("run.name", "run.dir")
 """Keys that differ between any two runs."""
-SECTIONS = {
-    "machine": "machine and packages",
-    "data": "data",
-    "techniques": "what was decided",
-    "rows": "what was decided",
-    "model": "what was decided",
-    "built": "what was decided",
-    "parallel": "what was decided",
-}
-"""The heading for the differences in each group of setting.json."""
+SECTIONS = {"machine": "machine and packages", "data": "data"}
+"""The heading for the differences in a group of setting.json. All other groups are what was decided."""
 
 
 @dataclass(frozen=True)

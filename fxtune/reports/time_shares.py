@@ -26,32 +26,11 @@ class TimeShare:
     seconds: float
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of a mean step; None if they were not recorded."""
-
-    steps: int
-    """The number of steps in the means."""
-    seconds: float
-    waiting: float
-    """Seconds in which the step waits for data and the device has no other work."""
-    passes: float | None
-    update: float | None
-    saving: float
-    """Seconds for which checkpoints stopped the loop."""
-    sampling: float | None = None
-    """Seconds in which rollouts are written."""
-    rewards: float | None = None
-    """Seconds in which rollouts are scored."""
-    sync: float | None = None
-    """Seconds in which the sampler of rollouts gets the weights."""
-
-
-def step_times(run: RunFiles) -> StepTimes | None:
-    """The mean step of a run; None before its first log line."""
+def step_parts(run: RunFiles) -> list[TimeShare]:
+    """The parts of all steps in a run's log lines, as far as they were recorded."""
     curves, weights = run.curves, _steps_of_lines(run.curves.get(STEP_SECONDS, {}))
     if not weights:
-        return None
+        return []
 
     def mean(metric: str) -> float | None:
         curve = curves.get(metric, {})
@@ -71,7 +50,16 @@ def step_times(run: RunFiles) -> StepTimes | None:
     sync, sampling, rewards = (mean(f"rollout/{part}_seconds") for part in ("sync", "sampling", "reward"))
     if (waited := mean("rollout/wait_seconds")) is not None:  # answers were sampled and scored during training
         sync, sampling, rewards = None, waited, None
-    return StepTimes(steps, seconds, waiting, passes, update, saving, sampling, rewards, sync)
+    parts = (
+        ("sync", "weights for the sampler", sync),
+        ("sampling", "sampling answers", sampling),
+        ("rewards", "rewards", rewards),
+        ("data", "waiting for data", waiting),  # and the device has no other work
+        ("passes", "forward and backward", passes),
+        ("update", "optimizer", update),
+        ("saving", "checkpoints", saving),  # while they stop the loop
+    )
+    return [TimeShare(key, name, seconds * steps) for key, name, seconds in parts if seconds is not None]
 
 
 def time_shares(run: RunFiles) -> list[TimeShare]:
@@ -82,18 +70,8 @@ def time_shares(run: RunFiles) -> list[TimeShare]:
         return []
     loop, evaluations = last.get("time/training_seconds", 0.0), last.get("time/evaluation_seconds", 0.0)
     parts = [TimeShare("startup", "start-up", sum(startup_stages(run).values()))]
-    left = loop - evaluations
-    if (step := step_times(run)) is not None:
-        steps = step.steps
-        pieces = [("sync", "weights for the sampler", step.sync), ("sampling", "sampling answers", step.sampling)]
-        pieces += [("rewards", "rewards", step.rewards)]
-        pieces += [("data", "waiting for data", step.waiting), ("passes", "forward and backward", step.passes)]
-        pieces += [("update", "optimizer", step.update), ("saving", "checkpoints", step.saving)]
-        for key, name, seconds in pieces:
-            if seconds is not None:
-                parts.append(TimeShare(key, name, seconds * steps))
-                left -= seconds * steps
-    if left > 0:
+    parts += (of_steps := step_parts(run))
+    if (left := loop - evaluations - sum(part.seconds for part in of_steps)) > 0:
         parts.append(TimeShare("rest", "rest of the steps", left))
     parts.append(TimeShare("evaluation", "evaluations", evaluations))
     parts.append(TimeShare("other", "questions, export and the rest", total - loop - parts[0].seconds))

@@ -15,17 +15,16 @@ from fxtune.system.terminal.units import GIB
 
 COUNTS_FOR_ALL = (OptimizerName.apex_adamw, OptimizerName.adamw_schedulefree)
 """Optimizers that count steps once for all weights, so they cannot update weights one by one."""
-RECORDS = "techniques.compile.cuda_graphs"
+UNCLIPPED, UNRECORDED = "train.max_grad_norm=0", "techniques.compile.cuda_graphs=off"
 
 
 def refusals(config: Config, facts: Facts) -> Iterator[str]:
     """If the recipe asks for updates in the backward pass, yield each reason why they are impossible, with what to
     change."""
     if config.optimizer.in_backward is Switch.on:
-        for key, why, change in _reasons(config, facts):
-            if key == RECORDS:  # the compile technique refuses this
-                continue
-            yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
+        for why, change in _reasons(config, facts):
+            if change != UNRECORDED:  # the compile technique refuses this
+                yield f"optimizer.in_backward: {why}. Set {change}, or in_backward=off."
 
 
 def change_for(config: Config, facts: Facts) -> str:
@@ -33,12 +32,8 @@ def change_for(config: Config, facts: Facts) -> str:
     these keys would not be enough."""
     if facts.in_backward:
         return ""
-    keys = []
-    for key, _, change in _reasons(config, facts):
-        if key != "train.max_grad_norm":
-            return ""
-        keys.append(change)
-    return " ".join(["optimizer.in_backward=on", *keys])
+    changes = [change for _, change in _reasons(config, facts)]
+    return " ".join(["optimizer.in_backward=on", *changes]) if changes in ([], [UNCLIPPED]) else ""
 
 
 def refuse_halved(asked: Switch, rows: int) -> str:
@@ -71,51 +66,38 @@ def decide(config: Config, facts: Facts) -> tuple[Facts, str]:
     return replace(facts, in_backward=True), f"optimizer: each weight is updated in the backward pass ({why})"
 
 
-def _reasons(config: Config, facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, why, what to set instead) for each reason why weights cannot be updated in the backward pass."""
+def _reasons(config: Config, facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield (why, what to set instead) for each reason why weights cannot be updated in the backward pass."""
     train, techniques, optimizer = config.train, facts.techniques, config.optimizer
     if techniques.lora.enabled:
-        yield (
-            "techniques.lora",
-            "adapters' gradients are small, so nothing would be saved",
-            "techniques.lora.enabled=false",
-        )
+        yield "adapters' gradients are small, so nothing would be saved", "techniques.lora.enabled=false"
     if train.max_grad_norm:
         yield (
-            "train.max_grad_norm",
             f"train.max_grad_norm={train.max_grad_norm:g} clips by the norm of all gradients, which then never exist "
             "together",
-            "train.max_grad_norm=0",
+            UNCLIPPED,
         )
     if train.largest_batch != train.micro_batch_size:
-        key = "train.batch_ramp" if train.batch_ramp else "train.global_batch_size"
         yield (
-            key,
             f"steps of {train.largest_batch} rows in micro-batches of {train.micro_batch_size} add up gradients, so "
             "all gradients are kept",
             "train.batch_ramp=[]" if train.batch_ramp else f"train.global_batch_size={train.micro_batch_size}",
         )
     if facts.degrees.ranks > 1:
-        yield ("run.gpus", f"this run has {facts.degrees}, which add up gradients before the update", "run.gpus=1")
+        yield f"this run has {facts.degrees}, which add up gradients before the update", "run.gpus=1"
     if optimizer.name in COUNTS_FOR_ALL:
-        yield (
-            "optimizer.name",
-            f"{optimizer.name.value} counts steps for all weights together",
-            "optimizer.name=adamw",
-        )
+        yield f"{optimizer.name.value} counts steps for all weights together", "optimizer.name=adamw"
     if techniques.precision.enabled and techniques.precision.autocast is Autocast.float16:
         yield (
-            "techniques.precision.autocast",
             "float16's loss scale is divided out of all gradients after the backward pass",
             "techniques.precision.autocast=bfloat16",
         )
     if techniques.compile.enabled and techniques.compile.scope is Scope.model:
         yield (
-            "techniques.compile.scope",
             "techniques.compile.scope=model is one graph, which returns all gradients at once",
             "techniques.compile.scope=layers",
         )
     if techniques.compile.enabled and techniques.compile.cuda_graphs is Switch.on:
-        yield (RECORDS, "CUDA graphs keep all gradients", "techniques.compile.cuda_graphs=off")
+        yield "CUDA graphs keep all gradients", UNRECORDED
     if train.noise_scale:
-        yield "train.noise_scale", "train.noise_scale compares several micro-batches", "train.noise_scale=false"
+        yield "train.noise_scale compares several micro-batches", "train.noise_scale=false"

@@ -4,9 +4,7 @@ their results hold for training.
 
 from __future__ import annotations
 
-import copy
 import gc
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxtune.config.root import Config, OutOfMemory
+from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
@@ -31,6 +29,7 @@ from fxtune.estimate.memory import scattered_parameters
 from fxtune.facts.options import Autocast
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
+from fxtune.models.added_tokens import about_added_tokens
 from fxtune.models.kinds.image_decoder.parts import for_images
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.reference import ReferenceModel
@@ -50,6 +49,7 @@ from fxtune.settle.stages import Stage
 from fxtune.system.process.determinism import (
     nondeterministic_operator,
     prepare_deterministic_kernels,
+    reset_process,
     use_deterministic_kernels,
 )
 from fxtune.system.process.oom import out_of_memory_reason
@@ -65,14 +65,13 @@ from fxtune.techniques.pipeline import Pipeline, make_probe, require_acted
 from fxtune.techniques.precision import LossScale
 from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
-from fxtune.tracking.tracker import DisplayKind, TrackingConfig
+from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import in_backward
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
 from fxtune.training.evaluation import HeldOutEvaluation
 from fxtune.training.forecast import oom_advice
 from fxtune.training.forecast.oom_advice import MemoryPhase
-from fxtune.training.rollouts.made_up import made_up_plan
 from fxtune.training.step import TrainStep
 
 CHANGE_NUMBERS = ("rope", "attention", "precision", "quantize", "float8", "plugins")
@@ -103,7 +102,7 @@ class RunBuilder:
         self.special_tokens: list[int] = []
         """Special tokens of the data, if model.add_tokens or techniques.lora.train_tokens=auto needs them. read() sets
         this."""
-        _reset_process()
+        reset_process()
         self.world = World.create(config.run.device, config.run.memory_gib, threads)
         if config.run.deterministic is not False:
             prepare_deterministic_kernels()
@@ -174,25 +173,17 @@ class RunBuilder:
         if added or self.techniques.lora.train_tokens == AUTO:
             self.special_tokens = used_special_tokens(data.tables, tokenizer)
         if added:
-            notes += self._about_added_tokens(tokenizer)
+            rows = models.rows_of_base(config.model), self.facts.text["vocab_size"]
+            notes += about_added_tokens(tokenizer, added, *rows, self.special_tokens)
         if config.optimizer.lr == optimizer_config.AUTO:
-            found = guess(config.optimizer, self.facts, data.training.documents_per_step)
-            self.stage = self.stage.decided((), optimizer=replace(config.optimizer, lr=found.rate))
-            notes.append(found.text)
+            rate, note = guess(config.optimizer, self.facts, data.training.documents_per_step)
+            self.stage = self.stage.decided((), optimizer=replace(config.optimizer, lr=rate))
+            notes.append(note)
         if self.facts.packing and recurrent.by_document(self.facts):
             notes.append(documents_padding(data.training))
         self.stage = self.stage.decided(notes)
         self.inform(data.training.tables)
         self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
-        return tokenizer, data
-
-    def trial_data(self) -> tuple[Any, PreparedData]:
-        """read(), for commands that take steps without a run. Rollouts have made-up answers there."""
-        tokenizer, data = self.read()
-        if self.config.objective.needs.rollouts:
-            self._trial_folder = tempfile.TemporaryDirectory(prefix="fxtune-")  # removed with this builder
-            plan = made_up_plan(self.config, data.training, Path(self._trial_folder.name))
-            data = replace(data, training=plan)
         return tokenizer, data
 
     def inform(self, tables: Sequence[TokenTable]) -> None:
@@ -221,20 +212,6 @@ class RunBuilder:
         self._compared, self._compared_documents = (plans if which is Reference.stored else ()), documents
         decided = replace(objective, reference=which)
         self.stage = self.stage.decided([f"reference: {which.describe()}"], objective=decided)
-
-    def _about_added_tokens(self, tokenizer: Any) -> Iterator[str]:
-        """Yield lines on model.add_tokens: the ids and rows of these tokens, and which of them occur in no
-        document."""
-        model, grown = self.config.model, self.facts.text["vocab_size"]
-        ids = {token: tokenizer.convert_tokens_to_ids(token) for token in model.add_tokens}
-        rows, named = models.rows_of_base(model), ", ".join(f"{token} ({id_})" for token, id_ in ids.items())
-        where = f"the embedding and the head grow from {rows:,} rows to {grown:,}, the new rows start as the mean"
-        yield f"model.add_tokens: {named}; {where if grown > rows else 'spare rows of the base'}"
-        if unused := [token for token, id_ in ids.items() if id_ not in self.special_tokens]:
-            yield (
-                f"model.add_tokens: no document has {', '.join(unused)}, whose rows learn no "
-                "meaning (in a chat only the chat template writes special tokens; in a message they are text)"
-            )
 
     @phase("Building the model", part="model")
     def build(self) -> PreparedModel:
@@ -519,31 +496,3 @@ class RunBuilder:
         keys = change_for(self.config, facts) if micro_batches == 1 else ""
         needed, changes = oom_advice.advice(facts, self.techniques, self.config.optimizer, phase, keys)
         return HardwareError(f"{message}\n{oom_advice.to_text(needed, changes, phase, rows, row_length)}")
-
-
-def steps_only(config: Config, steps: int) -> Config:
-    """A copy of `config` that takes `steps` steps over the same data, without evaluation, checkpoints and trackers.
-
-    data.eval_fraction stays, because it decides which documents are trained on.
-    """
-    config = copy.deepcopy(config)
-    config.train.max_steps, config.train.epochs = steps, None
-    config.train.batch_ramp, config.data.length_schedule = [], []  # all steps have the longest rows
-    config.train.out_of_memory = OutOfMemory.stop  # a smaller micro-batch would be another recipe
-    config.data.eval_fraction = 0.0 if config.data.eval_sources else config.data.eval_fraction
-    config.data.questions.path, config.data.eval_sources = None, []
-    config.checkpoint.every = 0
-    config.tracking = TrackingConfig(display=DisplayKind.none)
-    return config
-
-
-def _reset_process() -> None:
-    """Free the GPU memory of an earlier run in this process, and undo its global switches."""
-    if not torch.cuda.is_initialized():
-        return
-    gc.collect()  # a wrapped forward refers to its module, so only the collector frees a model
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    # techniques.precision sets these two switches, unless it is off.
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.benchmark = False

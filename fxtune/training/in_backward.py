@@ -18,13 +18,12 @@ resumes from its last checkpoint. Signals wait for the end of the step.
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxtune.distributed.gradients import weak_hook
 from fxtune.errors import ConfigError
 from fxtune.models.structure import outputs, without_dropout
 from fxtune.optim.optimizer import Optimizer
@@ -46,10 +45,8 @@ class InBackward:
         """Whether the backward pass of this step updates the weights or has updated them."""
         self._lr, self._seed = 0.0, 0
         self._updates = torch.ones((), dtype=torch.bool)
-        # The hooks hold a weak reference. A strong one would keep the moments of every optimizer that the model had.
-        arrived = weakref.WeakMethod(self._arrived)
         for weight in self.parts:
-            weight.register_post_accumulate_grad_hook(partial(_call, arrived))
+            weight.register_post_accumulate_grad_hook(weak_hook(self._arrived))
 
     def begin(self, lr: float, updates: torch.Tensor, seed: int) -> None:
         """Make the next backward pass take a whole step at rate `lr`. `updates`: whether the step changes weights, a
@@ -83,12 +80,6 @@ class InBackward:
         self.torn = True
         self.optimizer.update(self.parts[weight], self._lr, self._updates, self._seed)
         weight.grad = None
-
-
-def _call(arrived: weakref.WeakMethod[Any], weight: torch.Tensor) -> None:
-    """Call the method, as a hook of autograd, if its object still exists."""
-    if (method := arrived()) is not None:
-        method(weight)
 
 
 def observe(model: nn.Module, probe: dict[str, Any]) -> Evidence:

@@ -22,11 +22,11 @@ from fxtune.errors import ConfigError
 from fxtune.optim.config import OptimizerName, no_rule
 from fxtune.optim.learning_rate import guess
 from fxtune.system.terminal.progress import phase
-from fxtune.training.builder import RunBuilder, steps_only
+from fxtune.training.builder import RunBuilder
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.trial import steps_only
 
 STEPS = 50
-LEAST_STEPS = 20
 SPAN = 100.0
 """The test begins at a guess of the rate divided by this number, and ends at the guess times this number."""
 SMOOTHING = 0.8
@@ -95,7 +95,7 @@ def range_test(config: Config, steps: int = STEPS, low: float | None = None, hig
     plan = builder.read()[1].training
     present, auto = builder.config.optimizer.lr, None
     if not list(no_rule(config.optimizer, builder.facts)):
-        auto = guess(config.optimizer, builder.facts, plan.documents_per_step).rate
+        auto = guess(config.optimizer, builder.facts, plan.documents_per_step)[0]
     low, high = low or (auto or present) / SPAN, high or (auto or present) * SPAN
     if low >= high:
         raise ConfigError(f"The test begins at {low:g} and ends at {high:g}: --lowest must be below --highest.")

@@ -27,7 +27,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import reduce
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,12 @@ from fxtune.checkpoint.folder_lock import FolderLock
 from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, differences, metric_rows
 from fxtune.config.compose import load
 from fxtune.config.root import Config, Export, Resume, completed
-from fxtune.distributed.parallel import AUTO, DEGREES
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError, UserError
 from fxtune.system.process.process_group import end_process, run_process, start_process
 from fxtune.system.process.signals import SIGNALS
 from fxtune.system.terminal.redact import redact, redact_text
 from fxtune.training.monitors.energy import Used
-from fxtune.tuning.sweep_space import REFUSED, Dimension, combinations, listed
+from fxtune.tuning.sweep_space import Dimension, combinations, listed
 from fxtune.tuning.trial import failure
 
 STUDY = "optuna.db"
@@ -486,24 +484,3 @@ def raise_if_it_ends_the_sweep(code: int, reason: str, trained: bool) -> None:
     """Raise the error that ends the sweep, if `code` is such an exit code. `trained`: whether training had begun."""
     if error := END_SWEEP.get(code) or (ConfigError if trained and code == ConfigError.exit_code else None):
         raise error(reason)
-
-
-def refuse(config: Config) -> None:
-    """Raise ConfigError with each reason why this recipe cannot be swept."""
-    refusals = []
-    if not config.data.holds_out:
-        refusals.append(
-            "nothing is held out, and configurations are compared by the held-out loss: set data.eval_fraction=0.05 "
-            "or data.eval_sources"
-        )
-    for key in ("train.stop.patience", "train.max_minutes", "train.eval_share", "train.pause_after"):
-        if attrgetter(key)(config):
-            refusals.append(f"{key}: {REFUSED[key.removesuffix('.patience')]}. Leave it out")
-    degrees = ((f"parallel.{name}", getattr(config.parallel, name)) for name in DEGREES)
-    several = [
-        f"{key}={value}" for key, value in [("run.gpus", config.run.gpus), *degrees] if value not in (AUTO, "1")
-    ]
-    for asked in (*several, *config.parallel.summed_otherwise):
-        refusals.append(f"{asked}: each run of a sweep has one card. Leave it out, and add it to the recipe that wins")
-    if refusals:
-        raise ConfigError("This recipe cannot be swept as it is:\n" + "\n".join(f"  {line}" for line in refusals))

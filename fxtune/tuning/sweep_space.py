@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,6 +27,7 @@ from optuna import Trial
 from fxtune.config.introspection import Slot, all_keys
 from fxtune.config.overrides import COMMAND_LINE, RecipeStore, unquoted
 from fxtune.config.root import Config
+from fxtune.distributed.parallel import AUTO, DEGREES
 from fxtune.errors import ConfigError, did_you_mean
 
 PREFIX = "sweep."
@@ -214,3 +216,24 @@ def _choice(key: str, text: str, inside: str) -> Dimension:
 def _check(key: str, value: str) -> None:
     """Raise ConfigError if `key` cannot have `value`, as it is spelled on a command line."""
     RecipeStore(Config).override(f"{key}={value}")
+
+
+def refuse(config: Config) -> None:
+    """Raise ConfigError with each reason why this recipe cannot be swept."""
+    refusals = []
+    if not config.data.holds_out:
+        refusals.append(
+            "nothing is held out, and configurations are compared by the held-out loss: set data.eval_fraction=0.05 "
+            "or data.eval_sources"
+        )
+    for key in ("train.stop.patience", "train.max_minutes", "train.eval_share", "train.pause_after"):
+        if attrgetter(key)(config):
+            refusals.append(f"{key}: {REFUSED[key.removesuffix('.patience')]}. Leave it out")
+    degrees = ((f"parallel.{name}", getattr(config.parallel, name)) for name in DEGREES)
+    several = [
+        f"{key}={value}" for key, value in [("run.gpus", config.run.gpus), *degrees] if value not in (AUTO, "1")
+    ]
+    for asked in (*several, *config.parallel.summed_otherwise):
+        refusals.append(f"{asked}: each run of a sweep has one card. Leave it out, and add it to the recipe that wins")
+    if refusals:
+        raise ConfigError("This recipe cannot be swept as it is:\n" + "\n".join(f"  {line}" for line in refusals))

@@ -4,8 +4,8 @@ A trial may run out of memory, crash, hang or be refused, and each of these is a
 includes loader workers and compilers, is killed when the trial ends or reaches its time limit, or when the search is
 interrupted. If the search itself is killed, Linux kills the trial.
 
-The cache holds a file for each result. The file is named by a hash of everything that the result depends on. So an
-interrupted search can continue.
+The cache holds each result under a hash of everything that the result depends on. So an interrupted search can
+continue.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import re
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError, HardwareError
-from fxtune.system.files.atomic_files import replace_text
+from fxtune.system.files.atomic_files import add_cached, read_cached
 from fxtune.system.process.process_group import run_process
 from fxtune.system.terminal.redact import redact_text
 
@@ -57,31 +56,28 @@ class TrialResult:
 
 
 class TrialCache:
-    """Results of trials, as JSON files in `folder`. `refresh`: ignore and replace earlier results."""
+    """Results of trials, in the JSON file `path`. `refresh`: ignore and replace earlier results."""
 
-    def __init__(self, folder: Path, refresh: bool = False) -> None:
-        self.folder, self.refresh = folder, refresh
+    def __init__(self, path: Path, refresh: bool = False) -> None:
+        self.path, self.refresh = path, refresh
 
     def find(self, key: dict[str, Any]) -> TrialResult | None:
         """The result of the trial that `key`, plain data, describes; None if the result is missing or damaged."""
         if self.refresh:
             return None
         try:
-            found = json.loads(self._file(key).read_text(encoding="utf-8"))["result"]
+            found = read_cached(self.path)[_digest(key)]
             known = {"outcome": Outcome(found["outcome"]), "losses": tuple(found["losses"]), "cached": True}
             return TrialResult(**{**found, **known})
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     def keep(self, key: dict[str, Any], result: TrialResult) -> None:
-        with suppress(OSError):  # the search goes on without a cache
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"result": asdict(result), "key": key}, indent=1, default=str)
-            replace_text(self._file(key), text, shared=True)
+        add_cached(self.path, {_digest(key): asdict(result)})
 
-    def _file(self, key: dict[str, Any]) -> Path:
-        text = json.dumps(key, sort_keys=True, default=str)
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+def _digest(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def measure(overrides: list[str], steps: int, limit: float) -> TrialResult:

@@ -13,8 +13,9 @@ from fxtune.data.batches.batch import IGNORE_INDEX
 from fxtune.diagnostics import benchmark
 from fxtune.system.terminal.startup import STARTUP
 from fxtune.training import trainer
-from fxtune.training.builder import RunBuilder, steps_only
+from fxtune.training.builder import RunBuilder
 from fxtune.training.step import TrainStep
+from fxtune.training.trial import steps_only
 from fxtune.tuning import trial
 from fxtune.tuning.trial import Outcome, TrialResult
 

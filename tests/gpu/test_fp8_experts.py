@@ -8,14 +8,14 @@ from support.architectures import on_disk
 from support.mixtures import mixture
 
 from fxtune.distributed.world import World
-from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
+from fxtune.facts.options import DType, Switch, WeightFormat
 from fxtune.kernels import fp8_experts as operators
 from fxtune.kernels import matmul
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts, fp8_experts, quantize_experts
 from fxtune.kernels.gated_experts import Adapter, gated_experts
 from fxtune.kernels.grouped_matmul import Routing
 from fxtune.models.experts import experts_of
-from fxtune.models.load import DType, ModelConfig, load_config
+from fxtune.models.load import ModelConfig, load_config
 from fxtune.techniques.assemble import assemble
 from fxtune.techniques.pipeline import Pipeline, make_probe
 from fxtune.techniques.quantize.technique import Quantize
@@ -97,7 +97,7 @@ def test_experts_on_a_gpu_are_quantized_as_on_a_cpu():
 def over_fp8() -> Pipeline:
     pipeline = Pipeline()
     pipeline.lora.enabled, pipeline.lora.fused = True, Switch.on
-    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.bfloat16, experts=Switch.on)
+    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=DType.bfloat16, experts=Switch.on)
     return pipeline
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.recorded import record
 
 from fxtune.reports.run_files import RunFiles
-from fxtune.reports.time_shares import step_times, time_shares
+from fxtune.reports.time_shares import step_parts, time_shares
 
 
 def test_the_parts_add_up_to_the_whole_time(tmp_path):
@@ -29,13 +29,12 @@ def test_the_parts_add_up_to_the_whole_time(tmp_path):
 def test_a_line_counts_as_many_steps_as_it_is_of(tmp_path):
     folder = record(tmp_path / "run")
     rows = [
-        {"train/step": 1, "train/step_seconds": 11.0, "train/data_wait": 0.5},
-        {"train/step": 11, "train/step_seconds": 1.0, "train/data_wait": 0.0},
+        {"train/step": 1, "train/step_seconds": 11.0, "train/data_wait": 0.5, "train/update_seconds": 5.0},
+        {"train/step": 11, "train/step_seconds": 1.0, "train/data_wait": 0.0, "train/update_seconds": 0.2},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    times = step_times(RunFiles(folder))
-    assert (times.steps, times.seconds, times.passes) == (11, pytest.approx(21 / 11), None)
-    assert times.waiting == pytest.approx(0.5)
+    found = {part.key: part.seconds for part in step_parts(RunFiles(folder))}
+    assert found == {"data": pytest.approx(5.5), "update": pytest.approx(7.0), "saving": 0.0}
 
 
 def test_a_resumed_run_counts_both_starts(tmp_path):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 NEEDS = {
     "the weights of a model on the hub, and a GPU": (
-        r"fxtune (-m )?\+recipe=(llama|qwen|gpt_oss)",
+        r"fxtune (-m )?\+recipe=(llama|qwen|gpt_oss|distill_on_policy)",
         r"fxtune bench \+recipe=llama_lora",
         r"fxtune tune \+recipe=llama_lora",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.architectures import lora
 
-from fxtune.facts.options import ComputeDtype, WeightFormat
+from fxtune.facts.options import DType, WeightFormat
 from fxtune.techniques.pipeline import Pipeline
 from fxtune.techniques.quantize.technique import Quantize
 
@@ -15,9 +15,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 """A model whose linears all have several blocks of nf4's scales."""
 
 
-def qlora(
-    kind: str = "nf4", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options
-) -> Pipeline:
+def qlora(kind: str = "nf4", compute: DType = DType.float32, skip: tuple[str, ...] = (), **options) -> Pipeline:
     pipeline = lora(**options)
     pipeline.quantize = Quantize(True, WeightFormat(kind), compute, list(skip))
     return pipeline

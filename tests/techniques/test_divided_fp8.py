@@ -57,7 +57,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
     """Train adapters for STEPS steps. Returns their weights, the losses, what was observed, and the bytes that this
     rank holds of the codes, beside those of all. `old`: as torch 2.11 divides."""
     from fxtune.config.compose import load
-    from fxtune.facts.options import ComputeDtype, WeightFormat
+    from fxtune.facts.options import DType, WeightFormat
     from fxtune.objectives.causal_lm import CausalLM
     from fxtune.techniques.quantize.technique import Quantize
     from fxtune.training.builder import RunBuilder
@@ -75,7 +75,7 @@ def learn(words: tuple[str, ...], options: dict[str, Any], old: bool, world: Wor
         builder.stage = replace(builder.stage, facts=facts)
     options = dict(options)
     transposes = options.pop("transposes", True)
-    builder.techniques.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, **options)
+    builder.techniques.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=DType.float32, **options)
     builder.techniques.quantize.keeps_transposes = transposes
     plan = builder.read()[1].training
     with old_torch() if old else contextlib.nullcontext():

@@ -36,7 +36,7 @@ def start(tmp_path):
 
     def make(*axes: str, minutes: float = 30.0, **keys: Any) -> Search:
         config = search_space.apply_deltas(tiny_config(), {key.replace("__", "."): keys[key] for key in keys})
-        cache = TrialCache(tmp_path / "cache")
+        cache = TrialCache(tmp_path / "cache.json")
         search = Search(config, [], tiny_context(), list(axes), minutes * 60, 2, cache, notes.append)
         search.notes = notes
         return search

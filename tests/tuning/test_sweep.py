@@ -22,8 +22,8 @@ from fxtune.config.compose import load
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError
 from fxtune.system.process.signals import SIGNALS
 from fxtune.tuning import sweep as engine
-from fxtune.tuning.sweep import PARTS, Method, State, Sweep, refuse
-from fxtune.tuning.sweep_space import parse
+from fxtune.tuning.sweep import PARTS, Method, State, Sweep
+from fxtune.tuning.sweep_space import parse, refuse
 
 SPACE = ["sweep.lr=loguniform(1e-4,1e-1)", "sweep.r=choice(2,4)"]
 PROGRAM = """

@@ -138,14 +138,13 @@ with SIGNALS:
 
 
 def test_the_cache_finds_what_it_kept_and_ignores_damage(tmp_path):
-    cache, key = TrialCache(tmp_path / "new"), {"candidate": {"rows": 2}, "repeat": 0}
+    cache, key = TrialCache(tmp_path / "new" / "trials.json"), {"candidate": {"rows": 2}, "repeat": 0}
     assert cache.find(key) is None
     kept = TrialResult(Outcome.measured, 1.0, 5.0, 1.5, (3.0, 2.0), 0.1)
     cache.keep(key, kept)
     assert cache.find(key) == TrialResult(**{**vars(kept), "cached": True})
     assert cache.find({**key, "repeat": 1}) is None
-    assert TrialCache(tmp_path / "new", refresh=True).find(key) is None
-    (file,) = (tmp_path / "new").iterdir()
-    file.write_text(file.read_text()[:50])
+    assert TrialCache(cache.path, refresh=True).find(key) is None
+    cache.path.write_text(cache.path.read_text()[:50])
     assert cache.find(key) is None
-    TrialCache(Path("/proc/none")).keep(key, kept)  # a folder that cannot be written is no error
+    TrialCache(Path("/proc/none/trials.json")).keep(key, kept)  # a folder that cannot be written is no error

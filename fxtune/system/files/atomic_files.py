@@ -221,10 +221,9 @@ def sync(path: Path) -> None:
 def read_cached(path: Path) -> dict[str, Any]:
     """All results in a cache, which is one JSON file; empty if the file does not exist or is damaged."""
     try:
-        results = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_json(path)
+    except ValueError:
         return {}
-    return results if isinstance(results, dict) else {}
 
 
 def add_cached(path: Path, results: dict[str, Any]) -> None:

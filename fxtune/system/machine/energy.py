@@ -16,69 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from fxtune.system.machine.nvml import Card
 
 RAPL = Path("/sys/class/powercap")
 INTERVAL = 1.0
 """Seconds between two samples of EnergyMeter. A sample takes less than a millisecond."""
-
-
-class Card:
-    """A CUDA device, read through NVML. `missing`: why nothing can be read; empty if reading works. Raises nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.missing = ""
-        self._nvml: Any = None
-        self._handle: Any = None
-        if device.type != "cuda":
-            self.missing = f"NVML is for NVIDIA GPUs, and the device is {device.type}"
-            return
-        try:
-            import pynvml
-        except ImportError:
-            self.missing = "the package nvidia-ml-py is not installed"
-            return
-        # The UUID finds the device, because CUDA numbers the visible devices and NVML numbers all, in another order.
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            self.missing = str(error)
-            return
-        self._nvml = pynvml
-        try:
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid[:4] in ("GPU-", "MIG-") else f"GPU-{uuid}")
-        except pynvml.NVMLError as error:
-            self.missing = str(error)
-
-    def joules(self) -> float | None:
-        """The energy counter; None if this GPU or driver has none."""
-        millijoules = self._read("nvmlDeviceGetTotalEnergyConsumption")
-        return None if millijoules is None else millijoules / 1e3
-
-    def watts(self) -> float | None:
-        milliwatts = self._read("nvmlDeviceGetPowerUsage")
-        return None if milliwatts is None else milliwatts / 1e3
-
-    def utilization(self) -> float | None:
-        """The share of the last moments in which a kernel ran, 0 to 1."""
-        rates = self._read("nvmlDeviceGetUtilizationRates")
-        return None if rates is None else rates.gpu / 100
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-            self._nvml = self._handle = None
-
-    def _read(self, function: str) -> Any:
-        if self._handle is None:
-            return None
-        try:
-            return getattr(self._nvml, function)(self._handle)
-        except self._nvml.NVMLError:
-            return None
 
 
 class Processors:

@@ -1,7 +1,10 @@
-"""Switches to torch's kernels that give the same bits each time, and names operators without such a kernel."""
+"""Global switches of torch: resets them, switches to kernels that give the same bits each time, and names operators
+without such a kernel.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 
@@ -31,3 +34,15 @@ def nondeterministic_operator(error: BaseException) -> str | None:
             return found[1]
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def reset_process() -> None:
+    """Free the GPU memory of an earlier run in this process, and undo its global switches."""
+    if not torch.cuda.is_initialized():
+        return
+    gc.collect()  # a wrapped forward refers to its module, so only the collector frees a model
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    # techniques.precision sets these two switches, unless it is off.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False

@@ -103,15 +103,12 @@ def halved(rows: int, total: int | None = None, multiple: int = 1) -> int | None
     return next(part for part in parts if total is None or total % part == 0)
 
 
-def out_of_memory_message(part: str, rows: int, reason: str) -> str:
-    return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
-
-
 class RowsExhausted(HardwareError):
     """A part of a run ran out of memory, and its rows cannot be halved. Arguments: part, rows at once, reason."""
 
     def __str__(self) -> str:
-        return out_of_memory_message(*self.args)
+        part, rows, reason = self.args
+        return f"{part.capitalize()} ran out of memory with {rows} row{'s' * (rows != 1)} at once: {reason}"
 
 
 class RowsPerPass:
@@ -122,13 +119,14 @@ class RowsPerPass:
         device: torch.device,
         reduced: dict[str, int] | None = None,
         note: Callable[[str], None] | None = None,
-        error: Callable[[str, int, str], HardwareError] = RowsExhausted,
+        error: Callable[..., HardwareError] | None = None,
         drop: Callable[[], None] = lambda: None,
     ) -> None:
         """`reduced`: rows by part, from the checkpoint of a resumed run; updated in place.
 
         `note` gets a message for each halving; without it nothing is halved. `error` makes the exception for rows that
-        cannot be halved, from (part, rows, reason). `drop` frees memory that can be recreated, such as CUDA graphs.
+        cannot be halved, from a message and `rows`; without it this is RowsExhausted. `drop` frees memory that can be
+        recreated, such as CUDA graphs.
         """
         self.device, self.note, self.error, self.drop = device, note, error, drop
         self.reduced = {} if reduced is None else reduced
@@ -167,10 +165,9 @@ class RowsPerPass:
 
         `total`, `multiple`: see halved().
         """
-        fewer = halved(rows, total, multiple)
+        fewer, exhausted = halved(rows, total, multiple), RowsExhausted(part, rows, found.reason)
         if fewer is None or self.note is None:
-            raise self.error(part, rows, found.reason)
+            raise self.error(str(exhausted), rows=rows) if self.error else exhausted
         self.reduced[part] = fewer
-        message = out_of_memory_message(part, rows, found.reason).rstrip(".")
-        self.note(f"{message}. From here on {fewer} at a time. {hint}".rstrip())
+        self.note(f"{str(exhausted).rstrip('.')}. From here on {fewer} at a time. {hint}".rstrip())
         return fewer

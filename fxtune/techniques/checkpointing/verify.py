@@ -228,8 +228,7 @@ class Proof:
 
 def vision_encoder_evidence(model: Any, layers: list[nn.Module], rule: Rule) -> Evidence:
     """Observe whether the layers of a trained vision encoder run again in the backward pass of a small image. One
-    layer
-    may not run again, because a projector may leave the last layer unread."""
+    layer may not run again, because a projector may leave the last layer unread."""
     images, asked = images_of(model.config), f"{len(layers)} layers of the vision encoder recomputed"
     if not images.probe(model):
         return _evidence(asked, NO_IMAGE, True)
@@ -266,8 +265,7 @@ class Counts(upstream.TorchDispatchMode):
         self.leaves: dict[int, nn.Module] = {}
         self.owners: dict[int, int] = {}
         """Storage of a fused MLP's weights -> layer. The MLP's backward pass runs in no module, so its weights tell
-        the
-        layer. Divided weights keep their storage while its memory is freed and gathered again."""
+        the layer. Divided weights keep their storage while its memory is freed and gathered again."""
 
     def all(self) -> list[tuple[str, OperatorCount]]:
         return [(name, count) for layer in self.operators for (name, _), count in layer.items()]
@@ -335,8 +333,7 @@ class Counts(upstream.TorchDispatchMode):
 def saved_bytes(model: nn.Module, layers: list[nn.Module], tokens: int, forward: Callable[[], Any]) -> tuple[int, int]:
     """Returns the bytes that autograd saves in the forward pass of `layers`, compiled or not, and the bytes of one
     layer's arguments. Only tensors with an axis of `tokens` count, and no parameters. A tensor that several layers
-    save
-    counts once.
+    save counts once.
     """
     weights = set(_addresses(model))
     sizes: dict[int, int] = {}

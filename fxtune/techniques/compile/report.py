@@ -119,13 +119,10 @@ class CompileMonitor:
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return compiled(...). Raises ConfigError if the function cannot be compiled as the recipe says, or if it was
         compiled too often."""
-        return self._call(_shape(args, kwargs), compiled, *args, **kwargs)
+        return self.call_for(_shape(args, kwargs), compiled, *args, **kwargs)
 
-    def call_in_vision_encoder(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """call() for a layer of a vision encoder, whose graph serves images of all sizes."""
-        return self._call(TOWER, compiled, *args, **kwargs)
-
-    def _call(self, shape: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_for(self, shape: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """call() that counts for the key `shape` of `lengths`: one graph of a vision encoder serves all images."""
         stats, reasons = upstream.counters()["stats"], upstream.graph_breaks()
         graphs_before, breaks_before, begun = stats["unique_graphs"], len(reasons), time.time()
         _UNKNOWN_WRITES.take()  # drop a message that another function left

@@ -57,7 +57,7 @@ from fxtune.techniques.attention import recurrent, vision_encoder
 from fxtune.techniques.attention.backends.registry import BACKENDS
 from fxtune.techniques.base import NO_IMAGE, Evidence, Technique
 from fxtune.techniques.compile import residual_pass
-from fxtune.techniques.compile.report import MAX_RECOMPILES, CompileMonitor, CompileReport
+from fxtune.techniques.compile.report import MAX_RECOMPILES, TOWER, CompileMonitor, CompileReport
 from fxtune.techniques.lora.targets import matches
 from fxtune.techniques.rope import BY_LONGEST, rope_types
 from fxtune.upstream import torch as upstream
@@ -220,7 +220,7 @@ class Compile(CompileOptions, Technique):
         mode = "default" if self.mode is CompileMode.reduce_overhead else MODES[self.mode.value]
         for layer in _encoder_layers(model):
             compiled = self._compiled(layer.forward, mode)
-            layer.forward = _EncoderLayer(layer, partial(self._monitor.call_in_vision_encoder, compiled))
+            layer.forward = _EncoderLayer(layer, partial(self._monitor.call_for, TOWER, compiled))
 
     def _compiled(self, forward: Callable[..., Any], mode: str, dynamic: bool | None = None) -> Callable[..., Any]:
         how: dict[str, Any] = {"mode": mode}

@@ -433,8 +433,7 @@ def _adapters(model: Any, options: tuple[Any, ...], ranks: tuple[tuple[str, int]
 
 def _rank_of(lora: LoraOptions, path: str, rank: int | None = None) -> int:
     """The rank of the adapter of the module `path`: the entry of rank_pattern that matches the end of the full name,
-    as
-    in peft. If no entry matches, the rank is `rank`, or techniques.lora.r if `rank` is None."""
+    as in peft. If no entry matches, the rank is `rank`, or techniques.lora.r if `rank` is None."""
     ranks = (value for pattern, value in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", path))
     return next(ranks, lora.r if rank is None else rank)
 
@@ -519,8 +518,7 @@ class _Places:
 
     def why_left(self, path: str, lora: LoraOptions) -> str:
         """The option that leaves a module for images without an adapter; empty if no option does. Projectors come
-        first,
-        because a projector may be part of a vision encoder."""
+        first, because a projector may be part of a vision encoder."""
         if any(_is_below(path, part) for part in self._projectors):
             return "" if lora.projector else "techniques.lora.projector=off"
         if any(_is_below(path, part) for part in self._encoders):

@@ -166,9 +166,8 @@ class Lora(LoraOptions, Technique):
         decides `auto` later.
 
         `tokenizer`: a function that loads the tokenizer. `added`: model.add_tokens. Their rows are trained, too,
-        unless
-        modules_to_save trains both tables. Raises ConfigError if the tokenizer lacks a token, or if `adapter` trains
-        other tokens.
+        unless modules_to_save trains both tables. Raises ConfigError if the tokenizer lacks a token, or if `adapter`
+        trains other tokens.
         """
         self._added = [] if {"embed_tokens", "lm_head"} <= {*self.modules_to_save} else list(added)
         if tokens := [*self._added, *(self.train_tokens if self.train_tokens not in (None, AUTO) else ())]:

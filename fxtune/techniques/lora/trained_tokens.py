@@ -47,8 +47,7 @@ def ids_of_adapter(adapter: str) -> list[int]:
 
 def refusals(model: Any, trained: Mapping[str, str]) -> Iterator[str]:
     """Yield each reason why rows of `model` cannot be trained. `model` has no adapters yet. `trained`: path of a
-    module
-    that is trained in another way -> the option that trains it."""
+    module that is trained in another way -> the option that trains it."""
     for path, table in _tables(model).items():
         if option := trained.get(path):
             yield f"train_tokens: {option} already trains {path}. Take it out there, or set train_tokens to null."

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import DType, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.kernels.quantized import MXFP4
 from fxtune.models.structure import is_named, output_head, skeleton
@@ -50,7 +50,7 @@ def refusals(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
         yield "skip: mxfp4 leaves all linears as they are. Set it to []."
     if facts.device == "cuda":
         yield from _card(options, facts)
-    if options.compute_dtype is ComputeDtype.float16 and not fp8 and facts.compute_dtype != "float16":
+    if options.compute_dtype is DType.float16 and not fp8 and facts.compute_dtype != "float16":
         yield (
             "compute_dtype: float16 needs loss scaling, which comes with techniques.precision.autocast=float16 or "
             "model.dtype=float16. Set one of them, or compute_dtype to auto."
@@ -78,7 +78,7 @@ def _fp8(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
             f"type: fp8's products run on a GPU's tensor cores, and the device is {facts.device}. "
             f"{_instead(options.type, facts)}."
         )
-    is_auto = options.compute_dtype is ComputeDtype.auto
+    is_auto = options.compute_dtype is DType.auto
     compute = facts.compute_dtype if is_auto else options.compute_dtype.value
     if compute != "bfloat16":
         others = "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16"
@@ -130,7 +130,7 @@ def _card(options: QuantizeOptions, facts: Facts) -> Iterator[str]:
             f"type: {options.type.value} needs compute capability {oldest[0]}.{oldest[1]}, and {facts.device_name} "
             f"has {number}. {_instead(options.type, facts)}."
         )
-    if (facts.capability or (8, 0)) < (8, 0) and options.compute_dtype is ComputeDtype.bfloat16:
+    if (facts.capability or (8, 0)) < (8, 0) and options.compute_dtype is DType.bfloat16:
         yield f"compute_dtype: {facts.device_name} has no bfloat16 units. Use float32, or auto."
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from fxtune.distributed.world import World
 from fxtune.facts.execution import Execution, Quantized
-from fxtune.facts.options import ComputeDtype, QuantizeOptions, Switch, WeightFormat
+from fxtune.facts.options import DType, QuantizeOptions, Switch, WeightFormat
 from fxtune.facts.run import Facts
 from fxtune.models.dims import Shape
 from fxtune.models.experts import experts_of
@@ -68,8 +68,8 @@ class Quantize(QuantizeOptions, Technique):
         chosen += self._resolve_experts(facts)
         if self.type is WeightFormat.fp8:
             chosen.append(self._resolve_transposes(facts))
-        if self.compute_dtype is ComputeDtype.auto:
-            self.compute_dtype = ComputeDtype(facts.compute_dtype)
+        if self.compute_dtype is DType.auto:
+            self.compute_dtype = DType(facts.compute_dtype)
             chosen.append(f"matmuls run in {self.compute_dtype.value} like the rest of the model")
         return "; ".join(chosen) or None
 

@@ -21,13 +21,12 @@ sum. So no gradient is kept, and nothing waits for the device.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from fxtune.data.batches.batch import IGNORE_INDEX
+from fxtune.distributed.gradients import weak_hook
 
 PARTS, SHARES, ROWS = NAMES = ("noise/parts", "noise/shares", "noise/rows")
 """Metrics of a step, summed over micro-batches and ranks: |g_m|^2, w_m^2, and the rows."""
@@ -44,11 +43,8 @@ class MicroBatchNorms:
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._squares: list[torch.Tensor] = []
-        # The hooks hold a weak reference. With a strong one they would fill the list of every step object that the
-        # model had.
-        arrived = weakref.WeakMethod(self._arrived)
         for weight in weights:
-            weight.register_hook(lambda gradient: _call(arrived, gradient))
+            weight.register_hook(weak_hook(self._arrived))
 
     def begin(self) -> None:
         """Call this before each backward pass."""
@@ -66,12 +62,6 @@ class MicroBatchNorms:
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         self._squares.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square())
-
-
-def _call(arrived: weakref.WeakMethod[Any], gradient: torch.Tensor) -> None:
-    """Call the method, as a hook of autograd, if its object still exists."""
-    if (method := arrived()) is not None:
-        method(gradient)
 
 
 class NoiseScale:

@@ -22,7 +22,7 @@ from fxtune.errors import StorageError
 from fxtune.estimate.memory import RecomputePlan, forecast
 from fxtune.estimate.step_time import layer_time
 from fxtune.export.save import save_model
-from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
+from fxtune.facts.options import DType, Switch, WeightFormat
 from fxtune.kernels.fp8_experts import Weights, dequantize_experts
 from fxtune.models.experts import experts_of
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer, ships_mxfp4
@@ -42,7 +42,7 @@ H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="
 
 def fp8(experts: Switch = Switch.on, transposes: bool = True, **options: Any) -> Pipeline:
     pipeline = lora(**options)
-    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32, experts=experts)
+    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=DType.float32, experts=experts)
     pipeline.quantize.keeps_transposes = transposes
     return pipeline
 
@@ -58,7 +58,7 @@ def made(pipeline: Pipeline, model: ModelConfig) -> Any:
 
 def resolved(model: ModelConfig, pipeline: Pipeline, **facts: Any) -> tuple[Quantize, str]:
     """What techniques.quantize decides on an H200, and what it says."""
-    pipeline.quantize.compute_dtype = ComputeDtype.auto
+    pipeline.quantize.compute_dtype = DType.auto
     facts = facts_of(model, **H200, **facts)
     decided = dataclasses.replace(pipeline.quantize)
     return decided, decided.resolve(dataclasses.replace(facts, techniques=pipeline)) or ""
@@ -189,7 +189,7 @@ def test_auto_takes_fp8_where_experts_can_be_and_says_why_not(kind, changes, opt
     assert decided.experts is (Switch.off if why else Switch.on)
     assert (why or "experts in fp8, too") in said
     demanded = fp8(**options)
-    demanded.quantize.compute_dtype = ComputeDtype.auto
+    demanded.quantize.compute_dtype = DType.auto
     facts = dataclasses.replace(facts_of(model, **H200), techniques=demanded)
     reasons = [one for one in demanded.quantize.check(facts) if one.startswith("experts: ")]
     assert [why in one for one in reasons] == [True] * bool(why)
@@ -206,7 +206,7 @@ def test_ranks_that_cannot_have_equally_many_experts_keep_them_in_16_bits(degree
 def test_a_check_knows_what_auto_will_decide():
     """Beside experts in fp8 the small linears stay in 16 bits, so the gate with one output is no obstacle."""
     model, pipeline = mixture("qwen2_moe"), fp8(Switch.auto)
-    pipeline.quantize.compute_dtype = ComputeDtype.auto
+    pipeline.quantize.compute_dtype = DType.auto
     facts = dataclasses.replace(facts_of(model, **H200), techniques=pipeline)
     assert not [one for one in pipeline.quantize.check(facts) if "shared_expert_gate" in one]
     pipeline.quantize.experts = Switch.off

@@ -12,7 +12,7 @@ from support.lora_models import lora_pair, loss_and_gradients, quantized_in, req
 
 from fxtune.distributed.sharding import shard
 from fxtune.errors import ConfigError
-from fxtune.facts.options import ComputeDtype, Switch, WeightFormat
+from fxtune.facts.options import DType, Switch, WeightFormat
 from fxtune.models.load import load_config
 from fxtune.models.structure import decoder_layers
 from fxtune.techniques.assemble import assemble
@@ -43,7 +43,7 @@ def in_int8(family: str):
 def in_fp8(family: str):
     """Built without check(), which refuses fp8 on a CPU."""
     pipeline, model = lora(fused=Switch.on), random_model(family)
-    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=ComputeDtype.float32)
+    pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=DType.float32)
     return assemble(pipeline, model, load_config(model), CPU, 0).module
 
 

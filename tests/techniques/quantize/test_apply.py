@@ -12,11 +12,11 @@ from support.quantized import WIDE, qlora
 
 from fxtune.distributed.world import World
 from fxtune.errors import StorageError
-from fxtune.facts.options import ComputeDtype
+from fxtune.facts.options import DType
 from fxtune.facts.run import Facts
 from fxtune.models import load as models
 from fxtune.models import weights
-from fxtune.models.load import DType, ModelConfig, load_config
+from fxtune.models.load import ModelConfig, load_config
 from fxtune.techniques.pipeline import make_probe
 from fxtune.techniques.quantize import apply
 
@@ -54,7 +54,7 @@ def test_a_model_that_fits_nowhere_is_quantized_as_it_is_read(kind, pretrained, 
         ModelConfig(path=str(on_disk(tmp_path / "base", **sizes))) if pretrained else random_model("llama", **sizes)
     )
     model.dtype = DType.bfloat16
-    pipeline = qlora(kind, ComputeDtype.bfloat16)
+    pipeline = qlora(kind, DType.bfloat16)
     whole = built(pipeline, model)
     monkeypatch.setattr("fxtune.techniques.assemble._quantizes_rows", lambda *_: True)
     held, most = weakref.WeakSet(), [0]

@@ -8,7 +8,7 @@ import pytest
 from support.architectures import facts_of, random_model
 from support.quantized import qlora
 
-from fxtune.facts.options import AdapterInit, ComputeDtype
+from fxtune.facts.options import AdapterInit, DType
 
 T4 = dict(device="cuda", device_name="Tesla T4", capability=(7, 5))
 H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="bfloat16")
@@ -37,8 +37,8 @@ def refused(family: str = "llama", facts: dict | None = None, full: bool = False
             "type: int8 needs compute capability 7.5, and Tesla T4 has 7.0.",
         ),
         ({"facts": {**T4, "capability": (5, 2)}}, "type: nf4 needs compute capability 6.0"),
-        ({"facts": T4, "compute": ComputeDtype.bfloat16}, "compute_dtype: Tesla T4 has no bfloat16 units"),
-        ({"facts": H200, "compute": ComputeDtype.float16}, "compute_dtype: float16 needs loss scaling"),
+        ({"facts": T4, "compute": DType.bfloat16}, "compute_dtype: Tesla T4 has no bfloat16 units"),
+        ({"facts": H200, "compute": DType.float16}, "compute_dtype: float16 needs loss scaling"),
         (
             {"init": AdapterInit.pissa},
             "enabled: techniques.lora.init=pissa moves a part of the weights into the adapter",
@@ -71,7 +71,7 @@ def test_check_refuses_with_what_to_change(options, reason):
         {"kind": "int8"},
         {"facts": H200},
         {"facts": T4, "kind": "int8"},
-        {"facts": {**T4, "dtype": "float16"}, "compute": ComputeDtype.float16},
+        {"facts": {**T4, "dtype": "float16"}, "compute": DType.float16},
         {"dora": True},
         {"kind": "int8", "dora": True},
         {"modules_to_save": ["lm_head", "norm"]},

@@ -15,7 +15,7 @@ from support.cases import slow_but
 
 from fxtune.estimate.memory import RecomputePlan, forecast, linear_bytes
 from fxtune.export.save import save_model
-from fxtune.facts.options import AdapterInit, Autocast, ComputeDtype, WeightFormat
+from fxtune.facts.options import AdapterInit, Autocast, DType, WeightFormat
 from fxtune.kernels.fp8 import dequantize_weight
 from fxtune.kernels.linear_cross_entropy import linear_cross_entropy
 from fxtune.models.load import ModelConfig, load_config, load_tokenizer
@@ -40,9 +40,7 @@ H200 = dict(device="cuda", device_name="NVIDIA H200", capability=(9, 0), dtype="
 both = pytest.mark.parametrize("fused", ["on", "off"])
 
 
-def fp8(
-    fused: str = "off", compute: ComputeDtype = ComputeDtype.float32, skip: tuple[str, ...] = (), **options: Any
-) -> Pipeline:
+def fp8(fused: str = "off", compute: DType = DType.float32, skip: tuple[str, ...] = (), **options: Any) -> Pipeline:
     pipeline = lora(**options)
     pipeline.lora.fused = type(pipeline.lora.fused)(fused)
     pipeline.quantize = Quantize(True, WeightFormat.fp8, compute_dtype=compute, skip=list(skip))
@@ -285,7 +283,7 @@ def refused(
     here: dict | None = None,
     **options: Any,
 ) -> str:
-    pipeline = fp8(compute=ComputeDtype.auto, **options)
+    pipeline = fp8(compute=DType.auto, **options)
     for name, value in (here or {}).items():
         setattr(pipeline.quantize, name, value)
     pipeline.lora.enabled = not full
@@ -310,7 +308,7 @@ def refused(
             "techniques.precision.autocast=bfloat16 or model.dtype=bfloat16.",
         ),
         (
-            {"here": {"compute_dtype": ComputeDtype.float16}},
+            {"here": {"compute_dtype": DType.float16}},
             "compute_dtype: fp8's products are bfloat16, and this asks for float16. Set it to auto or bfloat16.",
         ),
         ({"full": True}, "enabled: weights in fp8 cannot be trained, only adapters over them."),
@@ -377,11 +375,11 @@ def test_check_accepts_what_can_run(options):
 
 
 def test_auto_is_resolved_by_the_compute_dtype():
-    given = fp8(compute=ComputeDtype.auto)
+    given = fp8(compute=DType.auto)
     given.precision.autocast = Autocast.bfloat16
     facts = facts_of(random_model("llama"), **{**H200, "dtype": "float32"})
     chosen, notes = given.resolved(facts)
-    assert chosen.quantize.compute_dtype is ComputeDtype.bfloat16
+    assert chosen.quantize.compute_dtype is DType.bfloat16
     assert (
         "quantize: torch multiplies the fp8 weights; their transposes are kept; matmuls run in bfloat16 like the rest "
         "of the model"
@@ -418,7 +416,7 @@ def test_auto_keeps_transposes_where_memory_is_ample():
     model = random_model("llama", **WIDE)
     weights = sum(base.weight.numel() for base in fp8_linears(made(fp8(), model)))
     for free, kept in ((9 * weights, True), (7 * weights, False)):
-        chosen, notes = fp8(compute=ComputeDtype.bfloat16).decided(facts_of(model, **H200, free_memory=free))
+        chosen, notes = fp8(compute=DType.bfloat16).decided(facts_of(model, **H200, free_memory=free))
         assert chosen.quantize.keeps_transposes is kept
         note = next(note for note in notes if note.startswith("quantize"))
         assert ("the backward pass transposes them" in note) != kept

@@ -11,7 +11,7 @@ from support.quantized import WIDE, kinds, qlora
 from support.runs import losses, same_export
 
 from fxtune.export.save import save_model
-from fxtune.facts.options import Autocast, ComputeDtype
+from fxtune.facts.options import Autocast, DType
 from fxtune.models.load import ModelConfig, load_tokenizer
 from fxtune.outputs.merge import merge
 from fxtune.techniques.pipeline import make_probe
@@ -93,7 +93,7 @@ def test_the_adapter_loads_and_merges_onto_the_plain_base(kind, options, base, t
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monkeypatch):
     narrow.techniques.quantize = qlora(kind).quantize
-    narrow.techniques.quantize.compute_dtype = ComputeDtype.auto
+    narrow.techniques.quantize.compute_dtype = DType.auto
     narrow.techniques.precision.autocast = Autocast.bfloat16
     narrow.data.packing, narrow.checkpoint.every, narrow.run.dir = True, 2, "whole"
     narrow.train.max_steps, narrow.train.global_batch_size, narrow.train.micro_batch_size = 5, 2, 1
@@ -118,8 +118,8 @@ def test_a_resumed_quantized_run_ends_with_the_same_bits(kind, narrow, cwd, monk
 
 def test_auto_computes_in_the_dtype_of_the_other_matmuls():
     model = random_model("llama", **WIDE)
-    given = qlora(compute=ComputeDtype.auto)
+    given = qlora(compute=DType.auto)
     given.precision.autocast = Autocast.bfloat16
     chosen, notes = given.resolved(facts_of(model))
-    assert chosen.quantize.compute_dtype is ComputeDtype.bfloat16
+    assert chosen.quantize.compute_dtype is DType.bfloat16
     assert "quantize: matmuls run in bfloat16 like the rest of the model" in notes

@@ -5,13 +5,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from fxtune.system.machine.gpu_processes import gpu_processes
+from fxtune.system.machine.nvml import Card
 
 
 @pytest.fixture
 def nvml(monkeypatch):
     """Process 7 uses 30 GiB of the card `1a`, this process some more."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1a"))
     running = [SimpleNamespace(pid=7, usedGpuMemory=30 * 2**30), SimpleNamespace(pid=os.getpid(), usedGpuMemory=2**30)]
     module = SimpleNamespace(
         NVMLError=OSError,
@@ -24,8 +26,14 @@ def nvml(monkeypatch):
     return module
 
 
-def test_processes_of_others_are_listed(nvml):
-    assert gpu_processes("1a") == gpu_processes("GPU-1a") == ["process 7 (30.0 GiB)"]
+def processes() -> list[str]:
+    return Card(torch.device("cuda", 0)).processes()
+
+
+@pytest.mark.parametrize("uuid", ["1a", "GPU-1a"])
+def test_processes_of_others_are_listed(nvml, monkeypatch, uuid):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
+    assert processes() == ["process 7 (30.0 GiB)"]
 
 
 def test_driver_that_refuses_lists_none(nvml, monkeypatch):
@@ -33,8 +41,8 @@ def test_driver_that_refuses_lists_none(nvml, monkeypatch):
         raise OSError
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
-    assert gpu_processes("1a") == []
+    assert processes() == []
     monkeypatch.setattr(nvml, "nvmlInit", refuse)
-    assert gpu_processes("1a") == []
+    assert processes() == []
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_processes("1a") == []
+    assert processes() == []

@@ -51,6 +51,7 @@ FREE_ON_RESUME = (
     "data.workers",
     "data.cache_dir",
     "data.questions",
+    "data.general",
     "data.eval_limit",
     "data.on_overlap",  # the plan's fingerprint covers the rows that this key leaves out
     "data.template_time",  # the plan's fingerprint covers the tokens that this key changes

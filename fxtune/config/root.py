@@ -247,6 +247,9 @@ class RefreshConfig:
     gain: float = field(default=0.001, metadata={"min": 0})
     """A test must show that the new model is better on the new held-out rows by more than this, in the unit of
     refresh.bound."""
+    forgotten: Optional[float] = field(default=0.1, metadata={"min": 0})
+    """The new model's loss on general text (data.general) may be higher than the old model's by this, in nats a token.
+    null: any loss."""
 
 
 def _place_in(section: str) -> Callable[[Keys], str]:

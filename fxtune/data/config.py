@@ -165,6 +165,11 @@ class DataConfig:
     eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Evaluate on at most this many of the held-out documents of each source of `sources`."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
+    general: list[SourceConfig] = field(default_factory=lambda: [SourceConfig(path="builtin:general")])
+    """Texts or chats about other things than the task. A run with held-out data or questions measures on them, before
+    and after training, how far tuning has moved the model: what it has forgotten (docs/forgetting.md).
+    `builtin:general` is 64 short passages; for the models that ship with fxtune, sentences like their training data.
+    []: nothing is measured."""
     sequence_length: int = field(default=2048, metadata={"min": 2, "max": 2**24})
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)

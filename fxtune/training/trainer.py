@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from fxtune.training.data.run_data import name_lost_image
 from fxtune.training.data.special_tokens import teach_ends, untrained_tokens
 from fxtune.training.evaluation import HeldOutEvaluation, evaluation_steps
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.general_text import GeneralText, general_plan
 from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
@@ -135,6 +137,7 @@ class Trainer:
                 rollouts.clear()
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
+        general = general_plan(builder, self.tokenizer, self.data.images)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.objective.needs.rollouts:
             self.ends = template_ends(self.tokenizer, builder.config.data)
@@ -147,6 +150,7 @@ class Trainer:
             screen.note(line)
         self.language_model = self._proven_model(resume_check)
         self.model = self.language_model.model
+        self.general = self._general_text(general) if general else None
         self.trial = Trial(builder, self.language_model, self.objective)
         # The optimizer is built after the techniques, because they replace modules. Otherwise it would update replaced
         # weights.
@@ -214,6 +218,12 @@ class Trainer:
             self.questions.judge = collector.judge
         return collector
 
+    def _general_text(self, plan: Plan) -> GeneralText:
+        # Fewer rows in these passes are no decision of the run, so the state does not keep them.
+        note = self.screen.note if self.config.train.out_of_memory is OutOfMemory.halve else None
+        rows = RowsPerPass(self.world.device, note=note, drop=self._drop_recordings)
+        return GeneralText(self.builder, plan, self.language_model, rows)
+
     def _proven_model(self, resume_check: ResumeCheck) -> LanguageModel:
         """Build the model, and show and write the evidence that its techniques acted."""
         builder = self.builder
@@ -254,6 +264,8 @@ class Trainer:
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
+                if self.general and self.state.step == 0:
+                    self._measure(self.general.loss)
                 if self.held_out is not None and self.objective.compared and self.state.step == 0:
                     self._judge_before(self.held_out)
                 self.end.require_time()
@@ -485,6 +497,12 @@ class Trainer:
             figures = held_out.figures(self.rows_per_pass, self.config.train.micro_batch_size)
         self.log.log({name.replace("eval/", "before/", 1): value for name, value in figures.items()})
 
+    def _measure(self, on_general_text: Callable[[], dict[str, float]]) -> None:
+        self.world.heartbeat.doing("evaluating")
+        with self.clock.timed("general"), interruptible(self.world):
+            figures = on_general_text()
+        self.log.log(figures)
+
     def _ask_questions(self, when: str) -> None:
         with self.clock.timed("questions"), interruptible(self.world):
             figures = self._answer(when)
@@ -507,6 +525,8 @@ class Trainer:
         self.run_state.use_averages()
         if self.questions:
             self._ask_questions("after")
+        if self.general:
+            self._measure(self.general.moved)
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
         note = weights_note(step, state, self.config.train.stop.metric)
         if note:

@@ -2,7 +2,8 @@
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 rollouts/, if the run learns from its own answers
-                about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html
+                requirements.lock, what is installed  about.json  energy.json  compile.json, if anything is compiled
+                result.json, written last  report.html
                 libraries.log, if a library warned of something
 
 folder_lock.py has the lock.
@@ -25,6 +26,7 @@ import yaml
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
 from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of, not_written
+from fxtune.system.files import environment
 from fxtune.system.files.atomic_files import read_json, replace_text
 
 FREE_ON_RESUME = (
@@ -150,7 +152,7 @@ class RunFolder:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
         if self.lock is not None and not self.resumed and not (self.path / METRICS).exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
-                for name in ("config.yaml", SETTING, EVIDENCE, ABOUT, "energy.json", HOLDER, LOCK):
+                for name in ("config.yaml", SETTING, EVIDENCE, ABOUT, environment.FILE, "energy.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
                 if self.path.parent == RUNS:

@@ -167,7 +167,8 @@ COMMANDS = {
     ),
     "doctor": Command(
         "fxtune.cli.doctor",
-        "show what this machine has and whether it works; a recipe is optional",
+        "show what this machine has and whether it works (a recipe is optional); or how it differs from RUN's",
+        positional="of_run",
         config_optional=True,
     ),
     "eval": Command(

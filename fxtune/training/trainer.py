@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, ROLLOUTS, RunFolder, read_template_time
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.batch_images import LostImageError
@@ -26,6 +28,7 @@ from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import Schedule
 from fxtune.settle.ranks import require_possible
+from fxtune.system.files import environment
 from fxtune.system.machine.tested_versions import outside_tested_range
 from fxtune.system.process.oom import RowsExhausted, RowsPerPass
 from fxtune.system.process.signals import SIGNALS
@@ -142,6 +145,7 @@ class Trainer:
         if self.objective.needs.rollouts:
             self.ends = template_ends(self.tokenizer, builder.config.data)
         if self.world.main:
+            environment.write(folder.path, environment.machine(torch.version.cuda, builder.facts.device_name))
             texts = prompts_are_texts(self.data.tables, builder.config.data)
             folder.write(
                 ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, self.objective, texts)

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from fxtune.config.root import Config, SamplerConfig
+from fxtune.data.config import SourceConfig
 from fxtune.optim.config import TRAITS
 
 
@@ -81,6 +82,7 @@ NEEDS = (
     KeyNeed("data.eval_fraction", "data.eval_sources=[]", warns=True),
     KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
+    KeyNeed("data.general", "held-out data or questions for a language model", lambda it: it.judges_text, warns=True),
     KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
     *(
         KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)
@@ -137,6 +139,8 @@ def _override_text(value: Any) -> str:
     """A value as a user writes it in `KEY=VALUE`."""
     if isinstance(value, list):
         return f"[{','.join(map(_override_text, value))}]"
+    if isinstance(value, SourceConfig):
+        return f"{{path: {value.path}}}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value.value if isinstance(value, Enum) else value)

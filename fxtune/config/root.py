@@ -280,10 +280,16 @@ class Config:
         if isinstance(self.objective, dict):
             self.objective = from_options(self.objective)
 
+    @property
+    def judges_text(self) -> bool:
+        """Whether held-out rows or questions judge a model that writes text."""
+        has_held_out = self.data.holds_out or self.data.applicable_questions().path is not None
+        return has_held_out and self.objective.needs.head == "lm"
+
     def plugins(self) -> dict[str, str]:
         """The plugins that this config uses, each with its version or the sha256 of its file."""
         data, questions = self.data, self.data.questions
-        sources = {source.plugin_format for source in (*data.sources, *data.eval_sources)}
+        sources = {source.plugin_format for source in (*data.sources, *data.eval_sources, *data.general)}
         used = (
             (ROW_FORMATS, sources),
             (OBJECTIVES, {self.objective.name}),

@@ -344,6 +344,8 @@ class DataConfig:
             )
         if any(source.eval_fraction is not None for source in self.eval_sources):
             raise ConfigError("data.eval_sources are held out as a whole. Remove eval_fraction there.")
+        if any(source.weight is not None or source.eval_fraction is not None for source in self.general):
+            raise ConfigError("data.general is never trained on. Remove weight and eval_fraction there.")
         if self.mix.long_share is None:
             return
         if self.mix.threshold >= self.sequence_length:

@@ -63,8 +63,7 @@ def general_plan(builder: RunBuilder, tokenizer: Any, images: ImageProcessor | N
     ConfigError for rows that are neither texts nor chats, and the errors of tokenize()."""
     config = builder.config
     data = _row_settings(config.data)
-    has_held_out = data.holds_out or data.applicable_questions().path is not None
-    if not (data.general and has_held_out) or config.objective.needs.head != "lm":
+    if not (data.general and config.judges_text):
         return None
     shipped = (config.model.path or "").startswith(BUILTIN)
     paths = {BUILTIN + "general": BUILTIN + "tiny_general"} if shipped else {}

@@ -411,17 +411,18 @@ CASES: dict[str, Case] = {
     "refresh.epochs": Case(refreshed, "1.0"),
     "refresh.bound": Case(refreshed, "0.5"),
     "refresh.gain": Case(refreshed, "0.5"),
+    "refresh.forgotten": Case(refreshed, "0.01"),
 }
-"""Each key with its case. Keys of eval_sources are those of sources."""
+"""Each key with its case. Keys of eval_sources and general are those of sources."""
 CASES |= {
-    key.replace("data.sources", "data.eval_sources"): replace(
-        case, beside=case.beside.replace("sources=", "eval_sources=")
-    )
+    key.replace("data.sources", f"data.{name}"): replace(case, beside=case.beside.replace("sources=", f"{name}="))
     for key, case in CASES.items()
+    for name in ("eval_sources", "general")
     if key.startswith("data.sources")
 }
-CASES["data.eval_sources.0.weight"] = Case(batches, "2.0", refused="weight")
-CASES["data.eval_sources.0.eval_fraction"] = Case(batches, "0.5", refused="eval_fraction")
+for name in ("eval_sources", "general"):
+    CASES[f"data.{name}.0.weight"] = Case(batches, "2.0", refused="weight")
+    CASES[f"data.{name}.0.eval_fraction"] = Case(batches, "0.5", refused="eval_fraction")
 
 
 def slots(slot: Slot, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Slot]]:
@@ -551,7 +552,8 @@ def beside(key: str, case: Case) -> str:
     """The words beside a key; an option of a technique is tried with the technique."""
     group, _, option = key.rpartition(".")
     on = group.startswith("techniques.") and option != "enabled" and group != "techniques.plugins"
-    source = "data.eval_sources=[{path: held.jsonl}]" if key.startswith("data.eval_sources.") else ""
+    name = next((name for name in ("eval_sources", "general") if key.startswith(f"data.{name}.")), None)
+    source = f"data.{name}=[{{path: held.jsonl}}]" if name else ""
     words = [source, f"{group}.enabled=true" if on else "", case.beside]
     return " ".join(filter(None, words))
 

@@ -165,8 +165,13 @@ class RunFolder:
 
 def write_json(file: Path, value: Any) -> None:
     """Write a JSON file of a run, completely or not at all. Raises StorageError."""
+    write_text(file, json.dumps(value, indent=1))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file of a run as write_json() does."""
     try:
-        replace_text(file, json.dumps(value, indent=1))
+        replace_text(file, text)
     except OSError as error:
         raise not_written(
             f"{file} cannot be written", error, "and the same command goes on from the last checkpoint"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, ROLLOUTS, RunFolder, read_template_time
+from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, ROLLOUTS, RunFolder, read_template_time, write_text
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.plan import Plan
@@ -145,7 +145,8 @@ class Trainer:
         if self.objective.needs.rollouts:
             self.ends = template_ends(self.tokenizer, builder.config.data)
         if self.world.main:
-            environment.write(folder.path, environment.machine(torch.version.cuda, builder.facts.device_name))
+            facts = environment.machine(torch.version.cuda, builder.facts.device_name)
+            write_text(folder.path / environment.FILE, environment.lock(facts))
             texts = prompts_are_texts(self.data.tables, builder.config.data)
             folder.write(
                 ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, self.objective, texts)

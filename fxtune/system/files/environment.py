@@ -20,8 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from fxtune import __version__
-from fxtune.errors import ConfigError, StorageError, not_written
-from fxtune.system.files.atomic_files import replace_text
+from fxtune.errors import ConfigError, StorageError
 from fxtune.system.machine.facts import PACKAGES
 from fxtune.system.machine.tested_versions import requirements
 from fxtune.system.terminal.redact import redact_text
@@ -67,8 +66,8 @@ def installed() -> dict[str, metadata.Distribution]:
     return dict(sorted(found.items()))
 
 
-def write(folder: Path, facts: Mapping[str, str]) -> None:
-    """Write the file of the run in `folder`. `facts`: machine(). Raises StorageError."""
+def lock(facts: Mapping[str, str]) -> str:
+    """The text of the file for this process. `facts`: machine()."""
     packages = installed()
     local = Version(packages["torch"].version).local if "torch" in packages else None
     lines = [
@@ -77,10 +76,7 @@ def write(folder: Path, facts: Mapping[str, str]) -> None:
         *([f"--extra-index-url {INDEX}{local}"] if local else []),
         *(_line(name, package, local) for name, package in packages.items()),
     ]
-    try:
-        replace_text(folder / FILE, "\n".join(lines) + "\n")
-    except OSError as error:
-        raise not_written(f"{folder / FILE} cannot be written", error) from error
+    return "\n".join(lines) + "\n"
 
 
 def _line(name: str, package: metadata.Distribution, local: str | None) -> str:

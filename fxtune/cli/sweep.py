@@ -107,8 +107,8 @@ def run(
             nearest = moved[min(moved)]
             raise ConfigError(
                 f"No configuration stays within --max-kl {max_kl:g} of its base. The nearest is trial "
-                f"{nearest.number} ({nearest.title}), with a KL of {nearest.kl:.3g}. Sweep smaller rates, add general "
-                "rows to data.sources, or raise --max-kl"
+                f"{nearest.number} ({nearest.title}), with a KL of {nearest.kl:.3g}. Add general rows to "
+                "data.sources, sweep smaller rates, or raise --max-kl"
             )
         if best is None:
             raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")

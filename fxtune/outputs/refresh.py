@@ -348,7 +348,7 @@ def _say_gate(entry: dict[str, Any], config: Config, noun: str) -> None:
     ]
     if gate.get("forgot"):
         reasons.append(
-            f"its loss on general text rose by more than refresh.forgotten={config.refresh.forgotten:g} (a smaller "
-            "optimizer.lr or a larger refresh.replay moves it less)"
+            f"its loss on general text rose by more than refresh.forgotten={config.refresh.forgotten:g} (general rows "
+            "among data.sources or a smaller optimizer.lr move it less)"
         )
     say(f"Rejected: {'; '.join(reasons)}. Nothing is replaced.")

@@ -135,7 +135,7 @@ def forgotten(figures: Mapping[str, Any]) -> Iterator[str]:
     if (kl := figures.get("general/kl")) is None:
         return
     advice = (
-        ". To move less: a smaller optimizer.lr, general rows among data.sources, or objective=distillation "
+        ". To move less: general rows among data.sources, a smaller optimizer.lr, or objective=distillation "
         "objective.teacher=base (docs/forgetting.md)"
     )
     losses = (figures.get(f"general/{name}") for name in ("loss_before", "loss"))

@@ -214,8 +214,8 @@ class RefreshData:
         old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
         on_old, on_new = zip(old_model, new_model, strict=True)
         result = read_json(after.parent / RESULT)  # the run began with the weights in `before`
-        before_and_after = result.get("general/loss_before"), result.get("general/loss")
-        general = None if None in before_and_after else before_and_after
+        losses = [float(result[name]) for name in ("general/loss_before", "general/loss") if name in result]
+        general = (losses[0], losses[1]) if len(losses) == 2 else None
         return judge(on_old, on_new, self.settings, general)
 
     def _store_reference(self) -> None:

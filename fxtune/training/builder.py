@@ -354,11 +354,11 @@ class RunBuilder:
         in memory only here."""
         objective: Any = self.config.objective
         model, own = self.frozen_model(), self.techniques.options()
-        options = {name: own[name] for name in ("attention", "precision") if name in own}
+        options = {name: own[name] for name in own if name in ("attention", "precision")}
         vocabulary = min(self.facts.text["vocab_size"], model.model.config.get_text_config().vocab_size)
         numbers = TeacherNumbers(min(objective.stored_tokens, vocabulary), objective.temperature, vocabulary)
-        kept = {**options, "quantize": objective.teacher_quantize}
-        self.store(model, numbers, kept, self._compared, self._compared_documents)
+        options |= {"quantize": objective.teacher_quantize}
+        self.store(model, numbers, options, self._compared, self._compared_documents)
         self._compared = ()
         del model
         gc.collect()

@@ -43,9 +43,9 @@ def expected(tuned, texts: list[str]) -> dict[str, float]:
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     before, after = log_probs(base, texts), log_probs(tuned, texts)
     count = sum(len(ids) for _, ids in before)
-    loss = [-sum(p.gather(1, ids[:, None]).sum() for p, ids in side) / count for side in (before, after)]
-    kl = sum((p.exp() * (p - q)).sum() for (p, _), (q, _) in zip(before, after, strict=True)) / count
-    return {"general/loss_before": loss[0].item(), "general/loss": loss[1].item(), "general/kl": kl.item()}
+    loss = [-sum(float(p.gather(1, ids[:, None]).sum()) for p, ids in side) / count for side in (before, after)]
+    kl = sum(float((p.exp() * (p - q)).sum()) for (p, _), (q, _) in zip(before, after, strict=True)) / count
+    return {"general/loss_before": loss[0], "general/loss": loss[1], "general/kl": kl}
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def differences(folder: Path, facts: Mapping[str, str]) -> Iterator[tuple[str, s
         had[canonicalize_name(need.name)] = version = str(need.specifier).removeprefix("==")
         package = here.get(canonicalize_name(need.name))
         if package is None or not need.specifier.contains(package.version, prereleases=True):
-            yield need.name, version, package and package.version
+            yield need.name, version, None if package is None else package.version
     for name in here.keys() - had.keys():
         if f"# {name} " not in "\n".join(lines):
             yield name, "", here[name].version

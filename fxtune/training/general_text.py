@@ -14,7 +14,7 @@ change no weight, so a run with this measurement learns the same bits as a run w
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fxtune.config.root import OutOfMemory
 from fxtune.data.batches.build import plan_evaluation
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, MixConfig, OnLong
@@ -76,44 +77,38 @@ def general_plan(builder: RunBuilder, tokenizer: Any, images: ImageProcessor | N
                 f"data.general: {table.name} has rows of format {table.format.name}, and the loss of a language model "
                 "is measured on texts and chats. Name another file, or set the source's format or columns."
             )
-    rows = config.train.micro_batch_size * config.data.sequence_length // data.sequence_length
-    rows = min(rows, ROWS)
+    rows = min(config.train.micro_batch_size * config.data.sequence_length // data.sequence_length, ROWS)
     return plan_evaluation(tables, data, micro_batch_size=rows, pad_id=tokenizer.pad_token_id or 0)
 
 
 def _row_settings(data: DataConfig) -> DataConfig:
     """`data` with short rows, each document once."""
-    return replace(
-        data,
-        sequence_length=min(data.sequence_length, ROW),
-        length_schedule=[],
-        buckets=[],
-        packing=data.packs,
-        share_prompts=False,
-        mix=MixConfig(),
-        on_long=OnLong.split,
-    )
+    length = min(data.sequence_length, ROW)
+    short = replace(data, sequence_length=length, length_schedule=[], buckets=[], mix=MixConfig())
+    return replace(short, packing=data.packs, share_prompts=False, on_long=OnLong.split)
 
 
 class GeneralText:
     """The measurement of a run's model on `plan`. Make it before a checkpoint is loaded, while the model has the
     weights that the run begins with."""
 
-    def __init__(self, builder: RunBuilder, plan: Plan, model: LanguageModel, rows_per_pass: RowsPerPass) -> None:
-        """`rows_per_pass`: reduces the rows of a pass when memory runs out."""
-        self.builder, self.plan, self.rows_per_pass = builder, plan, rows_per_pass
+    def __init__(self, builder: RunBuilder, plan: Plan, model: LanguageModel, note: Callable[[str], None]) -> None:
+        """`note` gets a line if a pass has to take fewer rows. The state of the run does not keep their number."""
+        self.builder, self.plan = builder, plan
+        halves = builder.config.train.out_of_memory is OutOfMemory.halve
+        self.rows_per_pass = RowsPerPass(
+            builder.world.device, note=note if halves else None, drop=builder.techniques.compile.drop
+        )
         self.model = made = copy.copy(model)  # the objective may have a teacher and a temperature of its own
         made.temperature = 1.0
-        lora = builder.techniques.lora
+        lora, vocabulary = builder.techniques.lora, model.model.config.get_text_config().vocab_size
         if lora.enabled and not lora.factored:
             made.teacher = Teacher(made, ReferenceModel(model.prepared, keeps_start=False).active)
-        else:
-            made.teacher = StoredTeacher()
-            vocabulary = model.model.config.get_text_config().vocab_size
-            numbers = _BaseNumbers(min(LIKELIEST, vocabulary), 1.0, vocabulary)
-            with torch.compiler.set_stance("force_eager"):
-                data = _row_settings(builder.config.data)
-                builder.store(model, numbers, builder.techniques.options(), [plan], data=data)
+            return
+        made.teacher, data = StoredTeacher(), _row_settings(builder.config.data)
+        numbers = _BaseNumbers(min(LIKELIEST, vocabulary), 1.0, vocabulary)
+        with torch.compiler.set_stance("force_eager"):
+            builder.store(made, numbers, builder.techniques.options(), [plan], data=data)
 
     def loss(self) -> dict[str, float]:
         """The loss before training, by its name in the log."""

@@ -155,7 +155,7 @@ class Trainer:
             screen.note(line)
         self.language_model = self._proven_model(resume_check)
         self.model = self.language_model.model
-        self.general = self._general_text(general) if general else None
+        self.general = GeneralText(builder, general, self.language_model, screen.note) if general else None
         self.trial = Trial(builder, self.language_model, self.objective)
         # The optimizer is built after the techniques, because they replace modules. Otherwise it would update replaced
         # weights.
@@ -222,12 +222,6 @@ class Trainer:
         if self.questions:
             self.questions.judge = collector.judge
         return collector
-
-    def _general_text(self, plan: Plan) -> GeneralText:
-        # Fewer rows in these passes are no decision of the run, so the state does not keep them.
-        note = self.screen.note if self.config.train.out_of_memory is OutOfMemory.halve else None
-        rows = RowsPerPass(self.world.device, note=note, drop=self._drop_recordings)
-        return GeneralText(self.builder, plan, self.language_model, rows)
 
     def _proven_model(self, resume_check: ResumeCheck) -> LanguageModel:
         """Build the model, and show and write the evidence that its techniques acted."""

@@ -97,7 +97,7 @@ def test_a_run_without_held_out_data_and_a_model_that_writes_no_text_measure_not
     small.run.dir = "run"
     trainer.run(small)
     assert measured() == {}
-    write_preferences(Path("pairs.jsonl"))
+    write_preferences(Path("pairs.jsonl"), Path("judged.jsonl"))
     small.data.sources[0].path, small.data.eval_fraction = "pairs.jsonl", 0.3
     small.objective, small.run.dir = Reward("reward"), "scores"
     trainer.run(small)

@@ -37,7 +37,7 @@ PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "re
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
 """The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. An unfinished refresh has DRIFT, TRAINING
 or PROMOTING. It gets LEFT when another refresh begins. The command also answers REPLACED, which the file never has."""
-FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
+FREE = ("sources", "workers", "cache_dir", "questions", "general", "mix", "on_bad_row")
 """Keys of `data` that a refresh may set. The other keys define the old rows."""
 DECIDED = {
     "run.dir": "the folder is beside the run's folder",

@@ -131,7 +131,7 @@ def forgotten(figures: Mapping[str, Any]) -> Iterator[str]:
         return
     advice = (
         ". To move less: general rows among data.sources, a smaller optimizer.lr, or objective=distillation "
-        "objective.teacher=base (docs/forgetting.md)"
+        "objective.teacher=base objective.text_weight=0.9 (docs/forgetting.md)"
     )
     losses = (figures.get(f"general/{name}") for name in ("loss_before", "loss"))
     shown = " -> ".join(f"{loss:.3f}" for loss in losses if loss is not None)

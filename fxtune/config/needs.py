@@ -82,7 +82,6 @@ NEEDS = (
     KeyNeed("data.eval_fraction", "data.eval_sources=[]", warns=True),
     KeyNeed("data.eval_limit", _SHARE, lambda config: any(config.data.held_out_shares), warns=True),
     *(KeyNeed(f"data.questions.{option}", "data.questions.path", warns=True) for option in _QUESTION_OPTIONS),
-    KeyNeed("data.general", "held-out data or questions for a language model", lambda it: it.judges_text, warns=True),
     KeyNeed("data.share_prompts", "an objective over answers to a prompt", _has_answers),
     *(
         KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)
@@ -91,6 +90,7 @@ NEEDS = (
     ),
     *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
     KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
+    KeyNeed("data.general", "held-out data or questions for a language model", lambda it: it.judges_text, warns=True),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),

@@ -522,10 +522,10 @@ class Trainer:
         if self.config.run.export is Export.best:
             step, measured = self.run_state.load_best()
         self.run_state.use_averages()
-        if self.questions:
-            self._ask_questions("after")
         if self.general:
             self._measure(self.general.moved)
+        if self.questions:
+            self._ask_questions("after")
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
         note = weights_note(step, state, self.config.train.stop.metric)
         if note:

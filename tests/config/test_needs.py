@@ -45,9 +45,9 @@ REFUSED = [
 ]
 WARNED = [
     (["data.eval_limit=5"], "data.eval_limit=5", "data.eval_fraction"),
-    (["data.questions.path=null", "data.general=[{path: my.txt}]"], "data.general=[{path: my.txt}]", "held-out data"),
     (["model.revision=main"], "model.revision=main", "a hub id in model.path"),
     (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
+    (["data.questions.path=null", "data.general=[{path: my.txt}]"], "data.general=[{path: my.txt}]", "held-out data"),
     (["tracking.wandb.project=mine"], "tracking.wandb.project=mine", "tracking.wandb.mode=auto|online|offline"),
     (
         ["data.eval_sources=[{path: 'builtin:quickstart_test'}]", "data.eval_fraction=0.1", "data.eval_limit=5"],

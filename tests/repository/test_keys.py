@@ -405,13 +405,13 @@ CASES: dict[str, Case] = {
     "tracking.display": Case(trained, "plain"),
     "tracking.cost.card_hour": Case(priced, "2.0"),
     "tracking.cost.kwh": Case(priced, "2.0"),
+    "refresh.forgotten": Case(refreshed, "0.01"),
     "refresh.alpha": Case(refreshed, "0.49"),
     "refresh.held_out": Case(refreshed, "0.7"),
     "refresh.replay": Case(refreshed, "0.1"),
     "refresh.epochs": Case(refreshed, "1.0"),
     "refresh.bound": Case(refreshed, "0.5"),
     "refresh.gain": Case(refreshed, "0.5"),
-    "refresh.forgotten": Case(refreshed, "0.01"),
 }
 """Each key with its case. Keys of eval_sources and general are those of sources."""
 CASES |= {

@@ -18,6 +18,8 @@ from fxtune.config.root import Config
 from fxtune.data.config import SourceConfig
 from fxtune.errors import ConfigError
 from fxtune.objectives.reward import Reward
+from fxtune.reports.page import render
+from fxtune.reports.run_files import RunFiles
 from fxtune.training import trainer
 
 ASSETS = Path(trainer.__file__).parents[1] / "assets"
@@ -80,6 +82,9 @@ def test_a_run_learns_the_same_bits_with_and_without_it_and_after_a_pause(holds_
     trainer.run(holds_out)
     line = next(line for line in said if "general text" in line)
     assert f"{measured()['general/loss_before']:.3f} -> {measured()['general/loss']:.3f}" in line
+    page = render([RunFiles(Path("run"))])
+    assert f"{measured()['general/loss_before']:.4g} → {measured()['general/loss']:.4g}" in page
+    assert f"{measured()['general/kl']:,.3g} nats a token" in page
     holds_out.run.dir, holds_out.train.pause_after = "paused", 3
     trainer.run(holds_out)
     holds_out.train.pause_after = None

@@ -84,7 +84,14 @@ SWEEP = [
 @pytest.mark.slow
 def test_a_configuration_that_has_forgotten_too_much_does_not_win(cwd, capsys):
     """The first command names the nearest configuration, and the second has a bound between two of them."""
-    words = ["sweep", *QUICKSTART, "train.max_steps=12", "data.cache_dir=cache", "data.questions.path=null"]
+    words = [
+        "sweep",
+        *QUICKSTART,
+        "train.max_steps=6",
+        "data.cache_dir=cache",
+        "data.questions.path=null",
+        "data.eval_limit=20",
+    ]
     words += ["sweep.lr=1e-4,4e-3", "--trials=2", "--method=none"]
     assert main([*words, "--max-kl=1e-9"]) == 2
     assert "No configuration stays within --max-kl 1e-09 of its base" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
     runs/NAME/  config.yaml  setting.json  evidence.json  metrics.jsonl  checkpoints/  adapter/ (or model/)
                 rollouts/, if the run learns from its own answers
-                about.json  energy.json  compile.json, if anything is compiled  result.json, written last  report.html
+                requirements.lock, what is installed  about.json  energy.json  compile.json, if anything is compiled
+                result.json, written last  report.html
                 libraries.log, if a library warned of something
 
 folder_lock.py has the lock.
@@ -25,6 +26,7 @@ import yaml
 
 from fxtune.checkpoint.folder_lock import HOLDER, LOCK, FolderLock
 from fxtune.errors import FILE, FOLDER, ConfigError, StorageError, UserError, kind_of, not_written
+from fxtune.system.files import environment
 from fxtune.system.files.atomic_files import read_json, replace_text
 
 FREE_ON_RESUME = (
@@ -52,6 +54,7 @@ FREE_ON_RESUME = (
     "data.workers",
     "data.cache_dir",
     "data.questions",
+    "data.general",
     "data.eval_limit",
     "data.on_overlap",  # the plan's fingerprint covers the rows that this key leaves out
     "data.template_time",  # the plan's fingerprint covers the tokens that this key changes
@@ -150,7 +153,7 @@ class RunFolder:
         """Remove the folder if the run failed before its first metrics, so that the corrected command reuses it."""
         if self.lock is not None and not self.resumed and not (self.path / METRICS).exists():
             with contextlib.suppress(OSError):  # the folder stays if it has other files or the disk is gone
-                for name in ("config.yaml", SETTING, EVIDENCE, ABOUT, "energy.json", HOLDER, LOCK):
+                for name in ("config.yaml", SETTING, EVIDENCE, ABOUT, environment.FILE, "energy.json", HOLDER, LOCK):
                     (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
                 if self.path.parent == RUNS:
@@ -163,8 +166,13 @@ class RunFolder:
 
 def write_json(file: Path, value: Any) -> None:
     """Write a JSON file of a run, completely or not at all. Raises StorageError."""
+    write_text(file, json.dumps(value, indent=1))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file of a run as write_json() does."""
     try:
-        replace_text(file, json.dumps(value, indent=1))
+        replace_text(file, text)
     except OSError as error:
         raise not_written(
             f"{file} cannot be written", error, "and the same command goes on from the last checkpoint"

@@ -156,13 +156,19 @@ COMMANDS = {
             },
             "--workers": _value("N", "runs at a time (all GPUs, or 1)", whole_number(1)),
             "--output": _value("FILE.yaml", "where the recipe goes"),
+            "--max-kl": _value(
+                "NATS",
+                "how far the winner may have moved from its base (KL a token of general text)",
+                positive_number("the largest KL"),
+            ),
         },
         gets_overrides=True,
         space_prefix="sweep.",
     ),
     "doctor": Command(
         "fxtune.cli.doctor",
-        "show what this machine has and whether it works; a recipe is optional",
+        "show what this machine has and whether it works (a recipe is optional); or how it differs from RUN's",
+        positional="of_run",
         config_optional=True,
     ),
     "eval": Command(

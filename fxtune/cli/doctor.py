@@ -2,6 +2,7 @@
 
     fxtune doctor                             # the machine
     fxtune doctor +recipe=llama_yarn_64k      # and whether that recipe can run on it
+    fxtune doctor quickstart                  # how this environment differs from the environment of a run
     fxtune doctor +recipe=qwen_grpo sampler.url=http://host:8000    # and whether vLLM can sample for it
 
 Each package is checked in a separate process, so a package that crashes or hangs spoils only its own line. With
@@ -14,6 +15,7 @@ links do not work, or that the recipe cannot run here.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from fxtune.cli.answer import ANSWER
 from fxtune.diagnostics import links, system_report
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.errors import CheckError, UserError
+from fxtune.system.files import environment
 from fxtune.system.machine.host import cores
 from fxtune.system.machine.packages import CHECKS, PACKAGES, Package
 from fxtune.system.machine.tested_versions import WITHIN, outside_tested_range, refusals
@@ -77,6 +80,28 @@ def run(config: Optional[Config] = None) -> None:
     ANSWER.put([asdict(finding) for finding in findings])
     if broken := [f"  {finding.what}: {finding.seen}" for finding in findings if finding.state is State.broken]:
         raise CheckError("Broken here:\n" + "\n".join(broken))
+
+
+def of_run(run: str) -> None:
+    """Print how this environment differs from the run's. Raises ConfigError if `run` means no run."""
+    folder = Path(run)
+    if not (folder / environment.FILE).exists():
+        from fxtune.outputs.run_output import run_folder  # imports torch
+
+        folder = run_folder(run)
+    facts = run_check("torch", any(Path(name).exists() for name in DRIVERS), TIMEOUT_GPU).get("facts") or {}
+    here = environment.machine(facts.get("cuda"), facts.get("device_name", "unknown"))
+    findings = []
+    for name, had, version in environment.differences(folder, here):
+        seen = f"{had or 'not installed'} in the run, {version or 'not installed'} here"
+        findings.append(Finding(name, redact(seen), State.missing if version is None else State.warning))
+    ANSWER.put([asdict(finding) for finding in findings])
+    if not findings:
+        count = len(environment.installed())
+        say(f"This environment equals the environment of {folder}: {count} packages, {here['device']}.")
+        return
+    say(_page(f"Different from {folder}", findings))
+    say(f"To bring the run's packages: pip install -r {shlex.quote(str(folder / environment.FILE))}")
 
 
 def _sections(config: Optional[Config]) -> Iterator[tuple[str, list[Finding]]]:

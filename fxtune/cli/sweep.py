@@ -10,7 +10,8 @@ run, Optuna's pruner may stop it.
 
 methods: halving (the default: successive halving; at 1/8 and 3/8 of a run the best third goes on), hyperband (several
 brackets of halving), median (configurations below the median loss go on), none (each configuration runs to its end).
-With several GPUs, each GPU trains a different configuration.
+With several GPUs, each GPU trains a different configuration. With --max-kl 0.05 no configuration wins that has moved
+further from its base, in nats a token of general text (docs/forgetting.md).
 
 The sweep's folder is runs/NAME_sweep, or run.dir. It holds a run for each configuration, optuna.db for
 optuna-dashboard, sweep.json and curves.svg. At its end the sweep writes the winner's recipe, recipes/NAME_swept.yaml.
@@ -19,6 +20,7 @@ After a kill the same command goes on. With more --trials it draws more configur
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -62,6 +64,7 @@ def run(
     method: str = Method.halving.value,
     workers: Optional[int] = None,
     output: Optional[str] = None,
+    max_kl: float = math.inf,
 ) -> None:
     """Run the sweep, print the table, and write the winner's recipe. `overrides`: the recipe and keys as typed.
     `space`: the words that begin with `sweep.`.
@@ -80,7 +83,7 @@ def run(
                 f"`{dimension.key}` has a value and is swept: leave out `{dimension.key}=...` or "
                 f"`{sweep_space.PREFIX}{dimension.key}=...`"
             )
-    sweep_space.refuse(config)
+    sweep_space.refuse(config, max_kl)
     path = recipe_writer.output_path(list(overrides), config.run.name, output, "swept")
     folder = Path(os.path.expanduser(config.run.dir)) if config.run.dir else Path("runs") / f"{config.run.name}_sweep"
 
@@ -89,7 +92,7 @@ def run(
         write_json(folder / FILE, results(sweep))
 
     cards = environments(config, workers)
-    sweep = Sweep(config, overrides, dimensions, Method(method), trials, folder, cards, tell)
+    sweep = Sweep(config, overrides, dimensions, Method(method), trials, folder, cards, tell, max_kl)
     with sweep.opened():
         say(f"{sweep.count} configurations, {method}: {folder}")
         with _shown(sweep, config.tracking.display) as look:
@@ -100,10 +103,18 @@ def run(
         found = results(sweep)
         write_json(folder / FILE, found)
         ANSWER.put(found)
+        if best is None and (moved := {trial.kl: trial for trial in sweep.trials if trial.kl is not None}):
+            nearest = moved[min(moved)]
+            raise ConfigError(
+                f"No configuration stays within --max-kl {max_kl:g} of its base. The nearest is trial "
+                f"{nearest.number} ({nearest.title}), with a KL of {nearest.kl:.3g}. Add general rows to "
+                "data.sources, sweep smaller rates, or raise --max-kl"
+            )
         if best is None:
             raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")
         recipe_writer.write(path, header(sweep, best, path), list(overrides), winning_config(sweep, best))
-    say(f"The best is trial {best.number}: {best.title}, held-out loss {best.loss:.4f}: {best.folder}")
+    moved_by = "" if best.kl is None else f", KL from the base on general text {best.kl:.3f}"
+    say(f"The best is trial {best.number}: {best.title}, held-out loss {best.loss:.4f}{moved_by}: {best.folder}")
     if line := sentence(sweep.used().figures(0, config.tracking.cost)):
         say(line)
     say(f"The recipe is {path}: fxtune +recipe={discovery.name_of(path)}. The curves are in {folder / CURVES}.")
@@ -153,10 +164,11 @@ def table(sweep: Sweep) -> Any:
         loss = f"{trial.loss:.4f}" if trial.losses else ""
         values = [shown(value) for value in trial.values.values()]
         steps = f"{trial.step()}/{trial.steps}" if trial.steps else ""
-        rows.append([str(trial.number), *values, steps, loss, state])
+        kl = "" if trial.kl is None else f"{trial.kl:.3f}" + " (too far)" * (not sweep.keeps(trial))
+        rows.append([str(trial.number), *values, steps, loss, kl, state])
     keys = [dimension.key.removeprefix("techniques.") for dimension in sweep.space]
     title = f"Sweep of {sweep.count} configurations, {sweep.method.value}; {sweep.runs:.3g} whole runs"
-    return console.table(title, ["trial", *keys, "steps", "held-out loss", ""], rows)
+    return console.table(title, ["trial", *keys, "steps", "held-out loss", "KL from the base", ""], rows)
 
 
 def results(sweep: Sweep) -> dict[str, Any]:
@@ -169,6 +181,7 @@ def results(sweep: Sweep) -> dict[str, Any]:
             "state": trial.state.value,
             "loss": trial.loss if trial.losses else None,
             "losses": dict(trial.curve()),
+            "kl": trial.kl,
             "steps": trial.steps,
             "energy": Used.read(trial.folder).figures(0, cost),
             "folder": str(trial.folder),
@@ -206,6 +219,7 @@ def header(sweep: Sweep, best: Trial, path: Path) -> list[str]:
     """The comment at the top of the recipe: its purpose, its command and the measurements."""
     words = [f"{sweep_space.PREFIX}{dimension.key}={dimension.text}" for dimension in sweep.space]
     asked = ["--method", sweep.method.value, "--trials", str(sweep.count)]
+    asked += ["--max-kl", f"{sweep.max_kl:g}"] * (sweep.max_kl < math.inf)
     command = shlex.join([*redact_arguments(list(sweep.overrides)), *words, *asked])
     done = sum(trial.state is State.done for trial in sweep.trials)
     return [

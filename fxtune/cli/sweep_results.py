@@ -17,6 +17,7 @@ COLUMNS = {
     "at step": ("eval/best_step", "train/step"),
     "reward accuracy": ("eval/reward_accuracy",),
     "exact match": ("questions/exact_match",),
+    "KL from the base": ("general/kl",),
     "training loss": ("train/loss",),
 }
 """The figures that each column may show. A column shows the first figure that a run has. The measures of the objective

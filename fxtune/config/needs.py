@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from fxtune.config.root import Config, SamplerConfig
+from fxtune.data.config import SourceConfig
 from fxtune.optim.config import TRAITS
 
 
@@ -94,6 +95,7 @@ NEEDS = (
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),
+    KeyNeed("data.general", "held-out data or questions for a language model", lambda it: it.judges_text, warns=True),
     KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),
     KeyNeed("train.stop.min_delta", "train.stop.patience"),
     KeyNeed("train.stop.metric", "train.stop.patience"),
@@ -139,6 +141,8 @@ def _override_text(value: Any) -> str:
     """A value as a user writes it in `KEY=VALUE`."""
     if isinstance(value, list):
         return f"[{','.join(map(_override_text, value))}]"
+    if isinstance(value, SourceConfig):
+        return f"{{path: {value.path}}}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value.value if isinstance(value, Enum) else value)

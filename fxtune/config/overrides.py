@@ -351,7 +351,7 @@ def _find_data(data: Any, recipe: Path) -> None:
     """Change paths in a recipe's section `data`, if they exist beside the recipe but not in the working directory."""
     if not isinstance(data, dict):
         return
-    lists = (data.get(name) for name in ("sources", "eval_sources"))
+    lists = (data.get(name) for name in ("sources", "eval_sources", "general"))
     entries = [entry for entries in lists for entry in entries or []]
     owners = [(entry, "path") for entry in [*entries, data.get("questions") or {}]] + [(data, "chat_template")]
     for owner, key in owners:

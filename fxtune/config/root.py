@@ -249,6 +249,9 @@ class RefreshConfig:
     gain: float = field(default=0.001, metadata={"min": 0})
     """A test must show that the new model is better on the new held-out rows by more than this, in the unit of
     refresh.bound."""
+    forgotten: Optional[float] = field(default=0.1, metadata={"min": 0})
+    """The new model's loss on general text (data.general) may be higher than the old model's by this, in nats a token.
+    null: any loss."""
 
 
 @dataclass
@@ -295,10 +298,16 @@ class Config:
         if isinstance(self.objective, dict):
             self.objective = from_options(self.objective)
 
+    @property
+    def judges_text(self) -> bool:
+        """Whether held-out rows or questions judge a model that writes text."""
+        has_held_out = self.data.holds_out or self.data.applicable_questions().path is not None
+        return has_held_out and self.objective.needs.head == "lm"
+
     def plugins(self) -> dict[str, str]:
         """The plugins that this config uses, each with its version or the sha256 of its file."""
         data, questions = self.data, self.data.questions
-        sources = {source.plugin_format for source in (*data.sources, *data.eval_sources)}
+        sources = {source.plugin_format for source in (*data.sources, *data.eval_sources, *data.general)}
         used = (
             (ROW_FORMATS, sources),
             (OBJECTIVES, {self.objective.name}),

@@ -168,6 +168,11 @@ class DataConfig:
     eval_limit: Optional[int] = field(default=None, metadata={"min": 1})
     """Evaluate on at most this many of the held-out documents of each source of `sources`."""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
+    general: list[SourceConfig] = field(default_factory=lambda: [SourceConfig(path="builtin:general")])
+    """Texts or chats about other things than the task. A run with held-out data or questions measures on them, before
+    and after training, how far tuning has moved the model: what it has forgotten (docs/forgetting.md).
+    `builtin:general` is 64 short passages; for the models that ship with fxtune, sentences like their training data.
+    []: nothing is measured."""
     sequence_length: int = field(default=2048, metadata={"min": 2, "max": 2**24})
     """Tokens in a row: at least one to read and one to predict."""
     length_schedule: list[list[Any]] = field(default_factory=list)
@@ -347,6 +352,8 @@ class DataConfig:
             )
         if any(source.eval_fraction is not None for source in self.eval_sources):
             raise ConfigError("data.eval_sources are held out as a whole. Remove eval_fraction there.")
+        if any(source.weight is not None or source.eval_fraction is not None for source in self.general):
+            raise ConfigError("data.general is never trained on. Remove weight and eval_fraction there.")
         if self.mix.long_share is None:
             return
         if self.mix.threshold >= self.sequence_length:

@@ -46,7 +46,7 @@ class Teacher:
         """The logits of the supervised tokens of `batch`. Call this before the student's pass, so that
         LanguageModel.router_terms() reads the student's routers."""
         with self.active():
-            hidden, head = self.model.head_input(batch)
+            hidden, head = self.model.prepared.with_head(lambda: self.model.head_input(batch))
 
         def of_rows(rows: slice) -> torch.Tensor:
             with self.active():

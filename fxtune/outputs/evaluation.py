@@ -22,7 +22,7 @@ from fxtune.data.config import QuestionsConfig
 from fxtune.data.images.processor import ImageProcessor
 from fxtune.distributed.parallel import ParallelConfig
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, HardwareError, NumbersError
+from fxtune.errors import ConfigError, NumbersError
 from fxtune.models import load as models
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.outputs.checkpoint_model import load_checkpoint

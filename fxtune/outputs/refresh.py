@@ -37,7 +37,7 @@ PROMOTED, NO_DRIFT, REJECTED, REPLACED = "promoted", "no drift", "rejected", "re
 DRIFT, TRAINING, PROMOTING, LEFT = "drift", "training", "promoting", "left"
 """The decisions in lineage.json. PROMOTED, NO_DRIFT and REJECTED are final. An unfinished refresh has DRIFT, TRAINING
 or PROMOTING. It gets LEFT when another refresh begins. The command also answers REPLACED, which the file never has."""
-FREE = ("sources", "workers", "cache_dir", "questions", "mix", "on_bad_row")
+FREE = ("sources", "workers", "cache_dir", "questions", "general", "mix", "on_bad_row")
 """Keys of `data` that a refresh may set. The other keys define the old rows."""
 DECIDED = {
     "run.dir": "the folder is beside the run's folder",
@@ -329,6 +329,9 @@ def _say_gate(entry: dict[str, Any], config: Config, noun: str) -> None:
             f"better by more than {gain:g}: p = {gate['p_better']:.2g}",
         ],
     ]
+    if losses := gate.get("general_loss"):  # early versions of fxtune did not measure it
+        bound_there = "" if config.refresh.forgotten is None else f"at most {config.refresh.forgotten:g} worse"
+        rows.append(["general text", "", *(f"{loss:.4f}" for loss in losses), bound_there])
     columns = ["", noun, "old model", "new model", f"shown at refresh.alpha={alpha:g}"]
     unit = f"mean loss of the {noun}" if config.objective.needs.reads_groups else "loss per token"
     say(table(f"Old and new model, {unit}", columns, rows))
@@ -343,4 +346,9 @@ def _say_gate(entry: dict[str, Any], config: Config, noun: str) -> None:
         )
         if p > alpha
     ]
+    if gate.get("forgot"):
+        reasons.append(
+            f"its loss on general text rose by more than refresh.forgotten={config.refresh.forgotten:g} (general rows "
+            "among data.sources or a smaller optimizer.lr move it less)"
+        )
     say(f"Rejected: {'; '.join(reasons)}. Nothing is replaced.")

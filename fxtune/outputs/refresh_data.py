@@ -22,6 +22,7 @@ count as more evidence than they are.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from fxtune.checkpoint.run_folder import SETTING, differences
+from fxtune.checkpoint.run_folder import RESULT, SETTING, differences
 from fxtune.config.root import Config, Export, RefreshConfig, Resume, StopMetric
 from fxtune.data.batches.build import plan_training
 from fxtune.data.batches.plan import Plan
@@ -82,6 +83,10 @@ class Gate:
     """The p-value of "the new model is worse on the old rows, by refresh.bound or more"."""
     p_better: float
     """The p-value of "the new model is better on the new rows by refresh.gain or less, or not better"."""
+    general_loss: tuple[float, float] | None
+    """On general text: the loss a token of the old model, and of the new model; None if it was not measured."""
+    forgot: bool
+    """Whether the loss on general text has risen by more than refresh.forgotten."""
     passed: bool
 
 
@@ -93,15 +98,20 @@ def find_drift(old: DocumentLosses, new: DocumentLosses, settings: RefreshConfig
 
 
 def judge(
-    old: tuple[DocumentLosses, DocumentLosses], new: tuple[DocumentLosses, DocumentLosses], settings: RefreshConfig
+    old: tuple[DocumentLosses, DocumentLosses],
+    new: tuple[DocumentLosses, DocumentLosses],
+    settings: RefreshConfig,
+    general: tuple[float, float] | None = None,
 ) -> Gate:
     """Test whether the new model may replace the old model. `old`: (losses of the old model, losses of the new model)
-    on the old held-out documents. `new`: the same on the new held-out documents."""
+    on the old held-out documents. `new`: the same on the new held-out documents. `general`: Gate.general_loss."""
     kept, better = (after.means - before.means for before, after in (old, new))
     p_kept, p_better = lower_mean(kept, settings.bound), lower_mean(better, -settings.gain)
     losses = [(float(before.means.mean()), float(after.means.mean())) for before, after in (old, new)]
-    passed = max(p_kept, p_better) <= settings.alpha
-    return Gate(len(kept), len(better), losses[0], losses[1], p_kept, p_better, passed)
+    bound = math.inf if settings.forgotten is None else settings.forgotten
+    forgot = general is not None and general[1] - general[0] > bound
+    passed = max(p_kept, p_better) <= settings.alpha and not forgot
+    return Gate(len(kept), len(better), losses[0], losses[1], p_kept, p_better, general, forgot, passed)
 
 
 class RefreshData:
@@ -203,7 +213,10 @@ class RefreshData:
         groups = self.old, MeasuredDocuments(self.new_tables, self.new_held_out)
         old_model, new_model = (measure(self.config, weights, groups, self.pad_id) for weights in (before, after))
         on_old, on_new = zip(old_model, new_model, strict=True)
-        return judge(on_old, on_new, self.settings)
+        result = read_json(after.parent / RESULT)  # the run began with the weights in `before`
+        losses = [float(result[name]) for name in ("general/loss_before", "general/loss") if name in result]
+        general = (losses[0], losses[1]) if len(losses) == 2 else None
+        return judge(on_old, on_new, self.settings, general)
 
     def _store_reference(self) -> None:
         if self.config.objective.needs.reference:

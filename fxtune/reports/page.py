@@ -240,6 +240,8 @@ def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
         ("Held-out reward accuracy", lambda run: _percent(run.last.get("eval/reward_accuracy"))),
         ("Held-out reward margin", lambda run: run.last.get("eval/reward_margin")),
         ("Exact match", _exact_match),
+        ("Loss on general text", _on_general_text),
+        ("KL from the base there", lambda run: _with("nats a token", run.last.get("general/kl"))),
         ("Tokens trained on", lambda run: _whole(run.last.get("train/tokens"))),
         ("of them supervised", lambda run: _whole(run.last.get("train/supervised_tokens"))),
         ("Tokens/s", lambda run: _whole(_middle(run, "train/tokens_per_second"))),
@@ -276,6 +278,11 @@ def _held_out(run: RunFiles) -> str | None:
 def _before_and_after(name: str, run: RunFiles) -> str | None:
     sides = (run.last.get(f"{side}/{name}") for side in ("before", "eval"))
     return " → ".join(f"{value:.4g}" for value in sides if value is not None) or None
+
+
+def _on_general_text(run: RunFiles) -> str | None:
+    values = (run.last.get(f"general/{name}") for name in ("loss_before", "loss"))
+    return " → ".join(f"{value:.4g}" for value in values if value is not None) or None
 
 
 def _exact_match(run: RunFiles) -> str | None:

@@ -162,7 +162,7 @@ def _refusals(config: Config, facts: Facts) -> list[str]:
 def _missing_data(data: DataConfig) -> Iterator[str]:
     """Yield a reason for each dataset of the recipe that is not on this disk and cannot be reached. So one error can
     name all missing files of a recipe."""
-    sources = {source.path: source for source in [*data.sources, *data.eval_sources]}
+    sources = {source.path: source for source in [*data.sources, *data.eval_sources, *data.general]}
     if data.questions.path is not None:
         sources.setdefault(data.questions.path, SourceConfig(path=data.questions.path))
     cache = cache_root(data) / "datasets" if data.cache_dir else None

@@ -20,7 +20,7 @@ from fxtune.config.root import Config
 from fxtune.data.batches.build import PreparedData
 from fxtune.data.batches.loader import Loader, start_fork_server
 from fxtune.data.batches.plan import Plan
-from fxtune.data.config import AUTO, template_time_now
+from fxtune.data.config import AUTO, DataConfig, template_time_now
 from fxtune.data.tokenized.ends import used_special_tokens
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.distributed.world import World
@@ -303,7 +303,8 @@ class RunBuilder:
             found = next(filter(None, self.world.gather(found, "comparing what acts")), None)
             if found is None:
                 if self._compared and isinstance(self.config.objective, WithReference):
-                    self._store(language_model, ReferenceNumbers(), self.techniques.options())
+                    options = self.techniques.options()
+                    self.store(language_model, ReferenceNumbers(), options, self._compared, self._compared_documents)
                 return language_model, [*(each.evidence() for each in self.stage.withdrawn), *seen]
             if found.key == DETERMINISTIC:
                 self.use_fastest_kernels(found.why)
@@ -330,20 +331,30 @@ class RunBuilder:
         in memory only here."""
         objective: Any = self.config.objective
         model, own = self.frozen_model(), self.techniques.options()
-        options = {name: own[name] for name in ("attention", "precision") if name in own}
+        options = {name: own[name] for name in own if name in ("attention", "precision")}
         vocabulary = min(self.facts.text["vocab_size"], model.model.config.get_text_config().vocab_size)
         numbers = TeacherNumbers(min(objective.stored_tokens, vocabulary), objective.temperature, vocabulary)
-        self._store(model, numbers, options | {"quantize": objective.teacher_quantize})
+        options |= {"quantize": objective.teacher_quantize}
+        self.store(model, numbers, options, self._compared, self._compared_documents)
         self._compared = ()
         del model
         gc.collect()
 
-    def _store(self, model: LanguageModel, numbers: Numbers, options: dict[str, Any]) -> None:
-        """Store the numbers of `model` for the tables of the plans. Call this before the first step."""
+    def store(
+        self,
+        model: LanguageModel,
+        numbers: Numbers,
+        options: dict[str, Any],
+        plans: Sequence[Plan],
+        documents: np.ndarray | None = None,
+        data: DataConfig | None = None,
+    ) -> None:
+        """Store the numbers of `model` for the tables of `plans`. Call this before the first step. `documents`: see
+        `only` of store(). `data`: how the documents fit into rows; None: as the recipe says."""
         kept = {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
-        precision, data, loader = self.techniques.precision, self.config.data, self.config.loader
+        precision, data, loader = self.techniques.precision, data or self.config.data, self.config.loader
         with self.oom_context(f"Computing {numbers.title}"):
-            store(model, self._compared, data, loader, precision, self.world, kept, numbers, self._compared_documents)
+            store(model, plans, data, loader, precision, self.world, kept, numbers, documents)
 
     def prove_objective(self, model: LanguageModel, objective: Objective, plan: Plan) -> list[Evidence]:
         """Evidence that a plugin's objective keeps the protocol on the first micro-batch. Raises ConfigError if it

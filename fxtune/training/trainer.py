@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, ROLLOUTS, RunFolder, read_template_time
+import torch
+
+from fxtune.checkpoint.run_folder import ABOUT, EVIDENCE, REPORT, ROLLOUTS, RunFolder, read_template_time, write_text
 from fxtune.config.root import Config, Export, OutOfMemory, Resume
 from fxtune.data.batches.batch_images import LostImageError
 from fxtune.data.batches.plan import Plan
@@ -25,6 +28,7 @@ from fxtune.objectives.base import Objective
 from fxtune.objectives.language_model import LanguageModel
 from fxtune.optim.schedule import Schedule
 from fxtune.settle.ranks import require_possible
+from fxtune.system.files import environment
 from fxtune.system.machine.tested_versions import outside_tested_range
 from fxtune.system.process.oom import RowsExhausted, RowsPerPass
 from fxtune.system.process.signals import SIGNALS
@@ -43,6 +47,7 @@ from fxtune.training.data.run_data import name_lost_image
 from fxtune.training.data.special_tokens import teach_ends, untrained_tokens
 from fxtune.training.evaluation import HeldOutEvaluation, evaluation_steps
 from fxtune.training.forecast.oom_advice import MemoryPhase
+from fxtune.training.general_text import GeneralText, general_plan
 from fxtune.training.monitors.bad_batches import BadBatches
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.monitors.energy import RunEnergy, sentence
@@ -137,10 +142,13 @@ class Trainer:
                 rollouts.clear()
         resume_check.check_data(self.data.tables, self.peak_rate if config.optimizer.lr == AUTO else None)
         self.questions = AnswerEvaluation.open(builder.config.data, self.tokenizer, folder.path, self.data.images)
+        general = general_plan(builder, self.tokenizer, self.data.images)
         self.ends = learned_ends(self.data.tables, self.tokenizer)
         if self.objective.needs.rollouts:
             self.ends = template_ends(self.tokenizer, builder.config.data)
         if self.world.main:
+            facts = environment.machine(torch.version.cuda, builder.facts.device_name)
+            write_text(folder.path / environment.FILE, environment.lock(facts))
             texts = prompts_are_texts(self.data.tables, builder.config.data)
             folder.write(
                 ABOUT, describe_run(self.data, self.ends, builder.config.data.template_time, self.objective, texts)
@@ -149,6 +157,7 @@ class Trainer:
             screen.note(line)
         self.language_model = self._proven_model(resume_check)
         self.model = self.language_model.model
+        self.general = GeneralText(builder, general, self.language_model, screen.note) if general else None
         self.trial = Trial(builder, self.language_model, self.objective)
         # The optimizer is built after the techniques, because they replace modules. Otherwise it would update replaced
         # weights.
@@ -257,6 +266,8 @@ class Trainer:
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
                 if self.questions and self.state.step == 0:
                     self._ask_questions("before")
+                if self.general and self.state.step == 0:
+                    self._measure(self.general.loss)
                 if self.held_out is not None and self.objective.compared and self.state.step == 0:
                     self._judge_before(self.held_out)
                 if self.benchmarks and self.state.step == 0:
@@ -490,6 +501,12 @@ class Trainer:
             figures = held_out.figures(self.rows_per_pass, self.config.train.micro_batch_size)
         self.log.log({name.replace("eval/", "before/", 1): value for name, value in figures.items()})
 
+    def _measure(self, on_general_text: Callable[[], dict[str, float]]) -> None:
+        self.world.heartbeat.doing("evaluating")
+        with self.clock.timed("general"), interruptible(self.world):
+            figures = on_general_text()
+        self.log.log(figures)
+
     def _ask_questions(self, when: str) -> None:
         with self.clock.timed("questions"), interruptible(self.world):
             figures = self._answer(when)
@@ -518,6 +535,8 @@ class Trainer:
         if self.config.run.export is Export.best:
             step, measured = self.run_state.load_best()
         self.run_state.use_averages()
+        if self.general:
+            self._measure(self.general.moved)
         if self.questions:
             self._ask_questions("after")
         if self.benchmarks:

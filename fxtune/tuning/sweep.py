@@ -34,10 +34,11 @@ import optuna
 from optuna.trial import TrialState
 
 from fxtune.checkpoint.folder_lock import FolderLock
-from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, differences, metric_rows
+from fxtune.checkpoint.run_folder import ALIVE, CHECKPOINTS, METRICS, RESULT, differences, metric_rows
 from fxtune.config.compose import load
 from fxtune.config.root import Config, Export, Resume, completed
 from fxtune.errors import ConfigError, DataError, Stopped, StorageError, UserError
+from fxtune.system.files.atomic_files import read_json
 from fxtune.system.process.process_group import end_process, run_process, start_process
 from fxtune.system.process.signals import SIGNALS
 from fxtune.system.terminal.redact import redact, redact_text
@@ -127,6 +128,13 @@ class Trial:
         return self.losses[max(self.losses)] if self.losses else math.nan
 
     @property
+    def kl(self) -> float | None:
+        """The KL from the base on general text, of a finished run that has measured it."""
+        with suppress(OSError, ValueError):
+            return read_json(self.folder / RESULT).get("general/kl")
+        return None
+
+    @property
     def log(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}.log")
 
@@ -178,10 +186,13 @@ class Sweep:
         folder: Path,
         environments: Sequence[Mapping[str, str]],
         tell: Callable[[str], None],
+        max_kl: float = math.inf,
     ) -> None:
         """`count`: how many configurations to train. `environments`: environment variables for each of the processes
-        that train at the same time. `tell` gets a line for each event."""
+        that train at the same time. `tell` gets a line for each event. `max_kl`: the winner may have moved from its
+        base by this, in nats a token of general text."""
         self.config, self.space, self.method, self.folder, self.tell = config, space, method, folder, tell
+        self.max_kl = max_kl
         self.overrides = [word for word in overrides if not word.lstrip("+").startswith("run.dir=")]
         self.count = int(min(count, combinations(space)))
         self.environments = environments
@@ -394,7 +405,7 @@ class Sweep:
         trial.state, trial.reason = state, reason
         asked.set_user_attr("reason", reason)
         if state is State.done:
-            self.study.tell(asked, trial.loss)
+            self.study.tell(asked, trial.loss if self.keeps(trial) else math.inf)
         else:
             self.study.tell(asked, state=TrialState.PRUNED if state is State.stopped else TrialState.FAIL)
         self._clean(trial)
@@ -445,9 +456,14 @@ class Sweep:
             ),
         )
 
+    def keeps(self, trial: Trial) -> bool:
+        """Whether a finished configuration has moved from its base by at most `max_kl`."""
+        return self.max_kl == math.inf or (trial.kl is not None and trial.kl <= self.max_kl)
+
     def winner(self) -> Trial | None:
-        """The configuration with the lowest loss at the end of its run; None if no run is finished."""
-        return next((trial for trial in self.ranking() if trial.state is State.done), None)
+        """The configuration with the lowest loss at the end of its run, among those that keeps() accepts; None if
+        there is none."""
+        return next((trial for trial in self.ranking() if trial.state is State.done and self.keeps(trial)), None)
 
     def used(self) -> Used:
         """Energy and time of all runs so far."""

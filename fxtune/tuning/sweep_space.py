@@ -218,9 +218,11 @@ def _check(key: str, value: str) -> None:
     RecipeStore(Config).override(f"{key}={value}")
 
 
-def refuse(config: Config) -> None:
-    """Raise ConfigError with each reason why this recipe cannot be swept."""
+def refuse(config: Config, max_kl: float = math.inf) -> None:
+    """Raise ConfigError with each reason why this recipe cannot be swept. `max_kl`: see Sweep."""
     refusals = []
+    if max_kl < math.inf and not (config.data.general and config.judges_text):
+        refusals.append("--max-kl: no KL is measured, because data.general is empty or the model writes no text")
     if not config.data.holds_out:
         refusals.append(
             "nothing is held out, and configurations are compared by the held-out loss: set data.eval_fraction=0.05 "

@@ -22,6 +22,7 @@ from fxtune.cli.main import main
 from fxtune.diagnostics.system_report import Finding, State
 from fxtune.distributed.world import World
 from fxtune.kernels import matmul
+from fxtune.system.files import environment
 from fxtune.system.machine.facts import MachineFacts
 from fxtune.techniques import package_checks
 
@@ -355,3 +356,31 @@ def test_the_page_fits_the_terminal(width):
     Console(file=file, width=width).print(page)
     assert max(len(line) for line in file.getvalue().splitlines()) <= width
     assert "[bold]" in file.getvalue()
+
+
+# --- a run
+
+
+def test_a_run_is_compared_with_this_environment(cwd, checked, capsys, torch_answer):
+    facts = torch_answer["facts"]
+    run = cwd / "runs" / "mine"
+    run.mkdir(parents=True)
+    lock = run / environment.FILE
+    lock.write_text(environment.lock(environment.machine(facts["cuda"], facts["device_name"])))
+    assert findings("runs/mine", code=0) == {}
+    assert "This environment equals the environment of runs/mine" in capsys.readouterr().out
+    text = re.sub(r"(?m)^peft==.*$", "peft==0.1.0", lock.read_text())
+    lock.write_text(re.sub(r"# device: .*", "# device: NVIDIA H200", text) + "never-published==1.0\n")
+    found = findings("runs/mine", code=0)
+    assert {name: row["state"] for name, row in found.items()} == {
+        "device": "warning",
+        "peft": "warning",
+        "never-published": "missing",
+    }
+    assert found["device"]["seen"] == f"NVIDIA H200 in the run, {facts['device_name']} here"
+    assert "pip install -r runs/mine/requirements.lock" in capsys.readouterr().out
+
+
+def test_a_word_that_means_no_run_is_refused(cwd, checked):
+    found = main(["doctor", "nothing"])
+    assert found == 2

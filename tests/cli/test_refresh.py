@@ -106,6 +106,18 @@ def test_rejected_run_replaces_nothing(parent, capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_run_that_has_forgotten_general_text_replaces_nothing(parent, capsys):
+    general = ["data.general=[{path: old.jsonl}]", "refresh.replay=0.02", "refresh.bound=9", "optimizer.lr=0.03"]
+    command = [*write("new.jsonl", UNLIKE, 6), *general, "refresh.forgotten=0"]
+    assert main(command) == 11
+    assert "its loss on general text rose by more than refresh.forgotten=0" in capsys.readouterr().out
+    gate = entries()[-1]["gate"]
+    assert gate["forgot"]
+    assert gate["general_loss"][0] < gate["general_loss"][1]
+    assert Path("runs/mine.refresh/current").resolve() == parent
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["drift", "prepare", "train", "judge", "serve"])
 def test_killed_command_goes_on_with_the_same_result(parent, place, monkeypatch):
     """A kill after each stage, before its result is used: no stage that was saved is repeated."""

@@ -32,6 +32,8 @@ QUICKSTART = ["+recipe=quickstart", "data.eval_fraction=0.1"]
         ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "--trials", "1"], "a whole number, 2 or more"),
         ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "--output", "mine.txt"], "a recipe is a file NAME.yaml"),
         ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "optimizer.lrr=1"], "unknown key `optimizer.lrr`"),
+        ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "--max-kl", "0"], "give the largest KL, a number above 0"),
+        ([*QUICKSTART, "sweep.lr=1e-3,2e-3", "data.general=[]", "--max-kl", "0.1"], "no KL is measured"),
     ],
 )
 def test_mistake_is_one_message(words, told, cwd, capsys):
@@ -77,6 +79,31 @@ SWEEP = [
     "sweep.r=choice(4,8)",
     "--trials=4",
 ]
+
+
+@pytest.mark.slow
+def test_a_configuration_that_has_forgotten_too_much_does_not_win(cwd, capsys):
+    """The first command names the nearest configuration, and the second has a bound between two of them."""
+    words = [
+        "sweep",
+        *QUICKSTART,
+        "train.max_steps=6",
+        "data.cache_dir=cache",
+        "data.questions.path=null",
+        "data.eval_limit=20",
+    ]
+    words += ["sweep.lr=1e-4,4e-3", "--trials=2", "--method=none"]
+    assert main([*words, "--max-kl=1e-9"]) == 2
+    assert "No configuration stays within --max-kl 1e-09 of its base" in capsys.readouterr().err
+    runs = json.loads(Path("runs/quickstart_sweep/sweep.json").read_text())["runs"]
+    near, far = sorted(runs, key=lambda run: run["kl"])
+    assert near["values"] == {"optimizer.lr": 1e-4}
+    assert near["loss"] > far["loss"]
+    assert main([*words, f"--max-kl={(near['kl'] + far['kl']) / 2}"]) == 0
+    said = capsys.readouterr().out
+    assert "(too far)" in said
+    assert f"KL from the base on general text {near['kl']:.3f}" in said
+    assert load(["+recipe=quickstart_swept"]).optimizer.lr == 1e-4
 
 
 def start(*words: str) -> subprocess.Popen:

@@ -49,6 +49,7 @@ WARNED = [
     (["eval.limit=5"], "eval.limit=5", "eval.tasks"),
     (["model.revision=main"], "model.revision=main", "a hub id in model.path"),
     (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
+    (["data.questions.path=null", "data.general=[{path: my.txt}]"], "data.general=[{path: my.txt}]", "held-out data"),
     (["tracking.wandb.project=mine"], "tracking.wandb.project=mine", "tracking.wandb.mode=auto|online|offline"),
     (
         ["data.eval_sources=[{path: 'builtin:quickstart_test'}]", "data.eval_fraction=0.1", "data.eval_limit=5"],

@@ -39,6 +39,17 @@ def test_verdicts():
     assert not passes(-0.5, 0.0005)  # less than refresh.gain
 
 
+def test_a_model_that_has_forgotten_general_text_does_not_pass():
+    old, better = losses(np.linspace(1, 2, 60)), losses(np.linspace(1, 2, 60) - 0.1 + np.sin(range(60)) / 1000)
+
+    def passes(after: float, bound: float | None) -> bool:
+        return judge((old, better), (old, better), RefreshConfig(forgotten=bound), general=(2.0, after)).passed
+
+    assert passes(2.09, 0.1)
+    assert not passes(2.11, 0.1)
+    assert passes(2.11, None)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_mixture_has_its_shares_and_holds_the_same_old_rows_out(narrow, cwd, weighted):
     def write(name: str, count: int, start: int) -> SourceConfig:

@@ -410,6 +410,7 @@ CASES: dict[str, Case] = {
     "tracking.display": Case(trained, "plain"),
     "tracking.cost.card_hour": Case(priced, "2.0"),
     "tracking.cost.kwh": Case(priced, "2.0"),
+    "refresh.forgotten": Case(refreshed, "0.01"),
     "refresh.alpha": Case(refreshed, "0.49"),
     "refresh.held_out": Case(refreshed, "0.7"),
     "refresh.replay": Case(refreshed, "0.1"),
@@ -421,16 +422,16 @@ CASES: dict[str, Case] = {
     "eval.limit": Case(benched, "1", BENCHED),
     "eval.chat_template": Case(benched, "true", BENCHED),
 }
-"""Each key with its case. Keys of eval_sources are those of sources."""
+"""Each key with its case. Keys of eval_sources and general are those of sources."""
 CASES |= {
-    key.replace("data.sources", "data.eval_sources"): replace(
-        case, beside=case.beside.replace("sources=", "eval_sources=")
-    )
+    key.replace("data.sources", f"data.{name}"): replace(case, beside=case.beside.replace("sources=", f"{name}="))
     for key, case in CASES.items()
+    for name in ("eval_sources", "general")
     if key.startswith("data.sources")
 }
-CASES["data.eval_sources.0.weight"] = Case(batches, "2.0", refused="weight")
-CASES["data.eval_sources.0.eval_fraction"] = Case(batches, "0.5", refused="eval_fraction")
+for name in ("eval_sources", "general"):
+    CASES[f"data.{name}.0.weight"] = Case(batches, "2.0", refused="weight")
+    CASES[f"data.{name}.0.eval_fraction"] = Case(batches, "0.5", refused="eval_fraction")
 
 
 def slots(slot: Slot, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Slot]]:
@@ -564,7 +565,8 @@ def beside(key: str, case: Case) -> str:
     """The words beside a key; an option of a technique is tried with the technique."""
     group, _, option = key.rpartition(".")
     on = group.startswith("techniques.") and option != "enabled" and group != "techniques.plugins"
-    source = "data.eval_sources=[{path: held.jsonl}]" if key.startswith("data.eval_sources.") else ""
+    name = next((name for name in ("eval_sources", "general") if key.startswith(f"data.{name}.")), None)
+    source = f"data.{name}=[{{path: held.jsonl}}]" if name else ""
     words = [source, f"{group}.enabled=true" if on else "", case.beside]
     return " ".join(filter(None, words))
 

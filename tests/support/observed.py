@@ -38,6 +38,7 @@ from fxtune.system.process.oom import RowsPerPass
 from fxtune.tracking import tracker
 from fxtune.training.benchmarks import Benchmarks
 from fxtune.training.builder import RunBuilder
+from fxtune.training.general_text import general_plan
 from fxtune.training.monitors.clock import RunClock
 from fxtune.training.step import TrainStep
 from fxtune.training.trainer import train
@@ -69,10 +70,11 @@ def batches_of(plan: Plan | None) -> list[Any]:
 
 
 def batches(config: Config) -> Any:
-    """Batches of training and of the evaluation, and the process that the loader would start."""
+    """Batches of training, of the evaluation and of general text."""
     builder = RunBuilder(config)
-    _, data = builder.read(Path("quarantine.jsonl"))
-    return batches_of(data.training), batches_of(data.evaluation)
+    tokenizer, data = builder.read(Path("quarantine.jsonl"))
+    general = general_plan(builder, tokenizer, data.images)
+    return tuple(batches_of(plan) for plan in (data.training, data.evaluation, general))
 
 
 class _Operators(TorchDispatchMode):
@@ -226,7 +228,8 @@ def refreshed(config: Config) -> Any:
         verdicts.append(find_drift(losses(old), losses(new * (1 + change)), config.refresh).found)
     for kept in (0.0, 0.1):
         after = old + kept + draw.normal(0, 0.01, 40), new - 0.01 + draw.normal(0, 0.01, 30)
-        verdict = judge((losses(old), losses(after[0])), (losses(new), losses(after[1])), config.refresh)
+        pairs = (losses(old), losses(after[0])), (losses(new), losses(after[1]))
+        verdict = judge(*pairs, config.refresh, general=(1.0, 1.05))
         verdicts.append(verdict.passed)
     Path("parent").mkdir(exist_ok=True)
     Path("parent/setting.json").write_text("{}")

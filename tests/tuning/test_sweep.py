@@ -4,7 +4,9 @@ run whose losses follow from its learning rate.
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 import sqlite3
 import sys
@@ -68,8 +70,10 @@ def recipe(chats, cwd, monkeypatch) -> list[str]:
     return [f"data.sources=[{{path: '{chats}'}}]", "data.eval_fraction=0.2", "techniques.lora.enabled=true"]
 
 
-def sweep_of(recipe, method=Method.halving, trials=4, space=SPACE, workers=1, tell=lambda text: None) -> Sweep:
-    return Sweep(load(recipe), recipe, parse(space), method, trials, Path("sweep"), [{}] * workers, tell)
+def sweep_of(
+    recipe, method=Method.halving, trials=4, space=SPACE, workers=1, tell=lambda text: None, max_kl=math.inf
+) -> Sweep:
+    return Sweep(load(recipe), recipe, parse(space), method, trials, Path("sweep"), [{}] * workers, tell, max_kl)
 
 
 def train(made: Sweep, look: Callable[[], None] = lambda: None) -> Sweep:
@@ -122,6 +126,33 @@ def test_losers_are_stopped_and_the_best_runs_to_its_end(recipe, method):
     assert study.best_trial.params == best.values
     assert [trial.state.name for trial in study.trials].count("PRUNED") == len(stopped)
     assert max(study.best_trial.intermediate_values) == PARTS
+
+
+def test_max_kl_lets_no_configuration_win_that_has_moved_further(recipe, cwd):
+    """The best of three rates has moved furthest, and the study learns that it is no good one."""
+    program = (cwd / "train.py").read_text()
+    moved = 'result = {"general/kl": float(values["optimizer.lr"])}\n(folder / "result.json").write_text(json.dumps(result))'
+    (cwd / "train.py").write_text(f"{program}\n{moved}\n")
+    space = ["sweep.lr=choice(1e-2,1e-3,1e-4)"]
+    free = run(recipe, method=Method.none, trials=3, space=space)
+    best = free.winner()
+    assert best is not None
+    assert best.values == {"optimizer.lr": 1e-2}
+    shutil.rmtree("sweep")
+    bound = run(recipe, method=Method.none, trials=3, space=space, max_kl=5e-3)
+    best = bound.winner()
+    assert best is not None
+    assert (best.values, best.kl) == ({"optimizer.lr": 1e-3}, 1e-3)
+    study = optuna.load_study(study_name="sweep", storage="sqlite:///sweep/optuna.db")
+    assert study.best_trial.params == best.values
+    shutil.rmtree("sweep")
+    assert run(recipe, method=Method.none, trials=3, space=space, max_kl=1e-6).winner() is None
+
+
+def test_max_kl_needs_a_measured_kl(recipe):
+    with pytest.raises(ConfigError, match="--max-kl"):
+        refuse(load([*recipe, "data.general=[]"]), max_kl=0.1)
+    refuse(load(recipe), max_kl=0.1)
 
 
 def test_without_a_method_all_run_to_their_end_two_at_a_time(recipe):

@@ -17,20 +17,20 @@ WITHIN = ("torch", "transformers", "peft")
 
 
 @cache
-def _requirements() -> list[Requirement]:
+def requirements() -> list[Requirement]:
     """The requirements of fxtune and its extras, without developers' tools. The list is empty in a checkout that was
     never installed."""
     try:
-        requirements = [Requirement(text) for text in metadata.requires("fxtune") or ()]
+        needs = [Requirement(text) for text in metadata.requires("fxtune") or ()]
     except metadata.PackageNotFoundError:
         return []
-    return [need for need in requirements if need.marker is None or "dev" not in str(need.marker)]
+    return [need for need in needs if need.marker is None or "dev" not in str(need.marker)]
 
 
 def refusals(packages: Mapping[str, str]) -> list[str]:
     """A line for each package in WITHIN that is outside its tested range. `packages`: {name: version}."""
     lines = []
-    for requirement in _requirements():
+    for requirement in requirements():
         name, version = requirement.name, packages.get(requirement.name)
         if name not in WITHIN or version is None or requirement.specifier.contains(version, prereleases=True):
             continue
@@ -47,7 +47,7 @@ def refusals(packages: Mapping[str, str]) -> list[str]:
 def outside_tested_range() -> str:
     """One line that names the packages outside their tested range, except WITHIN; empty if all are inside."""
     found = {}
-    for requirement in _requirements():
+    for requirement in requirements():
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:

@@ -84,6 +84,9 @@ class TeacherNumbers:
         return np.dtype([("teacher_ids", "<i4", size), ("teacher_log_probs", "<f2", size), ("teacher_tail", "<f4")])
 
     def entries(self, model: LanguageModel, batch: Batch) -> np.ndarray:
+        return model.prepared.with_head(lambda: self._likeliest(model, batch))
+
+    def _likeliest(self, model: LanguageModel, batch: Batch) -> np.ndarray:
         hidden, head = model.head_input(batch)
         entries, done = np.empty(len(hidden), self.record), 0
         for part in hidden.split(model.chunk_rows):

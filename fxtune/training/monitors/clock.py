@@ -21,8 +21,8 @@ class RunClock:
         self._earlier = {"seconds": 0.0, "training": 0.0, "evaluating": 0.0}
         self.evaluating = 0.0
         """Seconds of evaluations in this process."""
-        self.last_seconds = {"evaluation": 0.0, "questions": 0.0, "saving": 0.0}
-        """How long the last evaluation, the last questions and the last save took."""
+        self.last_seconds = {"evaluation": 0.0, "questions": 0.0, "general": 0.0, "saving": 0.0}
+        """How long the last evaluation, the last questions, the last pass over general text and the last save took."""
         self._start_step = 0
         """How many steps were done when the training loop began."""
         self._first = self._last = (0, 0.0)

@@ -263,7 +263,7 @@ class RunEnd:
         export."""
         last, step_seconds = self.clock.last_seconds, self.clock.step_seconds or self.clock.first_step_seconds or 0.0
         evaluation = last["evaluation"] or self.evaluation_steps * step_seconds
-        return evaluation + last["questions"] + 2 * last["saving"] + 1.0
+        return evaluation + last["questions"] + 2 * last["general"] + 2 * last["saving"] + 1.0
 
     def _decay(self, schedule: Schedule) -> tuple[int, int]:
         """(origin, steps) of a decay if it were decided now. origin: the step whose weights it starts from. The

@@ -30,6 +30,7 @@ from fxtune.training.builder import RunBuilder
 from fxtune.training.data.run_data import data_notes, held_out_note
 from fxtune.training.forecast.run_forecast import seconds_here
 from fxtune.training.forecast.step_count import few_steps
+from fxtune.training.general_text import forgotten
 
 
 @dataclass
@@ -137,6 +138,7 @@ def conclusion(
             yield f"Held-out loss at the last evaluation: {loss:.4f}"
     elif not config.data.holds_out and config.data.questions.path is None:
         yield "Nothing is held out, so no figure shows what the model learned: data.eval_fraction=0.05 holds rows out"
+    yield from forgotten(figures)
     summary = data.training.summary()
     yield from few_steps(config.train, summary["steps"], summary["rows"])
     if proof.asked is not None and proof.ended_after is None:

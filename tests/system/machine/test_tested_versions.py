@@ -25,7 +25,7 @@ def install(monkeypatch, package: str, version: str) -> None:
 @pytest.fixture
 def fresh():
     """Versions are read again in this test, and after it."""
-    caches = outside_tested_range, tested_versions._requirements, facts._versions
+    caches = outside_tested_range, tested_versions.requirements, facts._versions
     for cached in caches:
         cached.cache_clear()
     yield

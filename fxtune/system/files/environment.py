@@ -1,0 +1,124 @@
+"""requirements.lock of a run's folder: the environment in which the run trained, and how it differs from another one.
+
+The file has the exact version of each installed package that fxtune needs, by itself or through another package, so
+`pip install -r requirements.lock` brings them. Its first lines are comments: Python, CUDA, the card. A package that
+did not come from an index (a checkout, a wheel from a folder) is a comment, because pip could not find its version.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from fxtune import __version__
+from fxtune.errors import ConfigError, StorageError
+from fxtune.system.machine.facts import PACKAGES
+from fxtune.system.machine.tested_versions import requirements
+from fxtune.system.terminal.redact import redact_text
+
+FILE = "requirements.lock"
+INDEX = "https://download.pytorch.org/whl/"
+"""Where builds of torch with a local version (2.11.0+cu130) are."""
+_FACT = re.compile(r"# ([\w ]+): (.+)")
+
+
+def machine(cuda: str | None, device: str) -> dict[str, str]:
+    """What is not a package. `cuda`: the version that torch is built for; `device`: the name of the card."""
+    return {
+        "fxtune": __version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "CUDA": cuda or "none",
+        "device": device,
+    }
+
+
+@cache
+def installed() -> dict[str, metadata.Distribution]:
+    """The installed packages that fxtune needs, by itself or through another package, by name."""
+    found: dict[str, metadata.Distribution] = {}
+    # A checkout that was never installed has no metadata.
+    waiting = [*requirements()] or [Requirement(name) for name in PACKAGES]
+    seen = set[str]()
+    while waiting:
+        need = waiting.pop()
+        if str(need) in seen:
+            continue
+        seen.add(str(need))
+        try:
+            package = metadata.distribution(need.name)
+        except metadata.PackageNotFoundError:
+            continue
+        found[canonicalize_name(need.name)] = package
+        for text in package.requires or ():
+            below = Requirement(text)
+            if below.marker is None or any(below.marker.evaluate({"extra": extra}) for extra in ("", *need.extras)):
+                waiting.append(below)
+    return dict(sorted(found.items()))
+
+
+def lock(facts: Mapping[str, str]) -> str:
+    """The text of the file for this process. `facts`: machine()."""
+    packages = installed()
+    local = Version(packages["torch"].version).local if "torch" in packages else None
+    lines = [
+        f"# What ran. `pip install -r {FILE}` installs it, `fxtune doctor RUN` compares it with another environment.",
+        *(f"# {name}: {value}" for name, value in facts.items()),
+        *([f"--extra-index-url {INDEX}{local}"] if local else []),
+        *(_line(name, package, local) for name, package in packages.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, package: metadata.Distribution, local: str | None) -> str:
+    """The line of a package. `local`: the local version of torch, whose index has builds with this version."""
+    version = Version(package.version)
+    if origin := package.read_text("direct_url.json"):
+        url = redact_text(str(json.loads(origin).get("url")))
+        return f"# {name} {version} did not come from an index, but from {url}"
+    if version.local in (None, local):
+        return f"{name}=={version}"
+    return f"{name}=={version.public}  # {version}"
+
+
+def differences(folder: Path, facts: Mapping[str, str]) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (name, what the run had, what is here) for each fact and package that differs. None: it is missing here.
+
+    `facts`: machine() here. Raises ConfigError if the run in `folder` has no such file, StorageError if a line of it
+    cannot be read.
+    """
+    file = folder / FILE
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no {FILE}: it is no run, or an early version of fxtune trained it. Name a newer run."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{file} cannot be read: {error}. Bring it back.") from error
+    here, had = installed(), dict[str, str]()
+    for number, line in enumerate(lines, 1):
+        if (fact := _FACT.fullmatch(line)) and fact[1] in facts and fact[2] != facts[fact[1]]:
+            yield fact[1], fact[2], facts[fact[1]]
+        if not line.strip() or line.startswith(("#", "-")):
+            continue
+        try:
+            need = Requirement(line.partition("#")[0])
+        except InvalidRequirement as error:
+            raise StorageError(f"{file}, line {number}: {error}. Bring the file back as it was.") from error
+        had[canonicalize_name(need.name)] = version = str(need.specifier).removeprefix("==")
+        package = here.get(canonicalize_name(need.name))
+        if package is None or not need.specifier.contains(package.version, prereleases=True):
+            yield need.name, version, None if package is None else package.version
+    for name in here.keys() - had.keys():
+        if f"# {name} " not in "\n".join(lines):
+            yield name, "", here[name].version

@@ -167,7 +167,7 @@ def test_refused_pinned_memory_keeps_buffers_in_the_pool(monkeypatch):
         return true(size if len(made) <= 2 else HUGE, **options)
 
     monkeypatch.setattr(torch, "empty", scarce)
-    with pytest.raises(MemoryShortError, match=r"0\.1 GiB are pinned.*offload_layers"):
+    with pytest.raises(MemoryShortError, match=r"0\.1 GiB are pinned"):
         offload.buffers(3 << 26)
     assert len(offload.pool) == 2
     assert len(offload.buffers(2 << 26)) == 2

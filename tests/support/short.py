@@ -158,7 +158,7 @@ def looking() -> Any:
         sequence_length=512,
         sources=[chats("brief.jsonl", 48, 10)],
         eval_sources=[chats("held_out.jsonl", 8, 300)],
-        questions=QuestionsConfig(path="asked.jsonl", limit=8, batch_size=8, max_new_tokens=3),
+        questions=QuestionsConfig(path="asked.jsonl", limit=8, max_new_tokens=3),
     )
     undisturbed = copy.deepcopy(made)
     undisturbed.run.dir = "whole"

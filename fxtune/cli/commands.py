@@ -179,6 +179,16 @@ COMMANDS = {
         positional="of_output",
         options={"--unmerged": _flag("of a checkpoint: write its adapter alone"), **_TRUST},
     ),
+    "export": Command(
+        "fxtune.cli.export",
+        "what a run has trained, for a server: export RUN --to vllm [FOLDER]",
+        positional_only=True,
+        options={
+            "--to": _value("TARGET", "vllm, or model: a folder for transformers"),
+            "--merged": _flag("vLLM: merge an adapter that vLLM could serve beside its base"),
+            **_TRUST,
+        },
+    ),
     "chat": Command(
         "fxtune.cli.chat",
         "talk to the model that a run has trained: chat RUN, or RUN/step-70",

@@ -52,6 +52,7 @@ FOLDERS = {
     "models": "kinds",
     "system": "machine terminal process files",
     "training": "monitors data rollouts forecast run",
+    "outputs": "targets",
     "techniques": "attention experts lora quantize liger checkpointing compile",
 }
 """Package -> its folders, lowest first: a folder imports only folders before it."""

@@ -45,6 +45,11 @@ ELSEWHERE = {
     "reports/held_out.py": "test_page.py, and objectives/test_classification.py, through the commands",
     "outputs/evaluation.py": "cli/test_evaluate.py, through the command",
     "outputs/merge.py": "cli/test_merge.py, through the command",
+    "outputs/export.py": "cli/test_export.py, through the command",
+    **dict.fromkeys(
+        [f"outputs/targets/{name}.py" for name in ("model", "source", "target", "vllm")],
+        "cli/test_export.py, through the command",
+    ),
     "outputs/refresh.py": "cli/test_refresh.py, through the command",
     **dict.fromkeys(
         [f"drafts/{name}.py" for name in ("draft", "models", "recipe", "rows")],

@@ -110,9 +110,14 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     use = {
         "chat": config.objective.needs.head in ("lm", "score"),
         "eval": config.data.holds_out or config.data.questions.path is not None,
-        "merge": config.techniques.lora.enabled,
+        "export": config.objective.needs.head == "lm",
+        "merge": config.techniques.lora.enabled and config.objective.needs.head != "lm",
     }
-    return [f"fxtune {command} {name}" for command, possible in use.items() if possible] or [f"fxtune report {name}"]
+    return [
+        f"fxtune {command} {name}{' --to vllm' * (command == 'export')}"
+        for command, possible in use.items()
+        if possible
+    ] or [f"fxtune report {name}"]
 
 
 def conclusion(

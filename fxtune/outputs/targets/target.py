@@ -1,0 +1,62 @@
+"""What a target answers: can this be exported, the files, and the command that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from fxtune.outputs.targets.source import Source
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `fxtune export`. Each target says which ones it reads."""
+
+    quantize: Sequence[str] = ()
+    """Types of GGUF files: q8_0, q4_k_m, ..."""
+    merged: bool = False
+    """Merge an adapter although the target could serve it beside its base."""
+    unmerged: bool = False
+    """Write an adapter beside its base."""
+    llama_cpp: str | None = None
+    """The folder of llama.cpp."""
+    url: str | None = None
+    """A vLLM server that runs already."""
+    venv: str | None = None
+    """The virtual environment that has vLLM."""
+
+    card: dict[str, Any] | None = None
+    """More fields for the model card of a merged model: see write_card()."""
+
+    def given(self) -> set[str]:
+        return {name for name, value in vars(self).items() if value}
+
+
+@dataclass
+class Exported:
+    """What an export has written."""
+
+    folder: Path
+    kind: str
+    """`adapter`, `merged model`, or the kind of the files."""
+    command: str = ""
+    """The command that serves it."""
+    files: dict[str, Path] = field(default_factory=dict)
+    """{a name for tables: the file or folder that a server loads}."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user."""
+
+
+class Target(Protocol):
+    reads: ClassVar[set[str]]
+    """The options that the target reads."""
+
+    def __init__(self, source: Source, options: ExportOptions) -> None: ...
+
+    def check(self, folder: Path | None) -> None:
+        """Raise ConfigError or StorageError if the target cannot serve the source, before weights are read."""
+
+    def write(self, folder: Path | None) -> Exported:
+        """Write the files. `folder`: a new folder; None: a folder in the run."""

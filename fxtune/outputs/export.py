@@ -1,20 +1,34 @@
 """Exports what a run has trained: the one way of `fxtune merge`, `fxtune push` and `fxtune export`.
 
 outputs/targets has a file for each target. A target first says what it cannot serve, before weights are read; then it
-writes its files and names the command that serves them.
+writes its files and names the command that serves them. prove() asks the server itself (targets/served.py) and writes
+the figures to exports.json of the run, for the report, and into the model card. result.json stays as training left it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from fxtune.errors import ConfigError, did_you_mean
-from fxtune.outputs.targets.model import ModelTarget
+from fxtune.distributed.files import write_json
+from fxtune.errors import ConfigError, HardwareError, did_you_mean
+from fxtune.outputs.merge import merge
+from fxtune.outputs.run_output import ADAPTER_FILE
+from fxtune.outputs.targets.gguf import CONVERTED, GgufTarget
+from fxtune.outputs.targets.ollama import OllamaTarget
+from fxtune.outputs.targets.served import Plain, Unproven, compare, problems
 from fxtune.outputs.targets.source import Source
 from fxtune.outputs.targets.target import Exported, ExportOptions, Target
 from fxtune.outputs.targets.vllm import VllmTarget
+from fxtune.reports.exports import COLUMNS, EXPORTS, export_row, read_exports
+from fxtune.training.rollouts.client import ServerError
 
-TARGETS: dict[str, type[Target]] = {"model": ModelTarget, "vllm": VllmTarget}
+TARGETS: dict[str, type[Target]] = {"vllm": VllmTarget, "gguf": GgufTarget, "ollama": OllamaTarget}
+READS = {"model": {"unmerged", "card"}, **{name: target.reads for name, target in TARGETS.items()}}
+"""{target: the options that it reads}. `model`: a folder for transformers and peft."""
+EXACT = {*CONVERTED, "adapter", "merged model"}
+"""Types of files whose weights have at least 16 bits."""
+SERVED = "## Served"
 
 
 def export(
@@ -30,14 +44,60 @@ def export(
     Raises ConfigError if the target cannot serve it, StorageError if files cannot be read or written.
     """
     options = options or ExportOptions()
-    if to not in TARGETS:
-        known = ", ".join(TARGETS)
-        raise ConfigError(f"--to {to}: there is no such target (known: {known}){did_you_mean(to, TARGETS)}")
-    if unread := options.given() - TARGETS[to].reads:
-        option = min(unread).replace("_", "-")
-        takers = [f"--to {other}" for other, target in TARGETS.items() if min(unread) in target.reads]
-        raise ConfigError(f"--{option} has no meaning for --to {to}; it is for {' and '.join(takers)}. Leave it out.")
-    target = TARGETS[to](Source(name, trust_remote_code), options)
-    place = None if folder is None else Path(folder)
-    target.check(place)
-    return target.write(place)
+    if to not in READS:
+        raise ConfigError(f"--to {to}: there is no such target (known: {', '.join(READS)}){did_you_mean(to, READS)}")
+    if unread := options.given() - READS[to]:
+        takers = [f"--to {other}" for other, read in READS.items() if min(unread) in read]
+        option = f"--{min(unread).replace('_', '-')}"
+        raise ConfigError(f"{option} has no meaning for --to {to}; it is for {' and '.join(takers)}. Leave it out.")
+    if to == "model":
+        place = merge(name, folder, trust_remote_code=trust_remote_code, unmerged=options.unmerged, card=options.card)
+        return Exported(place, "adapter" if (place / ADAPTER_FILE).exists() else "merged model")
+    source = Source(name, trust_remote_code)
+    target = TARGETS[to](source, options)
+    into = None if folder is None else Path(folder)
+    target.check(into)
+    done = target.write(into)
+    done.proofs = prove(source, target, done)
+    if source.run is not None and done.proofs:
+        found = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
+        write_json(source.run / EXPORTS, read_exports(source.run) | found)
+    if done.proofs:
+        _add_to_card(done)
+    return done
+
+
+def prove(source: Source, target: Target, done: Exported) -> dict[str, dict[str, Any]]:
+    """{file: the figures of compare(), or {"not_proven": reason}}. Raises HardwareError if the server fails."""
+    found, plain = dict[str, dict[str, Any]](), None
+    for kind, file in done.files.items():
+        try:
+            if not source.questions:
+                raise Unproven("there are no questions: it is no run's, or the model reads images")
+            with target.serving(file) as server:
+                plain = plain or Plain.of(source)
+                found[file.name] = compare(source, plain, server)
+        except Unproven as reason:
+            found[file.name] = {"not_proven": str(reason)}
+        except ServerError as error:
+            raise HardwareError(f"{file}: the server failed while it was asked: {error}. The files stay.") from error
+        else:
+            done.problems += [f"{file.name}: {why}" for why in problems(found[file.name], kind in EXACT)]
+    return found
+
+
+def _add_to_card(done: Exported) -> None:
+    """Write what was proven into the model card, in place of an earlier section."""
+    card = done.folder / "README.md"
+    if card.exists() and all("not_proven" in found for found in done.proofs.values()):
+        return
+    before = card.read_text(encoding="utf-8") if card.exists() else f"# {done.folder.name}\n\nExported with fxtune.\n"
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(export_row(file, found) for file, found in done.proofs.items())]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    command = (
+        "" if card.exists() else f"`{done.command.replace(f'{done.folder}/', '')}`\n\n"
+    )  # others have other folders
+    section = f"{SERVED}\n\n{command}The server's answers beside plain transformers:\n\n{table}\n"
+    kept, _, after = before.partition(SERVED)
+    after = after[at:] if (at := after.find("\n## ")) >= 0 else ""
+    card.write_text(f"{kept.rstrip()}\n\n{section}{after}", encoding="utf-8")

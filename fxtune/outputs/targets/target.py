@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from fxtune.outputs.targets.served import Server
 from fxtune.outputs.targets.source import Source
 
 
@@ -44,19 +46,30 @@ class Exported:
     command: str = ""
     """The command that serves it."""
     files: dict[str, Path] = field(default_factory=dict)
-    """{a name for tables: the file or folder that a server loads}."""
+    """{its type: a file or folder that a server loads}."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
+    proofs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{name of the file: the figures of compare() (served.py), or {"not_proven": reason}}."""
+    problems: list[str] = field(default_factory=list)
+    """What the files do otherwise than in training."""
 
 
-class Target(Protocol):
+class Target:
     reads: ClassVar[set[str]]
     """The options that the target reads."""
 
-    def __init__(self, source: Source, options: ExportOptions) -> None: ...
+    def __init__(self, source: Source, options: ExportOptions) -> None:
+        self.source, self.options = source, options
 
     def check(self, folder: Path | None) -> None:
         """Raise ConfigError or StorageError if the target cannot serve the source, before weights are read."""
 
     def write(self, folder: Path | None) -> Exported:
         """Write the files. `folder`: a new folder; None: a folder in the run."""
+        raise NotImplementedError
+
+    def serving(self, file: Path) -> AbstractContextManager[Server]:
+        """A server that has loaded one of the files. Raises Unproven if there is no server, HardwareError if it does
+        not start."""
+        raise NotImplementedError

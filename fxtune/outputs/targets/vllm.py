@@ -8,24 +8,26 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fxtune.errors import ConfigError
 from fxtune.export.vllm import max_rank, refusals_of, rope_overrides, rope_types
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.load import DType, rows_of_base
 from fxtune.outputs.merge import merge, require_writable
-from fxtune.outputs.targets.source import Source
-from fxtune.outputs.targets.target import Exported, ExportOptions
+from fxtune.outputs.targets.served import SECONDS, TOP, Answer, Server, Unproven, started
+from fxtune.outputs.targets.target import Exported, Target
 from fxtune.system.files.atomic_files import read_json
+from fxtune.training.rollouts.client import Client, ServerError
 
 
-class VllmTarget:
+class VllmTarget(Target):
     reads: ClassVar[set[str]] = {"merged", "url", "venv"}
-
-    def __init__(self, source: Source, options: ExportOptions) -> None:
-        self.source, self.options = source, options
 
     def check(self, folder: Path | None) -> None:
         self.source.require_writes("vllm")
@@ -33,7 +35,7 @@ class VllmTarget:
             raise ConfigError(
                 f"{self.source.name} is a whole model, so there is nothing to merge. Leave --merged out."
             )
-        if folder is not None and not self.source.adapts and not self.source.is_checkpoint:
+        if folder is not None and not self.source.adapts and self.source.step is None:
             raise ConfigError(
                 f"{self.source.name} is a whole model, which vLLM serves where it is. Leave {folder} out."
             )
@@ -80,3 +82,57 @@ class VllmTarget:
         revision = options.get("revision")
         words += ["--revision", revision] if revision else []
         return self._command(str(options["base_model_name_or_path"]), *words)
+
+    @contextmanager
+    def serving(self, file: Path) -> Iterator[Server]:
+        """The server of --url, or one that is started in the environment of --venv."""
+        options, is_adapter = self.options, (file / "adapter_config.json").exists()
+        name = self.source.title if is_adapter else ""
+        if options.url:
+            client = Client(options.url, SECONDS)
+            try:
+                served = [str(model["id"]) for model in client.call("/v1/models")["data"]]
+            except (ServerError, LookupError, TypeError) as error:
+                raise Unproven(f"vLLM is not reachable ({error})") from error
+            if is_adapter and name not in served:
+                raise Unproven(f"{options.url} serves {', '.join(served)}, and no {name}: start it by the command")
+            yield VllmServer(client, name or served[0])
+        elif options.venv:
+            program = Path(options.venv, "bin", "vllm").expanduser()
+            if not program.is_file():
+                raise ConfigError(f"--venv {options.venv}: there is no bin/vllm. {options.venv}/bin/pip install vllm")
+            words = shlex.split(self._adapter_command(file) if is_adapter else self._command(str(file)))
+            with started(
+                "vLLM", [str(program), *words[1:], "--enforce-eager"], partial(VllmServer, name=name)
+            ) as server:
+                yield server
+        else:
+            raise Unproven("vLLM is not reachable: name a running server (--url), or its environment (--venv)")
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """See Server (served.py)."""
+
+    client: Client
+    name: str
+    """The adapter's name in vLLM; empty for the model itself."""
+
+    def write_prompt(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        asked = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": variables}
+        return list(self.client.call("/tokenize", {"model": self._model, **asked})["tokens"])
+
+    def answer(self, prompt: list[int], max_tokens: int) -> Answer:
+        told = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        asked = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **told}
+        choice = self.client.call("/v1/completions", asked)["choices"][0]
+        likely = choice["logprobs"]["top_logprobs"][0].items()
+        first = {int(token.rpartition(":")[2]): float(value) for token, value in likely}
+        return Answer(choice["token_ids"], choice["finish_reason"] == "stop", first)
+
+    def rate(self, prompt: list[int], token: int) -> None:
+        """Only quantised files need it."""
+
+    @property
+    def _model(self) -> str:
+        return self.name or self.client.model

@@ -8,12 +8,13 @@ the figures to exports.json of the run, for the report, and into the model card.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from fxtune.checkpoint.folder import step_of
 from fxtune.distributed.files import write_json
 from fxtune.errors import ConfigError, HardwareError, did_you_mean
-from fxtune.outputs.merge import merge
-from fxtune.outputs.run_output import ADAPTER_FILE
+from fxtune.outputs.checkpoint_model import run_of
+from fxtune.outputs.merge import find, merge
+from fxtune.outputs.run_output import ADAPTER_FILE, OutputKind
 from fxtune.outputs.targets.gguf import CONVERTED, GgufTarget
 from fxtune.outputs.targets.ollama import OllamaTarget
 from fxtune.outputs.targets.served import Plain, Unproven, compare, problems
@@ -53,37 +54,38 @@ def export(
     if to == "model":
         place = merge(name, folder, trust_remote_code=trust_remote_code, unmerged=options.unmerged, card=options.card)
         return Exported(place, "adapter" if (place / ADAPTER_FILE).exists() else "merged model")
+    if (found := find(name)) and found.kind is OutputKind.checkpoint:
+        place = run_of(found.folder) / f"exported-step-{step_of(found.folder)}"
+        name = str(place if place.exists() else merge(name, place, unmerged=True, trust_remote_code=trust_remote_code))
     source = Source(name, trust_remote_code)
-    target = TARGETS[to](source, options)
-    into = None if folder is None else Path(folder)
-    target.check(into)
-    done = target.write(into)
-    done.proofs = prove(source, target, done)
-    if source.run is not None and done.proofs:
-        found = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
-        write_json(source.run / EXPORTS, read_exports(source.run) | found)
-    if done.proofs:
-        _add_to_card(done)
+    source.require_writes(to)
+    target = TARGETS[to](source, options, Path(folder) if folder is not None else None)
+    target.check()
+    done = target.write()
+    done.notes = target.notes
+    prove(source, target, done)
+    if source.run is not None:
+        proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
+        write_json(source.run / EXPORTS, read_exports(source.run) | proofs)
+    _add_to_card(done)
     return done
 
 
-def prove(source: Source, target: Target, done: Exported) -> dict[str, dict[str, Any]]:
-    """{file: the figures of compare(), or {"not_proven": reason}}. Raises HardwareError if the server fails."""
-    found, plain = dict[str, dict[str, Any]](), None
+def prove(source: Source, target: Target, done: Exported) -> None:
+    """Set the proofs and the problems of `done`. Raises HardwareError if the server fails."""
+    plain = None
     for kind, file in done.files.items():
         try:
             if not source.questions:
-                raise Unproven("there are no questions: it is no run's, or the model reads images")
+                raise Unproven("there are no questions: it belongs to no run, or the model reads images")
             with target.serving(file) as server:
                 plain = plain or Plain.of(source)
-                found[file.name] = compare(source, plain, server)
+                done.proofs[file.name] = figures = compare(source, plain, server)
+                done.problems += [f"{file.name}: {why}" for why in problems(figures, kind in EXACT)]
         except Unproven as reason:
-            found[file.name] = {"not_proven": str(reason)}
+            done.proofs[file.name] = {"not_proven": str(reason)}
         except ServerError as error:
             raise HardwareError(f"{file}: the server failed while it was asked: {error}. The files stay.") from error
-        else:
-            done.problems += [f"{file.name}: {why}" for why in problems(found[file.name], kind in EXACT)]
-    return found
 
 
 def _add_to_card(done: Exported) -> None:
@@ -94,9 +96,8 @@ def _add_to_card(done: Exported) -> None:
     before = card.read_text(encoding="utf-8") if card.exists() else f"# {done.folder.name}\n\nExported with fxtune.\n"
     rows = [COLUMNS, ["---"] * len(COLUMNS), *(export_row(file, found) for file, found in done.proofs.items())]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    command = (
-        "" if card.exists() else f"`{done.command.replace(f'{done.folder}/', '')}`\n\n"
-    )  # others have other folders
+    # Other machines have other folders.
+    command = "" if card.exists() else f"`{done.command.replace(f'{done.folder}/', '')}`\n\n"
     section = f"{SERVED}\n\n{command}The server's answers beside plain transformers:\n\n{table}\n"
     kept, _, after = before.partition(SERVED)
     after = after[at:] if (at := after.find("\n## ")) >= 0 else ""

@@ -15,113 +15,98 @@ from pathlib import Path
 from typing import ClassVar
 
 from fxtune.errors import ConfigError, StorageError
-from fxtune.export.vllm import REFUSED
+from fxtune.export.tokenizer import write_tokenizer
+from fxtune.export.vllm import refusals_of
 from fxtune.models.kinds.known import kind_of
 from fxtune.outputs.merge import require_space, require_writable
 from fxtune.outputs.targets.llama_cpp import LlamaCpp
 from fxtune.outputs.targets.served import Server
-from fxtune.outputs.targets.source import Source
-from fxtune.outputs.targets.target import Exported, ExportOptions, Target
+from fxtune.outputs.targets.target import Exported, Target
 from fxtune.system.terminal.progress import phase
 
 CONVERTED = ("f32", "f16", "bf16")
 """Types that the converter itself writes. llama-quantize makes others from the file in f16."""
+ADAPTER = "adapter-f16.gguf"
 
 
 class GgufTarget(Target):
     name: ClassVar[str] = "gguf"
     reads: ClassVar[set[str]] = {"quantize", "unmerged", "llama_cpp"}
 
-    def __init__(self, source: Source, options: ExportOptions) -> None:
-        super().__init__(source, options)
-        self.types = list(dict.fromkeys(options.quantize)) or ["f16"]
-        self.pre = ""
-        """A pre-tokenizer of llama.cpp with the tokens of training; empty if its converter knows the tokenizer."""
-        self.notes: list[str] = []
-
-    def check(self, folder: Path | None) -> None:
-        source = self.source
-        source.require_writes(self.name)
+    def check(self) -> None:
+        source, self.types = self.source, list(dict.fromkeys(self.options.quantize)) or ["f16"]
         self.tools = LlamaCpp.find(self.options.llama_cpp)
-        if set(self.types) - {*CONVERTED}:
+        self.quantised = [kind for kind in self.types if kind not in CONVERTED]
+        if self.quantised:
             self.tools.require("llama-quantize")
-        self.folder = folder or source.default_folder(self.name)
-        place = require_writable(self.folder, "export")
+        if source.run is None and self.folder is None:
+            raise ConfigError(f"Where shall the files go? Name a new folder behind {source.name}.")
+        self.place = self.folder or Path(source.run or "", self.name + source.step)
+        disk = require_writable(self.place, "export")
         # At once there are at most the merged model, its copy in 16 bits, and quantised copies.
         weights = sum(file.stat().st_size for file in source.origin.folder.glob("*.safetensors"))
-        require_space(weights * (2 + len({*self.types} - {"f16"})), self.folder, place, "copies of the model")
+        require_space(weights * (2 + len({*self.types} - {"f16"})), self.place, disk, "copies of the model")
         with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch, phase("Asking llama.cpp about the model"):
-            vocabulary = source.write_vocabulary(Path(scratch) / "vocabulary")
+            source.hf_config.save_pretrained(scratch)
+            write_tokenizer(source.tokenizer, Path(scratch))
             texts = [source.tokenizer.decode(asked.prompt) + asked.answer for asked in source.questions]
-            self.pre = self.tools.pre_tokenizer(vocabulary, source.tokenizer, texts)
+            self.pre = self.tools.pre_tokenizer(Path(scratch), source.tokenizer, texts)
 
-    def write(self, folder: Path | None) -> Exported:
-        staging = self.folder.with_name(f".{self.folder.name}.partial")
+    def write(self) -> Exported:
+        staging = self.place.with_name(f".{self.place.name}.partial")
         shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
         try:
+            staging.mkdir(parents=True)
             with tempfile.TemporaryDirectory(prefix=".fxtune-", dir=staging) as scratch:
                 names = self._write_files(staging, Path(scratch))
-            self._write_more(staging, names)
-            staging.rename(self.folder)
+            staging.rename(self.place)
         except OSError as error:
-            raise StorageError(f"{self.folder} cannot be written: {error}. Free space there.") from error
+            raise StorageError(f"{self.place} cannot be written: {error}. Free space there.") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        files = {kind: self.folder / name for kind, name in names.items()}
-        return Exported(self.folder, f"{self.name} export", self.command(files), files, self.notes)
+        files = {kind: self.place / name for kind, name in names.items()}
+        return Exported(self.place, f"{self.name} export", self._command(files[self.types[0]]), files)
 
     def _write_files(self, staging: Path, scratch: Path) -> dict[str, str]:
-        """Write the GGUF files. Returns {type: name of the file}."""
-        unmerged = self.options.unmerged and self._takes_adapter()
-        if unmerged:
-            assert self.source.adapter is not None
-            model = self.source.adapter.base.folder
-        else:
-            model = self.source.whole(scratch / "model")
-        title = "base" if unmerged else self.source.title
-        quantised = [kind for kind in self.types if kind not in CONVERTED]
-        names = {kind: f"{title}-{kind}.gguf" for kind in self.types}
+        """Write the files. Returns {type: name of the GGUF file}."""
+        source, tools = self.source, self.tools
+        adapter = source.adapter if self.options.unmerged and self._takes_adapter() else None
+        model = source.origin.folder if adapter else source.whole(scratch / "model")
+        title = "base" if adapter else source.title
+        kinds = [kind for kind in self.types if kind in CONVERTED] or ["f16"]
+        kinds += ["f16"] * bool(self.quantised and "f16" not in kinds)
+        names = {kind: f"{title}-{kind}.gguf" for kind in [*kinds, *self.quantised]}
         with phase("Converting to GGUF"):
-            plain = {kind: name for kind, name in names.items() if kind in CONVERTED}
-            if quantised:
-                plain.setdefault("f16", f"{title}-f16.gguf")
-            for kind, name in plain.items():
-                self.tools.convert(model, staging / name, kind, pre=self.pre)
-            if kind_of(self.source.hf_config).images:
-                self.tools.convert(model, staging / "mmproj-f16.gguf", "f16", "--mmproj")
-            if unmerged and self.source.adapter:
-                self.tools.convert_adapter(self.source.adapter.origin.folder, model, staging / "adapter-f16.gguf")
-        for kind in quantised:
+            for kind in kinds:
+                tools.convert(model, staging / names[kind], kind, pre=self.pre)
+            if kind_of(source.hf_config).images:
+                tools.convert(model, staging / "mmproj-f16.gguf", "f16", "--mmproj")
+            if adapter:
+                tools.convert_adapter(adapter.origin.folder, model, staging / ADAPTER)
+        for kind in self.quantised:
             with phase(f"Quantising to {kind}"):
-                self.tools.quantize(staging / plain["f16"], staging / names[kind], kind)
-        return plain | names
+                tools.quantize(staging / names["f16"], staging / names[kind], kind)
+        return names
 
     def _takes_adapter(self) -> bool:
         """Whether llama.cpp computes the adapter as it was trained. A note says why not."""
         if self.source.adapter is None:
             raise ConfigError(f"--unmerged: {self.source.name} is no adapter. Leave --unmerged out.")
-        lora = self.source.adapter.lora
-        wrong = [what.partition(":")[0] for option, what in REFUSED.items() if getattr(lora, option, None)]
-        wrong += ["the scale of rsLoRA"] * bool(lora.use_rslora)
-        names = {str(name).rpartition(".")[2] for name in lora.target_modules or ()}
-        wrong += ["adapters of embeddings and heads"] * bool(names & {"embed_tokens", "lm_head"})
-        if lora.init_lora_weights in ("pissa", "olora"):
-            wrong.append(f"a base without the first factors of {lora.init_lora_weights}")
+        folder = self.source.adapter.origin.folder
+        wrong = [why.partition(" only in")[0] for why in refusals_of(folder) if "rank" not in why]
+        wrong += ["no scale of rsLoRA"] * bool(self.source.adapter.lora.use_rslora)
+        wrong += ["no change of the base's config"] * (folder / "config.json").exists()
         if wrong:
-            self.notes.append(f"llama.cpp does not compute {'; '.join(wrong)}: the adapter is merged.")
+            self.notes.append(f"llama.cpp takes an adapter with {'; '.join(wrong)}: this one is merged.")
         return not wrong
 
-    def _write_more(self, folder: Path, names: dict[str, str]) -> None:
-        """Write other files of the target. `names`: of the GGUF files, by type."""
-
-    def command(self, files: dict[str, Path]) -> str:
-        return f"llama-server {shlex.join(self._words(files[self.types[0]]))}"
+    def _command(self, file: Path) -> str:
+        return f"llama-server {shlex.join(self._words(file))}"
 
     def _words(self, file: Path) -> list[str]:
         """The arguments of llama-server for a GGUF file."""
         words = ["-m", str(file), "-c", str(self.source.length), "--jinja"]
-        for option, name in (("--lora", "adapter-f16.gguf"), ("--mmproj", "mmproj-f16.gguf")):
+        for option, name in (("--lora", ADAPTER), ("--mmproj", "mmproj-f16.gguf")):
             words += [option, str(file.with_name(name))] if file.with_name(name).exists() else []
         return words
 

@@ -27,12 +27,14 @@ class OllamaTarget(GgufTarget):
     name: ClassVar[str] = "ollama"
     reads: ClassVar[set[str]] = {"quantize", "llama_cpp"}
 
-    def _write_more(self, folder: Path, names: dict[str, str]) -> None:
-        (folder / "Modelfile").write_text(modelfile(self.source, names[self.types[0]]), encoding="utf-8")
+    def _write_files(self, staging: Path, scratch: Path) -> dict[str, str]:
+        names = super()._write_files(staging, scratch)
+        (staging / "Modelfile").write_text(modelfile(self.source, names[self.types[0]]), encoding="utf-8")
+        return names
 
-    def command(self, files: dict[str, Path]) -> str:
+    def _command(self, file: Path) -> str:
         name = shlex.quote(self.source.title)
-        return f"ollama create {name} -f {shlex.quote(str(self.folder / 'Modelfile'))} && ollama run {name}"
+        return f"ollama create {name} -f {shlex.quote(str(file.with_name('Modelfile')))} && ollama run {name}"
 
 
 def modelfile(source: Source, file: str) -> str:
@@ -44,8 +46,8 @@ def modelfile(source: Source, file: str) -> str:
         )
     else:
         lines.append(f'TEMPLATE """{template}"""')
-    if source.system:
-        lines.append(f'SYSTEM """{source.system}"""')
+    if source.data.system:
+        lines.append(f'SYSTEM """{source.data.system}"""')
     lines += [f'PARAMETER stop "{source.tokenizer.decode([end])}"' for end in source.ends]
     found, sampling = source.generation, {"temperature": 0}  # a run's questions are answered by the likeliest tokens
     if found.get("do_sample"):
@@ -58,7 +60,7 @@ def modelfile(source: Source, file: str) -> str:
 def go_template(source: Source) -> str | None:
     """A template for Ollama that writes what the chat template writes; None if a text before and after the content of
     each role does not say it."""
-    tokenizer, variables = source.tokenizer, source.template_variables
+    tokenizer, variables = source.tokenizer, source.variables
 
     def written(*roles: str, prompt: bool = False) -> str:
         chat = [{"role": role, "content": content} for role, content in zip(roles, CONTENTS, strict=False)]

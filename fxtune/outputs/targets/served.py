@@ -104,7 +104,7 @@ class Plain:
                 found = model.generate(
                     ids.to(model.device),
                     attention_mask=mask.to(model.device),
-                    max_new_tokens=source.max_new_tokens,
+                    max_new_tokens=source.data.questions.max_new_tokens,
                     eos_token_id=ends,
                     pad_token_id=pad,
                     output_logits=True,
@@ -134,8 +134,8 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
     with phase("Asking the server", len(questions), "questions") as work:
         for question in questions:
             if (messages := source.messages(question)) is not None:
-                prompts.append(server.write_prompt(messages, source.template_variables) == question.prompt)
-            served.append(server.answer(question.prompt, source.max_new_tokens))
+                prompts.append(server.write_prompt(messages, source.variables) == question.prompt)
+            served.append(server.answer(question.prompt, source.data.questions.max_new_tokens))
             if len(rated) < RATED:
                 rated += _rated(server, question, tokenizer)
             work.advance(1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fxtune.checkpoint.folder import step_of
 from fxtune.config import compose
+from fxtune.data.config import DataConfig
 from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
 from fxtune.errors import ConfigError
@@ -17,7 +18,7 @@ from fxtune.models import load as models
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.load import ModelConfig
-from fxtune.outputs.adapter import open_adapter, stored_dtype
+from fxtune.outputs.adapter import OpenedAdapter, open_adapter, stored_dtype
 from fxtune.outputs.merge import find, merge
 from fxtune.outputs.run_output import OutputKind
 from fxtune.system.files.atomic_files import read_json
@@ -30,58 +31,38 @@ ROWS = 20
 """Rows that are asked if a run has no questions."""
 
 
-@dataclass
 class Source:
-    """`name`: a run, a checkpoint, a folder, or the hub id of an adapter. Raises the errors of open_adapter(),
-    load_config() and load_tokenizer()."""
+    """`name`: a run, the folder of an adapter or a model, or the hub id of an adapter. Raises the errors of
+    open_adapter(), load_config() and load_tokenizer()."""
 
-    name: str
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        self.output = find(self.name)
-        kind = self.output.kind if self.output else OutputKind.adapter
+    def __init__(self, name: str, trust_remote_code: bool = False) -> None:
+        self.name, self.trust_remote_code = name, trust_remote_code
+        self.output = find(name)
         self.run = self.output.run if self.output else None
-        self.config = compose.of_run(self.run, self.trust_remote_code) if self.run else None
-        self.data = self.config.data if self.config else None
-        self.step = step_of(self.output.folder) if self.output and kind is OutputKind.checkpoint else None
-        place, self.adapter = str(self.output.folder) if self.output else self.name, None
-        if kind is OutputKind.adapter:
-            self.adapter = open_adapter(place, "exported", self.trust_remote_code)
+        self.config = compose.of_run(self.run, trust_remote_code) if self.run else None
+        self.data = self.config.data if self.config else DataConfig()
+        place = str(self.output.folder) if self.output else name
+        if self.output is None or self.output.kind is OutputKind.adapter:
+            self.adapter: OpenedAdapter | None = open_adapter(place, "exported", trust_remote_code)
             self.model, self.hf_config = self.adapter.model, self.adapter.hf_config
             self.tokenizer = self.adapter.tokenizer
         else:
-            self.model = ModelConfig(path=place, trust_remote_code=self.trust_remote_code)
-            if self.config and self.step is not None:
-                self.model = self.config.model
+            self.adapter, self.model = None, ModelConfig(path=place, trust_remote_code=trust_remote_code)
             self.hf_config = models.load_config(self.model)
             self.tokenizer = models.load_tokenizer(self.model, self.hf_config)
-        if self.config and self.step is not None:
-            self.config.techniques.rope.configure(self.hf_config)
-            self.config.objective.set_template(self.tokenizer, self.config.data)
-        self.adapts = kind is not OutputKind.model and (
-            self.step is None or bool(self.config and self.config.techniques.lora.enabled)
-        )
-        """Whether the weights are an adapter's."""
         self.origin = locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
+        """Where the files of the base are, or of the whole model."""
         self.dtype = stored_dtype(self.hf_config, str(self.model.path))
-        self.system = self.data.system if self.data else None
-        self.template_variables = dict(self.data.chat_template_kwargs or {}) if self.data else {}
-        self.max_new_tokens = self.data.questions.max_new_tokens if self.data else 0
+        self.variables = dict(self.data.chat_template_kwargs or {})
+        """Variables of the chat template."""
         longest = getattr(self.hf_config.get_text_config(), "max_position_embeddings", None) or CONTEXT
-        self.length = int(min(longest, max(self.data.sequence_length if self.data else 0, CONTEXT)))
+        self.length = int(min(longest, max(self.data.sequence_length, CONTEXT)))
         """The context length for a server."""
-        self.title = self.in_run(self.run.resolve().name if self.run else Path(self.name).name)
+        step = re.search(r"-step-\d+$", Path(place).name)
+        self.step = step[0] if step else ""
+        """-step-70 for the export of a checkpoint."""
+        self.title = (self.run.resolve().name if self.run else Path(name).name) + self.step
         """A name for the model in a server."""
-
-    def in_run(self, what: str) -> str:
-        return what if self.step is None else f"{what}-step-{self.step}"
-
-    def default_folder(self, what: str) -> Path:
-        """The folder `what` of the run, or of the checkpoint. Raises ConfigError without a run."""
-        if self.run is None:
-            raise ConfigError(f"Where shall the files go? Name a new folder behind {self.name}.")
-        return self.run / self.in_run(what)
 
     @cached_property
     def generation(self) -> dict[str, Any]:
@@ -101,7 +82,7 @@ class Source:
     def questions(self) -> list[Question]:
         """The run's questions, or else the first rows of its data as questions; empty without a run, and for a model
         that reads images. Raises DataError."""
-        if self.data is None or kind_of(self.hf_config).images:
+        if kind_of(self.hf_config).images:
             return []
         asked = self.data.questions
         if asked.path is None and self.data.sources:
@@ -117,8 +98,8 @@ class Source:
         if not isinstance(content, Conversation) or content.tools or content.messages[-1]["role"] != "assistant":
             return None
         asked = [{name: turn[name] for name in ("role", "content")} for turn in content.messages[:-1]]
-        has_system = any(turn["role"] in ("system", "developer") for turn in asked)
-        return [{"role": "system", "content": self.system}] * bool(self.system and not has_system) + asked
+        system = self.data.system if all(turn["role"] not in ("system", "developer") for turn in asked) else None
+        return [{"role": "system", "content": system}] * bool(system) + asked
 
     def require_writes(self, target: str) -> None:
         """Raise ConfigError for a model that scores documents or gives vectors: `target` serves answers."""

@@ -28,7 +28,6 @@ class ExportOptions:
     """A vLLM server that runs already."""
     venv: str | None = None
     """The virtual environment that has vLLM."""
-
     card: dict[str, Any] | None = None
     """More fields for the model card of a merged model: see write_card()."""
 
@@ -56,17 +55,18 @@ class Exported:
 
 
 class Target:
+    name: ClassVar[str]
     reads: ClassVar[set[str]]
     """The options that the target reads."""
 
-    def __init__(self, source: Source, options: ExportOptions) -> None:
-        self.source, self.options = source, options
+    def __init__(self, source: Source, options: ExportOptions, folder: Path | None) -> None:
+        """`folder`: a new folder for the files; None: a folder in the run."""
+        self.source, self.options, self.folder, self.notes = source, options, folder, list[str]()
 
-    def check(self, folder: Path | None) -> None:
+    def check(self) -> None:
         """Raise ConfigError or StorageError if the target cannot serve the source, before weights are read."""
 
-    def write(self, folder: Path | None) -> Exported:
-        """Write the files. `folder`: a new folder; None: a folder in the run."""
+    def write(self) -> Exported:
         raise NotImplementedError
 
     def serving(self, file: Path) -> AbstractContextManager[Server]:

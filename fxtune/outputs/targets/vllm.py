@@ -19,7 +19,7 @@ from fxtune.errors import ConfigError
 from fxtune.export.vllm import max_rank, refusals_of, rope_overrides, rope_types
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.load import DType, rows_of_base
-from fxtune.outputs.merge import merge, require_writable
+from fxtune.outputs.merge import require_writable
 from fxtune.outputs.targets.served import SECONDS, TOP, Answer, Server, Unproven, started
 from fxtune.outputs.targets.target import Exported, Target
 from fxtune.system.files.atomic_files import read_json
@@ -27,46 +27,39 @@ from fxtune.training.rollouts.client import Client, ServerError
 
 
 class VllmTarget(Target):
+    name: ClassVar[str] = "vllm"
     reads: ClassVar[set[str]] = {"merged", "url", "venv"}
 
-    def check(self, folder: Path | None) -> None:
-        self.source.require_writes("vllm")
-        if self.options.merged and not self.source.adapts:
+    def check(self) -> None:
+        if self.source.adapter is None and (self.options.merged or self.folder):
             raise ConfigError(
-                f"{self.source.name} is a whole model, so there is nothing to merge. Leave --merged out."
+                f"{self.source.name} is a whole model, which vLLM serves where it is: nothing is merged or written. "
+                "Give --to vllm alone."
             )
-        if folder is not None and not self.source.adapts and self.source.step is None:
-            raise ConfigError(
-                f"{self.source.name} is a whole model, which vLLM serves where it is. Leave {folder} out."
-            )
-        if folder is not None:
-            require_writable(folder, "export")
+        if self.folder is not None:
+            require_writable(self.folder, "export")
 
-    def write(self, folder: Path | None) -> Exported:
-        source, adapter, notes = self.source, self.source.adapter, list[str]()
-        if source.adapts and not self.options.merged:
-            if adapter is None:
-                place = merge(source.name, folder, unmerged=True, trust_remote_code=source.trust_remote_code)
-            else:
-                place = adapter.origin.folder
+    def write(self) -> Exported:
+        source, adapter = self.source, self.source.adapter
+        if adapter is not None and not self.options.merged:
+            place = adapter.origin.folder
             refused = refusals_of(place)
             if rows_of_base(source.model) < source.hf_config.get_text_config().vocab_size:
                 refused.append("no rows for tokens that its base lacks")
             if not refused:
-                if adapter is not None and folder is not None:
-                    place = Path(shutil.copytree(place, folder))
-                return Exported(place, "adapter", self._adapter_command(place), {"adapter": place}, notes)
-            notes.append(f"vLLM serves {'; '.join(refused)}: it gets the merged model.")
-        model = source.whole(folder)
-        return Exported(model, "merged model", self._command(str(model)), {"merged model": model}, notes)
+                place = Path(shutil.copytree(place, self.folder)) if self.folder else place
+                return Exported(place, "adapter", self._adapter_command(place), {"adapter": place})
+            self.notes.append(f"vLLM serves {'; '.join(refused)}: it gets the merged model.")
+        model = source.whole(self.folder)
+        return Exported(model, "merged model", self._command(str(model)), {"merged model": model})
 
     def _command(self, model: str, *words: str) -> str:
         source = self.source
-        words = (model, "--max-model-len", str(source.length), *words)
+        words = (model, "--max-model-len", str(source.length), *(words or ("--served-model-name", source.title)))
         if source.dtype is DType.float32:
             words += ("--dtype", "float32")  # vLLM would take 16 bits
-        if source.template_variables:
-            words += ("--default-chat-template-kwargs", json.dumps(source.template_variables))
+        if source.variables:
+            words += ("--default-chat-template-kwargs", json.dumps(source.variables))
         return f"vllm serve {shlex.join(words)}"
 
     def _adapter_command(self, folder: Path) -> str:
@@ -86,25 +79,24 @@ class VllmTarget(Target):
     @contextmanager
     def serving(self, file: Path) -> Iterator[Server]:
         """The server of --url, or one that is started in the environment of --venv."""
-        options, is_adapter = self.options, (file / "adapter_config.json").exists()
-        name = self.source.title if is_adapter else ""
-        if options.url:
-            client = Client(options.url, SECONDS)
+        url, venv, name = self.options.url, self.options.venv, self.source.title
+        is_adapter = (file / "adapter_config.json").exists()
+        if url:
+            client = Client(url, SECONDS)
             try:
                 served = [str(model["id"]) for model in client.call("/v1/models")["data"]]
             except (ServerError, LookupError, TypeError) as error:
                 raise Unproven(f"vLLM is not reachable ({error})") from error
-            if is_adapter and name not in served:
-                raise Unproven(f"{options.url} serves {', '.join(served)}, and no {name}: start it by the command")
-            yield VllmServer(client, name or served[0])
-        elif options.venv:
-            program = Path(options.venv, "bin", "vllm").expanduser()
+            if name not in served:
+                raise Unproven(f"{url} serves {', '.join(served)}, and no {name}: start it by the command below")
+            yield VllmServer(client, name)
+        elif venv:
+            program = Path(venv, "bin", "vllm").expanduser()
             if not program.is_file():
-                raise ConfigError(f"--venv {options.venv}: there is no bin/vllm. {options.venv}/bin/pip install vllm")
+                raise Unproven(f"--venv {venv} has no bin/vllm ({venv}/bin/pip install vllm)")
             words = shlex.split(self._adapter_command(file) if is_adapter else self._command(str(file)))
-            with started(
-                "vLLM", [str(program), *words[1:], "--enforce-eager"], partial(VllmServer, name=name)
-            ) as server:
+            words = [str(program), *words[1:], "--enforce-eager"]  # compiling takes longer than a few answers
+            with started("vLLM", words, partial(VllmServer, model=name)) as server:
                 yield server
         else:
             raise Unproven("vLLM is not reachable: name a running server (--url), or its environment (--venv)")
@@ -115,16 +107,15 @@ class VllmServer:
     """See Server (served.py)."""
 
     client: Client
-    name: str
-    """The adapter's name in vLLM; empty for the model itself."""
+    model: str
 
     def write_prompt(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         asked = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": variables}
-        return list(self.client.call("/tokenize", {"model": self._model, **asked})["tokens"])
+        return list(self.client.call("/tokenize", {"model": self.model, **asked})["tokens"])
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
         told = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        asked = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **told}
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **told}
         choice = self.client.call("/v1/completions", asked)["choices"][0]
         likely = choice["logprobs"]["top_logprobs"][0].items()
         first = {int(token.rpartition(":")[2]): float(value) for token, value in likely}
@@ -132,7 +123,3 @@ class VllmServer:
 
     def rate(self, prompt: list[int], token: int) -> None:
         """Only quantised files need it."""
-
-    @property
-    def _model(self) -> str:
-        return self.name or self.client.model

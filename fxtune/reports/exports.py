@@ -12,7 +12,7 @@ EXPORTS = "exports.json"
 """{"TARGET/FILE": the figures of compare() (outputs/targets/served.py), or {"not_proven": reason}}."""
 FIGURES = {
     "equal": "equal answers",
-    "equal_20": "equal first 20 tokens",
+    "equal_20": "first 20 tokens",
     "prompts": "equal prompts",
     "ended": "ended",
     "kl": "KL, nats",

@@ -30,8 +30,9 @@ NEEDS = {
     "a config of another tool (tests/cli/test_import_config.py)": (r"fxtune import ",),
     "prompts or questions beside the recipe (tests/cli/test_programs.py)": (r"fxtune (chat|eval) mine --json",),
     "the config of a model on the hub": (r"fxtune plan \+recipe=llama_lora",),
+    "llama.cpp (tests/cli/test_export.py)": (r"fxtune export .*--to (gguf|ollama)",),
     "an account": (r"fxtune push ",),
-    "the name of a run in place of RUN": (r"fxtune (eval|merge) RUN",),
+    "the name of a run in place of RUN": (r"fxtune (eval|merge|export) RUN",),
 }
 """What a command needs that a test does not have, and the commands by the beginning of their line."""
 SHORTER = {

@@ -47,7 +47,10 @@ ELSEWHERE = {
     "outputs/merge.py": "cli/test_merge.py, through the command",
     "outputs/export.py": "cli/test_export.py, through the command",
     **dict.fromkeys(
-        [f"outputs/targets/{name}.py" for name in ("model", "source", "target", "vllm")],
+        [
+            f"outputs/targets/{name}.py"
+            for name in ("gguf", "llama_cpp", "ollama", "served", "source", "target", "vllm")
+        ],
         "cli/test_export.py, through the command",
     ),
     "outputs/refresh.py": "cli/test_refresh.py, through the command",
@@ -74,6 +77,9 @@ ELSEWHERE = {
         [f"training/rollouts/{name}.py" for name in ("client", "evaluation", "folder", "made_up", "pending", "plan")],
         "training/rollouts/test_collector.py, by the command",
     ),
+    "training/rollouts/server_process.py": "test_vllm.py, with the server that it starts",
+    "reports/exports.py": "cli/test_export.py, through the commands",
+    "upstream/llama_cpp.py": "cli/test_export.py, with the converter that it runs",
     "training/rollouts/reward_functions.py": "test_scoring.py, with the workers that call them",
     "objectives/registry.py": "test_plugins.py, with the other registries",
     "techniques/assemble.py": "test_pipeline.py, with the order of the techniques",

@@ -47,10 +47,7 @@ ELSEWHERE = {
     "outputs/merge.py": "cli/test_merge.py, through the command",
     "outputs/export.py": "cli/test_export.py, through the command",
     **dict.fromkeys(
-        [
-            f"outputs/targets/{name}.py"
-            for name in ("gguf", "llama_cpp", "ollama", "served", "source", "target", "vllm")
-        ],
+        [f"outputs/targets/{name}.py" for name in ("gguf", "llama_cpp", "ollama", "source", "target", "vllm")],
         "cli/test_export.py, through the command",
     ),
     "outputs/refresh.py": "cli/test_refresh.py, through the command",

@@ -39,5 +39,9 @@ def start_server(
         end_process(process)
         raise
     end_process(process)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-    raise HardwareError(f"{name} did not start. The end of {log}:\n{tail}")
+    raise HardwareError(f"{name} did not start. The end of {log}:\n{end_of(log)}")
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

@@ -22,7 +22,7 @@ from fxtune.cli.answer import ANSWER
 from fxtune.errors import CheckError, ConfigError
 from fxtune.outputs.export import export
 from fxtune.outputs.targets.target import ExportOptions
-from fxtune.reports.exports import COLUMNS, export_row
+from fxtune.reports.exports import COLUMNS, export_rows
 from fxtune.system.terminal.console import say, table
 
 
@@ -31,20 +31,17 @@ def run(run: str, folder: str | None = None, *, to: str = "", trust_remote_code:
     if not to:
         raise ConfigError("fxtune export needs a target: add --to vllm, gguf or ollama.")
     done = export(run, to, folder, ExportOptions(**options), trust_remote_code)
-    told = {"folder": str(done.folder), "kind": done.kind, "command": done.command, "notes": done.notes}
-    ANSWER.put({**told, "proofs": done.proofs, "problems": done.problems})
+    ANSWER.put(vars(done) | {"files": {kind: str(file) for kind, file in done.files.items()}})
     for note in done.notes:
         say(note)
     proven = {name: found for name, found in done.proofs.items() if "not_proven" not in found}
     if proven:
-        rows = [export_row(*proof) for proof in proven.items()]
-        say(table("The server's answers beside plain transformers", COLUMNS, rows))
+        say(table("The server's answers beside plain transformers", COLUMNS, export_rows(proven)))
     for name in done.proofs.keys() - proven.keys():
         say(f"{name}: exported, not proven: {done.proofs[name]['not_proven']}")
     say(f"The {done.kind} is in {done.folder}")
     if done.command:
         say(f"Serve it: {done.command}")
     if done.problems:
-        raise CheckError(
-            f"The export does not answer as trained: {'; '.join(done.problems)}. It stays in {done.folder}."
-        )
+        found = "; ".join(done.problems)
+        raise CheckError(f"The export does not answer as trained: {found}. It stays in {done.folder}.")

@@ -21,7 +21,7 @@ from fxtune.outputs.targets.served import Plain, Unproven, compare, problems
 from fxtune.outputs.targets.source import Source
 from fxtune.outputs.targets.target import Exported, ExportOptions, Target
 from fxtune.outputs.targets.vllm import VllmTarget
-from fxtune.reports.exports import COLUMNS, EXPORTS, export_row, read_exports
+from fxtune.reports.exports import COLUMNS, EXPORTS, export_rows, read_exports
 from fxtune.training.rollouts.client import ServerError
 
 TARGETS: dict[str, type[Target]] = {"vllm": VllmTarget, "gguf": GgufTarget, "ollama": OllamaTarget}
@@ -67,7 +67,8 @@ def export(
     if source.run is not None:
         proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
         write_json(source.run / EXPORTS, read_exports(source.run) | proofs)
-    _add_to_card(done)
+    if source.run is not None or to != "vllm":  # vLLM serves others' folders where they are
+        _add_to_card(done)
     return done
 
 
@@ -94,7 +95,7 @@ def _add_to_card(done: Exported) -> None:
     if card.exists() and all("not_proven" in found for found in done.proofs.values()):
         return
     before = card.read_text(encoding="utf-8") if card.exists() else f"# {done.folder.name}\n\nExported with fxtune.\n"
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(export_row(file, found) for file, found in done.proofs.items())]
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *export_rows(done.proofs)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     # Other machines have other folders.
     command = "" if card.exists() else f"`{done.command.replace(f'{done.folder}/', '')}`\n\n"

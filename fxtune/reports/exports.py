@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ FIGURES = {
     "perplexity": "perplexity",
 }
 COLUMNS = ["export", *FIGURES.values()]
+Exports = dict[str, dict[str, Any]]
 
 
-def read_exports(run: Path) -> dict[str, dict[str, Any]]:
+def read_exports(run: Path) -> Exports:
     """The content of exports.json; empty without the file, or if it cannot be read."""
     try:
         return read_json(run / EXPORTS) if (run / EXPORTS).exists() else {}
@@ -30,16 +30,12 @@ def read_exports(run: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def export_rows(run: Path) -> Iterator[list[str]]:
-    """A row of COLUMNS for each export of the run."""
-    for name, found in read_exports(run).items():
-        yield export_row(name, found)
-
-
-def export_row(name: str, found: dict[str, Any]) -> list[str]:
-    """A row of COLUMNS. `found`: figures, or {"not_proven": reason}."""
-    cells = [_cell(figure, found.get(figure)) for figure in FIGURES]
-    return [name, *cells] if "not_proven" not in found else [name, f"not proven: {found['not_proven']}", *cells[1:]]
+def export_rows(exports: Exports) -> list[list[str]]:
+    """A row of COLUMNS for each export."""
+    rows = [[name, *(_cell(figure, found.get(figure)) for figure in FIGURES)] for name, found in exports.items()]
+    for row, found in zip(rows, exports.values(), strict=True):
+        row[1] = f"not proven: {found['not_proven']}" if "not_proven" in found else row[1]
+    return rows
 
 
 def _cell(figure: str, value: float | None) -> str:

@@ -183,7 +183,11 @@ def collect(runs: Sequence[RunFiles]) -> Page:
             for run, name in zip(runs, names, strict=True)
             for title, columns, rows in (
                 ("Answers that were learned from", COLUMNS, list(rollout_rows(run.folder))),
-                ("Exports, beside plain transformers", exports.COLUMNS, list(exports.export_rows(run.folder))),
+                (
+                    "Exports, beside plain transformers",
+                    exports.COLUMNS,
+                    exports.export_rows(exports.read_exports(run.folder)),
+                ),
             )
             if rows
         ],

@@ -13,10 +13,12 @@ from support.architectures import lora, prepared_model
 from support.cases import slow_but
 from support.llama_cpp import fake_llama_cpp
 
+import fxtune
 from fxtune.cli.main import main
 from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
 
+ASSETS = Path(fxtune.__file__).parent / "assets"
 TINY = ModelConfig(path="builtin:tiny", dtype=DType.float32)
 
 
@@ -36,7 +38,7 @@ def a_run(folder: Path, config: str = "", **options) -> Path:
 def made(tmp_path_factory) -> Path:
     """A folder of runs: `mine` with a plain adapter, `dora` with an adapter that servers do not take."""
     folder = tmp_path_factory.mktemp("made")
-    asks = "sequence_length: 256, questions: {path: 'builtin:quickstart_test', limit: 3, max_new_tokens: 40}"
+    asks = "sequence_length: 256, questions: {path: 'builtin:quickstart_test', limit: 2, max_new_tokens: 30}"
     a_run(folder / "runs" / "mine", f"data: {{system: Be brief., {asks}}}\n")
     a_run(folder / "runs" / "dora", f"data: {{{asks}}}\n", dora=True)
     a_run(folder / "runs" / "rslora", rslora=True)
@@ -110,9 +112,9 @@ def test_a_gguf_file_has_the_tokens_and_the_template_of_training_and_answers_as_
     from gguf import GGUFReader
 
     tools = fake_llama_cpp(run.parent / "tools")
-    out = llama(capsys, tools, "mine", "--to", "gguf", "--quantize", "f16,q8_0")
+    out = llama(capsys, tools, "mine", "--to", "gguf")
     folder = run / "gguf"
-    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "mine-f16.gguf", "mine-q8_0.gguf"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "mine-f16.gguf"]
     reader = GGUFReader(str(folder / "mine-f16.gguf"))
     assert reader.get_field("tokenizer.ggml.pre").contents() == "gpt-2", "the first that gives the ids of training"
     assert reader.get_field("llama.context_length").contents() == 512
@@ -120,14 +122,13 @@ def test_a_gguf_file_has_the_tokens_and_the_template_of_training_and_answers_as_
     assert not any("lora" in tensor.name for tensor in reader.tensors), "the adapter is merged"
     assert command(out)[:3] == ["llama-server", "-m", "runs/mine/gguf/mine-f16.gguf"]
     found = json.loads((run / "exports.json").read_text())
-    for name in ("gguf/mine-f16.gguf", "gguf/mine-q8_0.gguf"):
-        shares = {figure: found[name][figure] for figure in ("equal", "equal_20", "prompts", "ended")}
-        assert set(shares.values()) == {1.0}
-        assert found[name]["kl"] < 1e-4
-        assert found[name]["perplexity"] > 1
-    assert "mine-q8_0.gguf | 100.0%" in (folder / "README.md").read_text()
+    (figures,) = found.values()
+    assert [figures[name] for name in ("equal", "equal_20", "prompts", "ended")] == [1, 1, 1, 1]
+    assert figures["kl"] < 1e-4
+    assert figures["perplexity"] > 1
+    assert "mine-f16.gguf | 100.0%" in (folder / "README.md").read_text()
     assert main(["report", "mine"]) == 0
-    assert "gguf/mine-q8_0.gguf" in (run / "report.html").read_text()
+    assert "gguf/mine-f16.gguf" in (run / "report.html").read_text()
 
 
 FAULTS = {
@@ -204,6 +205,7 @@ BEFORE_WEIGHTS = {  # faults of the tools, what is done to the run, words, the m
     "unknown architecture": ([], "architecture", [], "does not know the architecture MagicForCausalLM"),
     "little disk": ([], "disk", [], "has no room for the copies of the model"),
     "folder that exists": ([], None, ["runs"], "runs exists"),
+    "code of a stranger": ([], "code", [], "names Python code (evil.py), which llama.cpp's converter may run"),
 }
 
 
@@ -218,6 +220,12 @@ def test_what_llama_cpp_cannot_serve_is_refused_before_weights_are_read(what, ru
         fake_llama_cpp(tools, *faults)
     if change == "disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 2**20))
+    if change == "code":  # the base in another folder
+        shutil.copytree(ASSETS / "tiny", run / "base")
+        config = json.loads((run / "base" / "config.json").read_text())
+        (run / "base" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": "evil.Fast"}}))
+        description = run / "adapter" / "adapter_config.json"
+        description.write_text(description.read_text().replace(str(ASSETS / "tiny"), str(run / "base")))
     if change == "architecture":
         converter = tools / "convert_hf_to_gguf.py"
         converter.write_text(
@@ -227,7 +235,7 @@ def test_what_llama_cpp_cannot_serve_is_refused_before_weights_are_read(what, ru
     (run / "adapter" / "proof.json").unlink()
     code = 6 if change == "disk" or words == ["runs"] else 2
     assert message in llama(capsys, tools, "mine", "--to", "gguf", *words, code=code)
-    assert [path.name for path in run.iterdir() if path.is_dir()] == ["adapter"]
+    assert {path.name for path in run.iterdir() if path.is_dir()} <= {"adapter", "base"}
 
 
 def test_an_unknown_type_is_what_llama_quantize_says(run, capsys):

@@ -18,6 +18,7 @@ from fxtune.errors import ConfigError, StorageError
 from fxtune.export.tokenizer import write_tokenizer
 from fxtune.export.vllm import refusals_of
 from fxtune.models.kinds.known import kind_of
+from fxtune.models.untrusted import named_code
 from fxtune.outputs.merge import require_space, require_writable
 from fxtune.outputs.targets.llama_cpp import LlamaCpp
 from fxtune.outputs.targets.served import Server
@@ -36,6 +37,12 @@ class GgufTarget(Target):
     def check(self) -> None:
         source, self.types = self.source, list(dict.fromkeys(self.options.quantize)) or ["f16"]
         self.tools = LlamaCpp.find(self.options.llama_cpp)
+        for file in ("config.json", "tokenizer_config.json"):
+            if (code := named_code(source.origin.folder / file)) and not source.trust_remote_code:
+                raise ConfigError(
+                    f"{source.origin.folder / file} names Python code ({code}), which llama.cpp's converter may run. "
+                    "If you trust it, add --trust-remote-code."
+                )
         self.quantised = [kind for kind in self.types if kind not in CONVERTED]
         if self.quantised:
             self.tools.require("llama-quantize")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Exported:
     """What the files do otherwise than in training."""
 
 
-class Target:
+class Target(ABC):
     name: ClassVar[str]
     reads: ClassVar[set[str]]
     """The options that the target reads."""
@@ -63,13 +64,14 @@ class Target:
         """`folder`: a new folder for the files; None: a folder in the run."""
         self.source, self.options, self.folder, self.notes = source, options, folder, list[str]()
 
+    @abstractmethod
     def check(self) -> None:
         """Raise ConfigError or StorageError if the target cannot serve the source, before weights are read."""
 
-    def write(self) -> Exported:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self) -> Exported: ...
 
+    @abstractmethod
     def serving(self, file: Path) -> AbstractContextManager[Server]:
         """A server that has loaded one of the files. Raises Unproven if there is no server, HardwareError if it does
         not start."""
-        raise NotImplementedError

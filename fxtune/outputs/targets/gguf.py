@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fxtune.errors import ConfigError, StorageError
-from fxtune.export.tokenizer import write_tokenizer
+from fxtune.export.tokenizer import TEMPLATE, write_tokenizer
 from fxtune.export.vllm import refusals_of
 from fxtune.models.kinds.known import kind_of
 from fxtune.models.untrusted import named_code
@@ -89,7 +89,8 @@ class GgufTarget(Target):
             if kind_of(source.hf_config).images:
                 tools.convert(model, staging / "mmproj-f16.gguf", "f16", "--mmproj")
             if adapter:
-                tools.convert_adapter(adapter.origin.folder, model, staging / ADAPTER)
+                base, script = ("--base", str(model)), "convert_lora_to_gguf.py"
+                tools.convert(adapter.origin.folder, staging / ADAPTER, "f16", *base, script=script)
         for kind in self.quantised:
             with phase(f"Quantising to {kind}"):
                 tools.quantize(staging / names["f16"], staging / names[kind], kind)
@@ -103,6 +104,9 @@ class GgufTarget(Target):
         wrong = [why.partition(" only in")[0] for why in refusals_of(folder) if "rank" not in why]
         wrong += ["no scale of rsLoRA"] * bool(self.source.adapter.lora.use_rslora)
         wrong += ["no change of the base's config"] * (folder / "config.json").exists()
+        ours, theirs = (place / TEMPLATE for place in (folder, self.source.origin.folder))
+        if ours.exists() and (not theirs.exists() or ours.read_bytes() != theirs.read_bytes()):
+            wrong.append("no chat template but the base's")
         if wrong:
             self.notes.append(f"llama.cpp takes an adapter with {'; '.join(wrong)}: this one is merged.")
         return not wrong

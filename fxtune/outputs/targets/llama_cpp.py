@@ -65,19 +65,13 @@ class LlamaCpp:
             raise ConfigError(f"llama.cpp: there is no {name} (looked {where}). {HOW}")
         return found
 
-    def convert(self, model: Path, file: Path, outtype: str, *words: str, pre: str = "") -> None:
-        """Convert the model in a folder to a GGUF file. `pre`: the name of a pre-tokenizer that the converter takes in
-        place of its own finding. Raises ConfigError, and UnknownTokenizer."""
-        self._convert("convert_hf_to_gguf.py", pre, str(model), "--outfile", str(file), "--outtype", outtype, *words)
-
-    def convert_adapter(self, adapter: Path, base: Path, file: Path) -> None:
-        """Convert an adapter. `base`: the folder with the config of its base."""
-        words = ("--base", str(base), "--outfile", str(file), "--outtype", "f16", str(adapter))
-        self._convert("convert_lora_to_gguf.py", "", *words)
-
-    def _convert(self, script: str, pre: str, *words: str) -> None:
-        command = [sys.executable, str(driver.__file__), str(self.require(script)), pre, *words]
-        code, output, _ = run_process(command)
+    def convert(
+        self, folder: Path, file: Path, kind: str, *words: str, pre: str = "", script: str = "convert_hf_to_gguf.py"
+    ) -> None:
+        """Convert the model or adapter in a folder to a GGUF file of a type. `pre`: the name of a pre-tokenizer that
+        the converter takes in place of its own finding. Raises ConfigError, and UnknownTokenizer."""
+        command = [sys.executable, str(driver.__file__), str(self.require(script)), pre, str(folder), *words]
+        code, output, _ = run_process([*command, "--outfile", str(file), "--outtype", kind])
         if not code:
             return
         if "pre-tokenizer was not recognized" in output:
@@ -89,15 +83,13 @@ class LlamaCpp:
             )
         if missing := re.search(r"No module named '(\w+)'", output):
             raise ConfigError(f"llama.cpp's {script} needs the package {missing[1]}. pip install 'fxtune[gguf]'.")
-        last = (output.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"llama.cpp's {script} failed: {last}. Try another version of llama.cpp: {HOW}")
+        raise ConfigError(f"llama.cpp's {script} failed: {_last(output)}. Try another version of llama.cpp: {HOW}")
 
     def quantize(self, file: Path, target: Path, kind: str) -> None:
         """Write the GGUF file `target` of type `kind`, such as q4_k_m. Raises ConfigError."""
         code, output, _ = run_process([str(self.require("llama-quantize")), str(file), str(target), kind.upper()])
         if code:
-            last = (output.strip().splitlines() or ["no output"])[-1]
-            raise ConfigError(f"--quantize {kind}: llama-quantize failed: {last}")
+            raise ConfigError(f"--quantize {kind}: llama-quantize failed: {_last(output)}")
 
     def pre_tokenizer(self, vocabulary: Path, tokenizer: Any, texts: Iterable[str]) -> str:
         """The name of a pre-tokenizer for a model whose config and tokenizer lie in the folder `vocabulary`; empty if
@@ -134,6 +126,10 @@ class LlamaCpp:
         if (tool := self.program("llama-server")) is None:
             raise Unproven(f"there is no llama-server. {HOW}")
         return started("llama-server", [str(tool), *words, "-np", "1"], LlamaServer)
+
+
+def _last(output: str) -> str:
+    return (output.strip().splitlines() or ["no output"])[-1]
 
 
 @dataclass(frozen=True)

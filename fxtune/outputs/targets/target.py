@@ -11,24 +11,19 @@ from typing import Any, ClassVar
 
 from fxtune.outputs.targets.served import Server
 from fxtune.outputs.targets.source import Source
+from fxtune.reports.exports import Exports
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of `fxtune export`. Each target says which ones it reads."""
+    """The options of `fxtune export`, whose help says what they mean."""
 
     quantize: Sequence[str] = ()
-    """Types of GGUF files: q8_0, q4_k_m, ..."""
     merged: bool = False
-    """Merge an adapter although the target could serve it beside its base."""
     unmerged: bool = False
-    """Write an adapter beside its base."""
     llama_cpp: str | None = None
-    """The folder of llama.cpp."""
     url: str | None = None
-    """A vLLM server that runs already."""
     venv: str | None = None
-    """The virtual environment that has vLLM."""
     card: dict[str, Any] | None = None
     """More fields for the model card of a merged model: see write_card()."""
 
@@ -38,7 +33,7 @@ class ExportOptions:
 
 @dataclass
 class Exported:
-    """What an export has written."""
+    """What an export has written, and what its server answered."""
 
     folder: Path
     kind: str
@@ -48,8 +43,7 @@ class Exported:
     files: dict[str, Path] = field(default_factory=dict)
     """{its type: a file or folder that a server loads}."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the user."""
-    proofs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    proofs: Exports = field(default_factory=dict)
     """{name of the file: the figures of compare() (served.py), or {"not_proven": reason}}."""
     problems: list[str] = field(default_factory=list)
     """What the files do otherwise than in training."""

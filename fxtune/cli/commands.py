@@ -45,6 +45,10 @@ def _value(metavar: str, text: str, kind: Callable[[str], Any] = str) -> dict[st
     return {"metavar": metavar, "type": kind, "help": text}
 
 
+def _words(text: str) -> list[str]:
+    return [word.strip().lower() for word in text.split(",") if word.strip()]
+
+
 _TRUST = {"--trust-remote-code": _flag("run the Python code that comes with the model")}
 
 COMMANDS = {
@@ -188,6 +192,21 @@ COMMANDS = {
         "merge an adapter into its base model: merge RUN [FOLDER]",
         positional="of_output",
         options={"--unmerged": _flag("of a checkpoint: write its adapter alone"), **_TRUST},
+    ),
+    "export": Command(
+        "fxtune.cli.export",
+        "what a run has trained, for a server: export RUN --to vllm [FOLDER]",
+        positional_only=True,
+        options={
+            "--to": _value("TARGET", "vllm, gguf, ollama, or model: a folder for transformers"),
+            "--quantize": _value("TYPE,TYPE", "types of the GGUF files (f16): q8_0, q4_k_m, ...", _words),
+            "--merged": _flag("vLLM: merge an adapter that vLLM could serve beside its base"),
+            "--unmerged": _flag("GGUF: the base and the adapter as two files"),
+            "--url": _value("URL", "prove it by this vLLM, which serves it already"),
+            "--venv": _value("FOLDER", "prove it by the vLLM of this virtual environment"),
+            "--llama-cpp": _value("FOLDER", "llama.cpp's source, built in FOLDER/build (LLAMA_CPP, PATH)"),
+            **_TRUST,
+        },
     ),
     "chat": Command(
         "fxtune.cli.chat",

@@ -18,20 +18,23 @@ from pathlib import Path
 
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError
-from fxtune.outputs.merge import merge, newest_adapter
+from fxtune.outputs.export import export
+from fxtune.outputs.merge import newest_adapter
+from fxtune.outputs.targets.target import ExportOptions
 
 
 def run(config: Config, unmerged: bool = False, trust_remote_code: bool = False) -> Path:
     """Merge the adapter of the recipe's newest run into the run's folder. Raises ConfigError if no run has one."""
     if unmerged:
         raise ConfigError("--unmerged writes the adapter of a checkpoint: fxtune merge RUN/step-70")
-    adapter = newest_adapter(config)
-    return of_output(str(adapter), trust_remote_code=trust_remote_code or config.model.trust_remote_code)
+    trust_remote_code |= config.model.trust_remote_code
+    return of_output(str(newest_adapter(config)), trust_remote_code=trust_remote_code)
 
 
 def of_output(
     adapter: str, folder: str | None = None, *, trust_remote_code: bool = False, unmerged: bool = False
 ) -> Path:
     """Merge the adapter of a run, a checkpoint, a folder or the hub into a new folder. Raises the errors of
-    merge()."""
-    return merge(adapter, folder, trust_remote_code=trust_remote_code, unmerged=unmerged)
+    export()."""
+    options = ExportOptions(unmerged=unmerged)
+    return export(adapter, "model", folder, options, trust_remote_code).folder

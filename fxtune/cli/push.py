@@ -24,8 +24,9 @@ from typing import Any
 from fxtune.cli.answer import ANSWER
 from fxtune.errors import ConfigError, HubError, StorageError, first_line
 from fxtune.models.proof import PROOF, require_unchanged
-from fxtune.outputs.merge import merge
+from fxtune.outputs.export import export
 from fxtune.outputs.run_output import ADAPTER_FILE, OutputKind, RunOutput, find_output
+from fxtune.outputs.targets.target import ExportOptions
 from fxtune.system.files.hub import Origin
 from fxtune.system.terminal.console import say
 from fxtune.system.terminal.redact import redact
@@ -73,15 +74,19 @@ def run(run: str, name: str, *, merged: bool = False, public: bool = False, trus
         raise ConfigError(f"{output.folder} was trained without adapters, so there is nothing to merge.")
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory(prefix="fxtune-push-") as scratch:
-        folder = output.folder
-        if output.kind is OutputKind.checkpoint:
-            folder = merge(folder, Path(scratch) / "trained", unmerged=not merged, trust_remote_code=trust_remote_code)
+
+        def exported(**options: Any) -> Path:
+            return export(
+                str(output.folder), "model", Path(scratch) / "model", ExportOptions(**options), trust_remote_code
+            ).folder
+
+        folder = exported(unmerged=not merged) if output.kind is OutputKind.checkpoint else output.folder
         as_adapter = (folder / ADAPTER_FILE).exists() and not merged
         with _hub_errors(api.endpoint, name):
             exists = _require_same_kind(api, name, as_adapter)
         if merged and output.kind is OutputKind.adapter:
             card = {"title": name.partition("/")[2], "figures": _figures(output), "config": output.config}
-            folder = merge(folder, Path(scratch) / "model", trust_remote_code=trust_remote_code, card=card)
+            folder = exported(card=card)
         operations = _operations(folder, name)
         require_unchanged(Origin(folder, str(folder)), run)
         if as_adapter and (base := _local_base(folder)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Collection
@@ -165,14 +164,9 @@ def _template_note(variables: dict[str, Any]) -> list[str]:
 def _rope_notes(config: dict[str, Any], base: str, adapter: dict[str, Any], refusals: list[str]) -> tuple[str, str]:
     """(a note on scaled RoPE, a note on it for vLLM), empty for models without scaling. `refusals`: reasons why vLLM
     does not load the adapter."""
-    text = config.get("text_config") or config
-    parameters = text.get("rope_parameters") or {}
-    # A model has one set of parameters, or a set for each type of layer.
-    sets = [values for values in (parameters, *parameters.values()) if isinstance(values, dict)]
-    types = {values.get("rope_type", "default") for values in sets} - {"default"}
-    if not types:
+    if not (types := vllm.rope_types(config)):
         return "", ""
-    positions = int(text["max_position_embeddings"])
+    positions = int((config.get("text_config") or config)["max_position_embeddings"])
     note = (
         f"Its rotary embedding is scaled ({', '.join(sorted(types))}) for up to {positions:,} positions: see "
         "`rope_parameters` in config.json."
@@ -274,11 +268,7 @@ def _vllm_command(
         return f"vllm serve . {length}"
     if refusals:
         return f"fxtune merge . ../merged\nvllm serve ../merged {length}"
-    rope = (config.get("text_config") or config)["rope_parameters"]
-    scaling = {"rope_parameters": rope}
-    if rope.get("rope_type") == "llama3":  # for other types vLLM itself multiplies the base's length by the factor
-        scaling["max_position_embeddings"] = positions
-    overrides = json.dumps({"text_config": scaling} if "text_config" in config else scaling)
+    overrides = vllm.rope_overrides(config, positions)
     rank = vllm.max_rank(adapter["r"])
     return (
         f"vllm serve {shlex.quote(base or 'BASE')} --enable-lora --max-lora-rank {rank} --lora-modules tuned=. \\\n"

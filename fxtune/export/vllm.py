@@ -8,10 +8,13 @@ models says whether a class takes adapters (`SupportsLoRA`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fxtune.models.kinds.image_decoder.families import FAMILIES
+from fxtune.system.files.atomic_files import read_json
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes, apart from 1."""
@@ -55,3 +58,29 @@ def refusals(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     if ends := sorted({module.rpartition(".")[2] for module in adapted} & {*EMBEDDINGS}):
         found.append(f"adapters of {' and '.join(ends)} only in models whose class lists them as embedding_modules")
     return found
+
+
+def refusals_of(folder: Path) -> list[str]:
+    """refusals() of the adapter in `folder`."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        return refusals(read_json(folder / "adapter_config.json"), list(file.keys()))
+
+
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """The kinds of scaled RoPE in `config`, the content of a config.json; empty without scaling."""
+    parameters = (config.get("text_config") or config).get("rope_parameters") or {}
+    # A model has one set of parameters, or a set for each type of layer.
+    sets = [values for values in (parameters, *parameters.values()) if isinstance(values, dict)]
+    return {values.get("rope_type", "default") for values in sets} - {"default"}
+
+
+def rope_overrides(config: Mapping[str, Any], positions: int) -> str:
+    """The value of --hf-overrides that gives a base the RoPE of `config`, the content of config.json beside an
+    adapter. `positions`: up to which the RoPE reaches."""
+    rope = (config.get("text_config") or config)["rope_parameters"]
+    scaling = {"rope_parameters": rope}
+    if rope.get("rope_type") == "llama3":  # for other types vLLM itself multiplies the base's length by the factor
+        scaling["max_position_embeddings"] = positions
+    return json.dumps({"text_config": scaling} if "text_config" in config else scaling)

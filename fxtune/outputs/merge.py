@@ -1,4 +1,4 @@
-"""Writes an adapter and its base, or the weights of a checkpoint, as one safetensors model."""
+"""Writes an adapter and its base, or the weights of a checkpoint, as one safetensors model. export.py calls it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def merge(
     do not fit or are not finite.
     """
     name = str(adapter)
-    found = _find(name)
+    found = find(name)
     if found and found.kind is OutputKind.checkpoint:
         return _merge_checkpoint(found.folder, out, unmerged, trust_remote_code)
     if unmerged:
@@ -78,7 +78,7 @@ def merge(
     return _merge(name, Path(out), card or {}, trust_remote_code)
 
 
-def _find(name: str) -> RunOutput | None:
+def find(name: str) -> RunOutput | None:
     """The output that `name` means on this machine; None if `name` can be a hub id. Otherwise raises ConfigError."""
     if find_folder(name) is not None:
         return find_output(name)
@@ -90,7 +90,7 @@ def _find(name: str) -> RunOutput | None:
 def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, trust_remote_code: bool) -> Path:
     name = f"{'adapter' if unmerged else 'merged'}-step-{step_of(checkpoint)}"
     out = run_of(checkpoint) / name if out is None else Path(out)
-    _require_writable(out)
+    require_writable(out)
     model, tokenizer, card = exported_model(checkpoint, trust_remote_code)
     if unmerged or not hasattr(model.module, "peft_config"):
         return save_model(model, tokenizer, out, card)
@@ -101,10 +101,10 @@ def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, 
 
 
 def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) -> Path:
-    place = _require_writable(out)
+    place = require_writable(out)
     opened = open_adapter(name, "merged", trust_remote_code)
     base = opened.build_base(torch.device("cpu"))
-    _require_space(base.module, out, place)
+    require_space(sum(weight.numel() * weight.itemsize for weight in base.module.parameters()), out, place)
     base_name, dtypes = base.module.name_or_path, _dtypes(base.module, opened.base)
     adapted = opened.adapt(base.module)
     answer = Answer.of(adapted)
@@ -118,7 +118,7 @@ def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) 
             f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."
         )
     merged.name_or_path = base_name
-    _require_writable(out)  # again: another merge may have written `out` since, and save_model() would replace it
+    require_writable(out)  # again: another merge may have written `out` since, and save_model() would replace it
     return save_model(
         replace(base, module=merged),
         opened.tokenizer,
@@ -140,7 +140,7 @@ def _dtypes(base: Any, origin: Origin) -> dict[str, torch.dtype]:
     return found | {name: usual for name, key in names_in_files(base, stored).items() if stored[key] == DTYPES[usual]}
 
 
-def _require_writable(out: Path) -> Path:
+def require_writable(out: Path, what: str = "merged model") -> Path:
     """Refuse a folder that exists or cannot be written. Returns the nearest existing folder above `out`. No file is
     opened, because opening a pipe would wait forever."""
     for path in (out, *(staging_folders(out) if out.name else ())):
@@ -150,13 +150,13 @@ def _require_writable(out: Path) -> Path:
             continue
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise StorageError(
-                f"{path} cannot be a folder for the merged model: {first_line(error)}. Name another."
+                f"{path} cannot be a folder for the {what}: {first_line(error)}. Name another."
             ) from error
         if path == out:
-            raise StorageError(f"{out} exists, and merging never writes over anything. Name a new folder.")
+            raise StorageError(f"{out} exists, and exporting never writes over anything. Name a new folder.")
         if not stat.S_ISDIR(mode):
             raise StorageError(
-                f"{path} stands where the merged model is put together, and is no folder. Remove it, or name another "
+                f"{path} stands where the {what} is put together, and is no folder. Remove it, or name another "
                 f"folder than {out}."
             )
     place = next(above for above in out.absolute().parents if above.exists())
@@ -167,11 +167,12 @@ def _require_writable(out: Path) -> Path:
     return place
 
 
-def _require_space(base: Any, out: Path, place: Path) -> None:
-    need, disk = sum(weight.numel() * weight.itemsize for weight in base.parameters()), shutil.disk_usage(place)
+def require_space(need: int, out: Path, place: Path, what: str = "merged model") -> None:
+    """Raise StorageError if the disk of `place`, an existing folder above `out`, lacks `need` bytes."""
+    disk = shutil.disk_usage(place)
     if disk.free < need and disk.total:  # some network disks report no total
         raise StorageError(
-            f"The disk of {out} has no room for the merged model: it takes {need / MIB:,.1f} MiB, and "
+            f"The disk of {out} has no room for the {what}: it takes {need / MIB:,.1f} MiB, and "
             f"{disk.free / MIB:,.1f} MiB are free. Free space there, or name a folder on another disk."
         )
 

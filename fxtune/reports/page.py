@@ -24,6 +24,7 @@ import yaml
 
 from fxtune import __version__
 from fxtune.errors import StorageError
+from fxtune.reports import exports
 from fxtune.reports.bottlenecks import Bottleneck, duration, find_bottlenecks
 from fxtune.reports.charts import Chart, Line, draw
 from fxtune.reports.held_out import figure_tables, measures
@@ -122,8 +123,8 @@ class Page:
     lengths: list[tuple[str, list[tuple[str, int, float]]]]
     """(training source and names of runs, [(range of tokens, number of documents, share of the largest number)])."""
     answers: Table
-    rollouts: list[tuple[str, Table]]
-    """(title, answers of some steps) of each run that learns from its own answers."""
+    more: list[tuple[str, Table]]
+    """(title, answers of some steps, or exports) of each run that has them."""
     environment: Table
     written: str
     version: str = __version__
@@ -177,10 +178,18 @@ def collect(runs: Sequence[RunFiles]) -> Page:
         evidence=_grouped(names, [run.evidence for run in runs]),
         lengths=_lengths(runs, names),
         answers=_answers(runs, names),
-        rollouts=[
-            (f"Answers that were learned from{f', {name}' * (len(runs) > 1)}", Table(COLUMNS, rows))
+        more=[
+            (f"{title}{f', {name}' * (len(runs) > 1)}", Table(columns, rows))
             for run, name in zip(runs, names, strict=True)
-            if (rows := list(rollout_rows(run.folder)))
+            for title, columns, rows in (
+                ("Answers that were learned from", COLUMNS, list(rollout_rows(run.folder))),
+                (
+                    "Exports, beside plain transformers",
+                    exports.COLUMNS,
+                    exports.export_rows(exports.read_exports(run.folder)),
+                ),
+            )
+            if rows
         ],
         environment=_environment(runs, names),
         written=time.strftime("%Y-%m-%d %H:%M"),

@@ -44,7 +44,7 @@ def program(tmp_path_factory) -> Program:
 def test_the_page_is_short_and_has_the_whole_way():
     assert len(PAGE.splitlines()) <= 120
     words = [line.split()[1] for line in WAY]
-    assert words == ["new", "preview", "plan", "verify", "+recipe=mine", "eval", "chat", "merge"]
+    assert words == ["new", "preview", "plan", "verify", "+recipe=mine", "eval", "chat", "export"]
 
 
 @pytest.mark.slow
@@ -67,7 +67,8 @@ def test_rows_become_a_model_that_answers(program):
     assert train["held_out"]["eval/loss"] == pytest.approx(evaluated["figures"]["eval/loss"], rel=1e-4)
     assert [said["prompt"] for said in found["chat"]["answers"]] == ["Order 3 tea", "Order 4 soup"]
     assert all(said["tuned"]["answer"] for said in found["chat"]["answers"])
-    assert (program.folder / found["merge"]["folder"] / "config.json").is_file()
+    assert found["export"]["command"].startswith("vllm serve")
+    assert (program.folder / found["export"]["folder"] / "adapter_config.json").is_file()
     (pipe,) = (line for line in PAGE.splitlines() if line.startswith("printf"))
     pipe = pipe.replace("fxtune", f"{sys.executable} -m fxtune").replace("| python ", f"| {sys.executable} ")
     said = subprocess.run(pipe, shell=True, cwd=program.folder, capture_output=True, text=True, timeout=600).stdout

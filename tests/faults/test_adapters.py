@@ -194,7 +194,7 @@ def test_existing_target_is_not_overwritten(make, adapter, tmp_path):
     out = tmp_path / "out"
     make(out)
     before = out.lstat()
-    with pytest.raises(StorageError, match=r"out exists, and merging never writes over"):
+    with pytest.raises(StorageError, match=r"out exists, and exporting never writes over"):
         merge(adapter, out)
     assert out.lstat() == before
 

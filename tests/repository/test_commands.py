@@ -31,8 +31,9 @@ NEEDS = {
     "prompts or questions beside the recipe (tests/cli/test_programs.py)": (r"fxtune (chat|eval) mine --json",),
     "the config of a model on the hub": (r"fxtune plan \+recipe=llama_lora",),
     "lm-eval and its data sets": (r"fxtune eval quickstart --tasks", r"fxtune \+recipe=quickstart 'eval\.tasks"),
+    "llama.cpp (tests/cli/test_export.py)": (r"fxtune export .*--to (gguf|ollama)",),
     "an account": (r"fxtune push ",),
-    "the name of a run in place of RUN": (r"fxtune (eval|merge) RUN",),
+    "the name of a run in place of RUN": (r"fxtune (eval|merge|export) RUN",),
 }
 """What a command needs that a test does not have, and the commands by the beginning of their line."""
 SHORTER = {

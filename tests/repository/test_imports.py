@@ -33,7 +33,7 @@ ALLOWED = {
     "migration": "errors config",
     "settle": "errors system plugins distributed data models facts estimate techniques objectives optim config",
     "training": "errors upstream system plugins distributed data models export checkpoint facts estimate techniques objectives optim tracking reports config settle",
-    "outputs": "errors upstream system distributed data models export checkpoint facts techniques objectives config settle training",
+    "outputs": "errors upstream system distributed data models export checkpoint facts techniques objectives reports config settle training",
     "drafts": "errors system data models config settle training",
     "tuning": "errors upstream system plugins distributed data models checkpoint facts estimate techniques objectives optim config settle training",
     "diagnostics": "errors upstream system plugins distributed kernels data models checkpoint facts estimate techniques objectives tracking config settle training tuning",
@@ -52,6 +52,7 @@ FOLDERS = {
     "models": "kinds",
     "system": "machine terminal process files",
     "training": "monitors data rollouts forecast run",
+    "outputs": "targets",
     "techniques": "attention experts lora quantize liger checkpointing compile",
 }
 """Package -> its folders, lowest first: a folder imports only folders before it."""

@@ -46,6 +46,11 @@ ELSEWHERE = {
     "reports/held_out.py": "test_page.py, and objectives/test_classification.py, through the commands",
     "outputs/evaluation.py": "cli/test_evaluate.py, through the command",
     "outputs/merge.py": "cli/test_merge.py, through the command",
+    "outputs/export.py": "cli/test_export.py, through the command",
+    **dict.fromkeys(
+        [f"outputs/targets/{name}.py" for name in ("gguf", "llama_cpp", "ollama", "source", "target", "vllm")],
+        "cli/test_export.py, through the command",
+    ),
     "outputs/refresh.py": "cli/test_refresh.py, through the command",
     **dict.fromkeys(
         [f"drafts/{name}.py" for name in ("draft", "models", "recipe", "rows")],
@@ -70,6 +75,9 @@ ELSEWHERE = {
         [f"training/rollouts/{name}.py" for name in ("client", "evaluation", "folder", "made_up", "pending", "plan")],
         "training/rollouts/test_collector.py, by the command",
     ),
+    "training/rollouts/server_process.py": "test_vllm.py, with the server that it starts",
+    "reports/exports.py": "cli/test_export.py, through the commands",
+    "upstream/llama_cpp.py": "cli/test_export.py, with the converter that it runs",
     "training/rollouts/reward_functions.py": "test_scoring.py, with the workers that call them",
     "objectives/registry.py": "test_plugins.py, with the other registries",
     "techniques/assemble.py": "test_pipeline.py, with the order of the techniques",

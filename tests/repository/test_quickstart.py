@@ -52,7 +52,10 @@ def test_quickstart_learns_and_plain_peft_loads_the_adapter(cwd):
     assert after >= 0.9
     assert "Exactly right on 100 held-out questions" in out
     assert "The adapter is in runs/quickstart/adapter" in out
-    assert out.splitlines()[-1] == "Next: fxtune chat quickstart, fxtune eval quickstart, fxtune merge quickstart"
+    assert (
+        out.splitlines()[-1]
+        == "Next: fxtune chat quickstart, fxtune eval quickstart, fxtune export quickstart --to vllm"
+    )
     base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, folder / "adapter").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")

@@ -23,7 +23,6 @@ import atexit
 import math
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -42,11 +41,12 @@ from fxtune.export.weights import ExportedWeights, on_main
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import base_dtype
 from fxtune.system.files.atomic_files import read_json
-from fxtune.system.process.process_group import end_process, start_process
+from fxtune.system.process.process_group import end_process
 from fxtune.system.terminal.progress import Phase, phase
-from fxtune.training.rollouts.client import START_SECONDS, Client, ServerError, clients_of, side_by_side
+from fxtune.training.rollouts.client import Client, ServerError, clients_of, side_by_side
 from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
 from fxtune.training.rollouts.folder import Answer
+from fxtune.training.rollouts.server_process import start_server
 
 TRIES = 3
 """How often a request is sent before the run ends."""
@@ -322,31 +322,17 @@ class VllmSampler:
 
     def _start(self) -> str:
         """Start vLLM on a free port, and wait for it. Returns its URL."""
-        sampler, model, port = self.config.sampler, self.config.model, _free_port()
+        sampler, model = self.config.sampler, self.config.model
         words = [str(_program(self.config)), "serve", str(self.model.module.name_or_path)]
-        words += ["--host", "127.0.0.1", "--port", str(port)]
         words += ["--revision", model.revision] if model.on_hub and model.revision else []
         words += ["--trust-remote-code"] if model.trust_remote_code else []
         words += _flags(self.config)
         words += ["--max-model-len", str(self.config.data.sequence_length)]
         words += ["--dtype", str(base_dtype(self.model.module)).removeprefix("torch."), *sampler.arguments]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "vllm.log").open("ab") as log:
-            self.process = start_process(words, _environment(self.config), foreign=True, stdout=log, stderr=log)
+        log = self.folder / "vllm.log"
+        self.process, url = start_server("vLLM", words, log, _environment(self.config))
         atexit.register(self._end_process)  # for a run that fails before it begins
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-        try:
-            with phase("Starting vLLM"):
-                while time.monotonic() < until and self.process.poll() is None:
-                    with suppress(ServerError):
-                        Client(url, 5).call("/health")
-                        return url
-                    time.sleep(0.5)
-        except BaseException:  # a signal
-            self._end_process()
-            raise
-        self._end_process()
-        raise HardwareError(f"vLLM did not start. The end of {self.folder / 'vllm.log'}:\n{_tail(self.folder)}")
+        return url
 
 
 def _program(config: Config) -> Path:
@@ -389,13 +375,3 @@ def _require_servable(folder: Path, tensors: Mapping[str, str]) -> None:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _tail(folder: Path) -> str:
-    return "\n".join((folder / "vllm.log").read_text(errors="replace").splitlines()[-15:])

@@ -108,12 +108,14 @@ class RunLog:
 def next_commands(config: Config, folder: Path) -> list[str]:
     """Commands that a user may give next for the finished run in `folder`."""
     name = shlex.quote(folder.name if folder.absolute().parent == RUNS.absolute() else str(folder))
+    head = config.objective.needs.head
     use = {
-        "chat": config.objective.needs.head in ("lm", "score"),
-        "eval": config.data.holds_out or config.data.questions.path is not None,
-        "merge": config.techniques.lora.enabled,
+        f"chat {name}": head in ("lm", "score"),
+        f"eval {name}": config.data.holds_out or config.data.questions.path is not None,
+        f"export {name} --to vllm": head == "lm",
+        f"merge {name}": head != "lm" and config.techniques.lora.enabled,
     }
-    return [f"fxtune {command} {name}" for command, possible in use.items() if possible] or [f"fxtune report {name}"]
+    return [f"fxtune {command}" for command, possible in use.items() if possible] or [f"fxtune report {name}"]
 
 
 def conclusion(

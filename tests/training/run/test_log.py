@@ -92,8 +92,12 @@ def test_compile_report_is_logged_once_and_a_full_disk_loses_only_its_file(recor
 
 def test_the_next_commands_are_those_that_the_run_can_take():
     config = load(["+recipe=quickstart"])
-    assert next_commands(config, Path("runs/mine")) == [f"fxtune {word} mine" for word in ("chat", "eval", "merge")]
+    asked = ["fxtune chat mine", "fxtune eval mine"]
+    assert next_commands(config, Path("runs/mine")) == [*asked, "fxtune export mine --to vllm"]
     config.data.questions.path, config.techniques.lora.enabled = None, False
-    assert next_commands(config, Path("elsewhere/mine")) == ["fxtune chat elsewhere/mine"]
+    assert next_commands(config, Path("elsewhere/mine")) == [
+        "fxtune chat elsewhere/mine",
+        "fxtune export elsewhere/mine --to vllm",
+    ]
     config.data.eval_fraction, config.objective = 0.1, Reward()
-    assert next_commands(config, Path("runs/mine")) == ["fxtune chat mine", "fxtune eval mine"]
+    assert next_commands(config, Path("runs/mine")) == asked

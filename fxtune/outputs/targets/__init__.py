@@ -1,0 +1,1 @@
+"""What a trained model is exported for: one file for each target."""

@@ -1,0 +1,96 @@
+"""Ollama: GGUF files with a Modelfile, so that a model answers as it was trained.
+
+Newer versions of Ollama run the Jinja template of the GGUF file. A TEMPLATE in the Modelfile has priority, and without
+one Ollama may take a similar template that it knows. So the Modelfile has a TEMPLATE where one can say exactly what
+the chat template writes: a text before and after each message, by its role. Ollama's default penalty for repetitions
+changes answers: it is switched off. Ollama takes no adapters that are not merged here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import ClassVar
+
+from fxtune.outputs.targets.gguf import GgufTarget
+from fxtune.outputs.targets.source import Source
+
+CONTENTS = (" one ", " two ", " three ", " four ")
+"""Contents of messages. A template that removes the spaces is not exact without Jinja."""
+TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling options of a generation config that Ollama takes."""
+OPTIONS = {"repetition_penalty": "repeat_penalty"}
+"""Ollama's names for sampling options, where they differ."""
+
+
+class OllamaTarget(GgufTarget):
+    name: ClassVar[str] = "ollama"
+    reads: ClassVar[set[str]] = {"quantize", "llama_cpp"}
+
+    def _write_files(self, staging: Path, scratch: Path) -> dict[str, str]:
+        names = super()._write_files(staging, scratch)
+        (staging / "Modelfile").write_text(modelfile(self.source, names[self.types[0]]), encoding="utf-8")
+        return names
+
+    def _command(self, file: Path) -> str:
+        name = shlex.quote(self.source.title)
+        return f"ollama create {name} -f {shlex.quote(str(file.with_name('Modelfile')))} && ollama run {name}"
+
+
+def modelfile(source: Source, file: str) -> str:
+    """The Modelfile for the GGUF file of this name."""
+    lines = [f"FROM ./{file}"]
+    if (template := go_template(source)) is None:
+        lines.append(
+            "# Its chat template has no exact TEMPLATE: use an Ollama that runs the Jinja template of the file."
+        )
+    else:
+        lines.append(f'TEMPLATE """{template}"""')
+    if source.data.system:
+        lines.append(f'SYSTEM """{source.data.system}"""')
+    lines += [f'PARAMETER stop "{source.tokenizer.decode([end])}"' for end in source.ends]
+    found, sampling = source.generation, {"temperature": 0}  # a run's questions are answered by the likeliest tokens
+    if found.get("do_sample"):
+        sampling = {name: found[name] for name in TAKEN if found.get(name) is not None}
+    options = {"num_ctx": source.length, "repetition_penalty": 1.0, **sampling}
+    lines += [f"PARAMETER {OPTIONS.get(name, name)} {value}" for name, value in options.items()]
+    return "\n".join(lines) + "\n"
+
+
+def go_template(source: Source) -> str | None:
+    """A template for Ollama that writes what the chat template writes; None if a text before and after the content of
+    each role does not say it."""
+    tokenizer, variables = source.tokenizer, source.variables
+
+    def written(*roles: str, prompt: bool = False) -> str:
+        chat = [{"role": role, "content": content} for role, content in zip(roles, CONTENTS, strict=False)]
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **variables))
+
+    def around(text: str, before: str, content: str, behind: str = "") -> tuple[str, str]:
+        """The texts around `content` in `text`, without `before` and `behind`. Raises ValueError."""
+        if not (text.startswith(before) and text.endswith(behind) and len(text) >= len(before + behind)):
+            raise ValueError
+        left, right = text[len(before) : len(text) - len(behind)].split(content)
+        return left, right
+
+    first, second, third, _ = CONTENTS
+    try:
+        asked, answered, again = (written(*("user", "assistant", "user")[:turns]) for turns in (1, 2, 3))
+        assistant, user = around(answered, asked, second), around(again, answered, third)
+        start, _ = around(asked, "", user[0] + first + user[1])
+        system = around(written("system", "user"), start, first, user[0] + second + user[1])
+        prompt = written("user", prompt=True).removeprefix(asked)
+        whole = zip((system, user, assistant, user), CONTENTS, strict=True)
+        expected = start + "".join(before + content + after for (before, after), content in whole) + prompt
+        if written("system", "user", "assistant", "user", prompt=True) != expected:
+            return None
+    except Exception:  # noqa: BLE001  a template is foreign code and can raise anything
+        return None
+    if start == tokenizer.bos_token and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+        start = ""  # the server puts it before the text
+    roles = {"system": system, "user": user, "assistant": assistant}
+    cases = [f'if eq .Role "{role}" }}}}{left}{{{{ .Content }}}}{right}' for role, (left, right) in roles.items()]
+    parts = (start, "".join(map("".join, roles.values())), prompt)
+    if any("{{" in part or '"""' in part for part in parts):
+        return None
+    return f"{start}{{{{ range .Messages }}}}{{{{ {'{{ else '.join(cases)}{{{{ end }}}}{{{{ end }}}}{prompt}"

@@ -1,0 +1,121 @@
+"""The trained adapter or model that a target exports: its config and its tokenizer, without its weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fxtune.config import compose
+from fxtune.data.config import DataConfig
+from fxtune.data.formats.registry import row_format
+from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
+from fxtune.errors import ConfigError
+from fxtune.export.tokenizer import write_tokenizer
+from fxtune.models import load as models
+from fxtune.models.end_tokens import GENERATION_CONFIG
+from fxtune.models.kinds.known import kind_of
+from fxtune.models.load import ModelConfig
+from fxtune.outputs.adapter import OpenedAdapter, open_adapter, stored_dtype
+from fxtune.outputs.merge import find, merge
+from fxtune.outputs.run_output import OutputKind
+from fxtune.system.files.atomic_files import read_json
+from fxtune.system.files.hub import locate
+from fxtune.training.answers import Question, load_questions
+
+CONTEXT = 8192
+"""The least context length that a server gets, if the model has it."""
+ROWS = 20
+"""Rows that are asked if a run has no questions."""
+
+
+class Source:
+    """`name`: a run, the folder of an adapter or a model, or the hub id of an adapter. Raises the errors of
+    open_adapter(), load_config() and load_tokenizer()."""
+
+    def __init__(self, name: str, trust_remote_code: bool = False) -> None:
+        self.name, self.trust_remote_code = name, trust_remote_code
+        self.output = find(name)
+        self.run = self.output.run if self.output else None
+        self.config = compose.of_run(self.run, trust_remote_code) if self.run else None
+        self.data = self.config.data if self.config else DataConfig()
+        place = str(self.output.folder) if self.output else name
+        if self.output is None or self.output.kind is OutputKind.adapter:
+            self.adapter: OpenedAdapter | None = open_adapter(place, "exported", trust_remote_code)
+            self.model, self.hf_config = self.adapter.model, self.adapter.hf_config
+            self.tokenizer = self.adapter.tokenizer
+        else:
+            self.adapter, self.model = None, ModelConfig(path=place, trust_remote_code=trust_remote_code)
+            self.hf_config = models.load_config(self.model)
+            self.tokenizer = models.load_tokenizer(self.model, self.hf_config)
+        self.origin = locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
+        """Where the files of the base are, or of the whole model."""
+        self.dtype = stored_dtype(self.hf_config, str(self.model.path))
+        self.variables = dict(self.data.chat_template_kwargs or {})
+        """Variables of the chat template."""
+        longest = getattr(self.hf_config.get_text_config(), "max_position_embeddings", None) or CONTEXT
+        self.length = int(min(longest, max(self.data.sequence_length, CONTEXT)))
+        """The context length for a server."""
+        step = re.search(r"-step-\d+$", Path(place).name)
+        self.step = step[0] if step else ""
+        """-step-70 for the export of a checkpoint."""
+        self.title = (self.run.resolve().name if self.run else Path(name).name) + self.step
+        """A name for the model in a server."""
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json, with the end tokens of training. Raises StorageError."""
+        places = [self.origin.folder, *([self.adapter.origin.folder] if self.adapter else [])]
+        files = [place / GENERATION_CONFIG for place in places]
+        return {name: value for file in files if file.exists() for name, value in read_json(file).items()}
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        ends = self.generation.get("eos_token_id")
+        found = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
+        return list(dict.fromkeys(int(end) for end in found if end is not None))
+
+    @cached_property
+    def questions(self) -> list[Question]:
+        """The run's questions, or else the first rows of its data as questions; empty without a run, and for a model
+        that reads images. Raises DataError."""
+        if kind_of(self.hf_config).images:
+            return []
+        asked = self.data.questions
+        if asked.path is None and self.data.sources:
+            asked = replace(asked, path=self.data.sources[0].path, limit=ROWS)
+        return load_questions(replace(self.data, questions=asked), self.tokenizer) if asked.path else []
+
+    def messages(self, question: Question) -> list[dict[str, Any]] | None:
+        """The messages that ask a question, with the system turn of training; None if the row is no plain chat."""
+        row = question.row.value if question.row else None
+        format = row_format(row) if row else None
+        content = format.read(row, LearnConfig(), ()) if row and format else None
+        content = content.answers[0] if isinstance(content, Preference) else content
+        if not isinstance(content, Conversation) or content.tools or content.messages[-1]["role"] != "assistant":
+            return None
+        asked = [{name: turn[name] for name in ("role", "content")} for turn in content.messages[:-1]]
+        system = self.data.system if all(turn["role"] not in ("system", "developer") for turn in asked) else None
+        return [{"role": "system", "content": system}] * bool(system) + asked
+
+    def require_writes(self, target: str) -> None:
+        """Raise ConfigError for a model that scores documents or gives vectors: `target` serves answers."""
+        head = self.config.objective.needs.head if self.config else "lm"
+        if not kind_of(self.hf_config).writes or head != "lm":
+            raise ConfigError(f"{self.name} writes no answers, and --to {target} serves answers. Use fxtune merge.")
+
+    def write_vocabulary(self, folder: Path) -> Path:
+        """Write the config and the tokenizer alone into the new folder `folder`."""
+        folder.mkdir()
+        self.hf_config.save_pretrained(folder)
+        write_tokenizer(self.tokenizer, folder)
+        return folder
+
+    def whole(self, folder: Path | None) -> Path:
+        """The folder of the whole model: where it is already, or `folder`, into which the adapter is merged."""
+        if self.output and self.output.kind is OutputKind.model:
+            return self.output.folder
+        return merge(self.name, folder, trust_remote_code=self.trust_remote_code)

@@ -1,0 +1,47 @@
+"""Starts a server of models (vLLM, llama-server) as a process of its own, which never outlives this process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fxtune.errors import HardwareError
+from fxtune.system.process.process_group import end_process, start_process
+from fxtune.system.terminal.progress import phase
+from fxtune.training.rollouts.client import START_SECONDS, Client, ServerError
+
+
+def start_server(
+    name: str, words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start the command `words` on a free port, and wait until it answers. Returns the process, which the caller ends,
+    and its URL. `name`: of the server, for messages. Raises HardwareError if it does not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [*words, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("ab") as output:
+        process = start_process(words, environment, foreign=True, stdout=output, stderr=output)
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    try:
+        with phase(f"Starting {name}"):
+            while time.monotonic() < until and process.poll() is None:
+                with suppress(ServerError):
+                    Client(url, 5).call("/health")
+                    return process, url
+                time.sleep(0.5)
+    except BaseException:  # a signal
+        end_process(process)
+        raise
+    end_process(process)
+    raise HardwareError(f"{name} did not start. The end of {log}:\n{end_of(log)}")
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

@@ -1,0 +1,245 @@
+"""`fxtune export`: what is written for each target, and what is refused before weights are read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from support.architectures import lora, prepared_model
+from support.cases import slow_but
+from support.llama_cpp import fake_llama_cpp
+
+import fxtune
+from fxtune.cli.main import main
+from fxtune.export.save import save_model
+from fxtune.models.load import DType, ModelConfig, load_tokenizer
+
+ASSETS = Path(fxtune.__file__).parent / "assets"
+TINY = ModelConfig(path="builtin:tiny", dtype=DType.float32)
+
+
+def a_run(folder: Path, config: str = "", **options) -> Path:
+    """A run whose adapter has moved a little, so that the model still answers and ends. `options`: of the technique
+    lora. `config`: lines of its config.yaml."""
+    prepared = prepared_model(lora(**options), TINY, dtype="float32")
+    for name, parameter in prepared.module.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(1e-3)
+    save_model(prepared, load_tokenizer(TINY), folder / "adapter")
+    (folder / "config.yaml").write_text(f"run: {{name: {folder.name}}}\nmodel: {{path: 'builtin:tiny'}}\n{config}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder of runs: `mine` with a plain adapter, `dora` with an adapter that servers do not take."""
+    folder = tmp_path_factory.mktemp("made")
+    asks = "sequence_length: 256, questions: {path: 'builtin:quickstart_test', limit: 2, max_new_tokens: 30}"
+    a_run(folder / "runs" / "mine", f"data: {{system: Be brief., {asks}}}\n")
+    a_run(folder / "runs" / "dora", f"data: {{{asks}}}\n", dora=True)
+    a_run(folder / "runs" / "rslora", rslora=True)
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path, monkeypatch) -> Path:
+    """A working directory that has the runs."""
+    shutil.copytree(made, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work" / "runs" / "mine"
+
+
+def export(capsys, *words: str, code: int = 0) -> str:
+    """What the command prints; its one error if it ends with `code`."""
+    assert main(["export", *words]) == code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    assert err.count("fxtune: ") == (code > 0)
+    return err if code else out
+
+
+def command(out: str) -> list[str]:
+    (line,) = (line for line in out.splitlines() if line.startswith("Serve it: "))
+    return shlex.split(line.removeprefix("Serve it: "))
+
+
+def test_vllm_gets_an_adapter_where_it_is(run, capsys):
+    words = command(export(capsys, "mine", "--to", "vllm"))
+    assert words[:2] == ["vllm", "serve"]
+    assert Path(words[2]).name == "tiny", "the base"
+    given = dict(itertools.pairwise(words))
+    assert given["--lora-modules"] == f"mine={run / 'adapter'}"
+    assert given["--max-lora-rank"] == "8", "rank 4 needs the next value that vLLM has"
+    assert given["--max-model-len"] == "512", "the positions of the model"
+    assert given["--tokenizer"] == str(run / "adapter"), "with the chat template of training"
+    assert [path.name for path in run.iterdir() if path.is_dir()] == ["adapter"], "nothing is copied"
+
+
+def test_vllm_gets_the_merged_model_in_place_of_an_adapter_that_it_does_not_take(run, capsys):
+    from transformers import AutoModelForCausalLM
+
+    out = export(capsys, "dora", "--to", "vllm", "served")
+    assert "vLLM serves no DoRA: it gets the merged model." in out
+    assert command(out)[2] == "served"
+    assert AutoModelForCausalLM.from_pretrained("served").config.model_type == "llama"
+    assert command(export(capsys, "mine", "--to", "vllm", "--merged"))[2] == "runs/mine/merged"
+
+
+REFUSED = {
+    "no target": (["mine"], 2, "add --to vllm"),
+    "unknown target": (["mine", "--to", "vlm"], 2, "did you mean `vllm`?"),
+    "unknown run": (["nobody", "--to", "vllm"], 2, "there is no run `nobody`"),
+    "option of another target": (["mine", "--to", "model", "--merged"], 2, "--merged has no meaning for --to model"),
+    "folder that exists": (["mine", "runs", "--to", "vllm"], 6, "runs exists"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_words_are_one_message(what, run, capsys):
+    words, code, message = REFUSED[what]
+    assert message in export(capsys, *words, code=code)
+
+
+def llama(capsys, tools: Path, *words: str, code: int = 0) -> str:
+    return export(capsys, *words, "--llama-cpp", str(tools), code=code)
+
+
+def test_a_gguf_file_has_the_tokens_and_the_template_of_training_and_answers_as_trained(run, capsys):
+    from gguf import GGUFReader
+
+    tools = fake_llama_cpp(run.parent / "tools")
+    out = llama(capsys, tools, "mine", "--to", "gguf")
+    folder = run / "gguf"
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "mine-f16.gguf"]
+    reader = GGUFReader(str(folder / "mine-f16.gguf"))
+    assert reader.get_field("tokenizer.ggml.pre").contents() == "gpt-2", "the first that gives the ids of training"
+    assert reader.get_field("llama.context_length").contents() == 512
+    assert "<|im_start|>" in reader.get_field("tokenizer.chat_template").contents()
+    assert not any("lora" in tensor.name for tensor in reader.tensors), "the adapter is merged"
+    assert command(out)[:3] == ["llama-server", "-m", "runs/mine/gguf/mine-f16.gguf"]
+    found = json.loads((run / "exports.json").read_text())
+    (figures,) = found.values()
+    assert [figures[name] for name in ("equal", "equal_20", "prompts", "ended")] == [1, 1, 1, 1]
+    assert figures["kl"] < 1e-4
+    assert figures["perplexity"] > 1
+    assert "mine-f16.gguf | 100.0%" in (folder / "README.md").read_text()
+    assert main(["report", "mine"]) == 0
+    assert "gguf/mine-f16.gguf" in (run / "report.html").read_text()
+
+
+FAULTS = {
+    "other_prompt": "the server writes 100% of the prompts with other tokens than training",
+    "endless": "100% of the answers do not end as in training",
+    "babbles": "its first tokens differ from the trained model",
+}
+
+
+@pytest.mark.parametrize("fault", slow_but(FAULTS, "other_prompt"))
+def test_an_export_that_does_not_answer_as_trained_is_said(fault, run, capsys):
+    tools = fake_llama_cpp(run.parent / "tools", fault)
+    assert main(["export", "mine", "--to", "gguf", "--llama-cpp", str(tools)]) == 1
+    err = capsys.readouterr().err
+    assert FAULTS[fault] in err
+    assert "It stays in runs/mine/gguf" in err
+    assert "Served" in (run / "gguf" / "README.md").read_text()
+
+
+def test_without_a_server_nothing_counts_as_proven(run, capsys):
+    tools = fake_llama_cpp(run.parent / "tools", "without llama-server")
+    out = llama(capsys, tools, "mine", "--to", "gguf")
+    assert "mine-f16.gguf: exported, not proven: there is no llama-server" in out
+    assert "not_proven" in json.loads((run / "exports.json").read_text())["gguf/mine-f16.gguf"]
+    assert "adapter: exported, not proven: vLLM is not reachable" in export(capsys, "mine", "--to", "vllm")
+
+
+def test_an_adapter_stays_one_only_where_llama_cpp_scales_it_rightly(run, capsys):
+    tools = fake_llama_cpp(run.parent / "tools", "without llama-server")
+    words = command(llama(capsys, tools, "mine", "--to", "gguf", "--unmerged", "apart"))
+    assert words[words.index("--lora") + 1] == "apart/adapter-f16.gguf"
+    assert (run.parents[1] / "apart" / "base-f16.gguf").exists()
+    for name, why in (("rslora", "no scale of rsLoRA"), ("dora", "no DoRA")):
+        out = llama(capsys, tools, name, "--to", "gguf", "--unmerged")
+        assert f"llama.cpp takes an adapter with {why}: this one is merged." in out
+        assert "--lora" not in command(out)
+
+
+def test_a_modelfile_writes_what_training_wrote(run, capsys):
+    tools = fake_llama_cpp(run.parent / "tools", "without llama-server")
+    out = llama(capsys, tools, "mine", "--to", "ollama", "--quantize", "q4_k_m")
+    lines = (run / "ollama" / "Modelfile").read_text().splitlines()
+    assert lines[0] == "FROM ./mine-q4_k_m.gguf"
+    assert lines[1:3] == [
+        'TEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system',
+        "{{ .Content }}<|im_end|>",
+    ]
+    assert 'SYSTEM """Be brief."""' in lines
+    assert lines[-4:] == [
+        'PARAMETER stop "<|im_end|>"',
+        "PARAMETER num_ctx 512",
+        "PARAMETER repeat_penalty 1.0",
+        "PARAMETER temperature 0",
+    ]
+    assert "ollama create mine -f runs/mine/ollama/Modelfile && ollama run mine" in out
+
+
+def test_a_template_without_an_exact_form_is_left_to_jinja(run, capsys):
+    tools = fake_llama_cpp(run.parent / "tools", "without llama-server")
+    template = run / "adapter" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("message['content']", "message['content'] | trim"))
+    (run / "adapter" / "proof.json").unlink()
+    llama(capsys, tools, "mine", "--to", "ollama")
+    modelfile = (run / "ollama" / "Modelfile").read_text()
+    assert "TEMPLATE" not in modelfile.replace("no exact TEMPLATE", "")
+    assert "runs the Jinja template of the file" in modelfile
+
+
+BEFORE_WEIGHTS = {  # faults of the tools, what is done to the run, words, the message
+    "no tools": (None, None, [], "llama.cpp: there is no convert_hf_to_gguf.py"),
+    "no quantiser": (["without llama-quantize"], None, ["--quantize", "q8_0"], "there is no llama-quantize"),
+    "no tokenizer tool": (["without llama-tokenize"], None, [], "there is no llama-tokenize"),
+    "unknown tokenizer": (["other_ids"], None, [], "llama.cpp does not know this tokenizer"),
+    "unknown architecture": ([], "architecture", [], "does not know the architecture MagicForCausalLM"),
+    "little disk": ([], "disk", [], "has no room for the copies of the model"),
+    "folder that exists": ([], None, ["runs"], "runs exists"),
+    "code of a stranger": ([], "code", [], "names Python code (evil.py), which llama.cpp's converter may run"),
+}
+
+
+@pytest.mark.parametrize(
+    "what", slow_but(BEFORE_WEIGHTS, "no tools", "unknown tokenizer", "unknown architecture", "little disk")
+)
+def test_what_llama_cpp_cannot_serve_is_refused_before_weights_are_read(what, run, capsys, monkeypatch):
+    faults, change, words, message = BEFORE_WEIGHTS[what]
+    tools = run.parent / "tools"
+    tools.mkdir()
+    if faults is not None:
+        fake_llama_cpp(tools, *faults)
+    if change == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 2**20))
+    if change == "code":  # the base in another folder
+        shutil.copytree(ASSETS / "tiny", run / "base")
+        config = json.loads((run / "base" / "config.json").read_text())
+        (run / "base" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": "evil.Fast"}}))
+        description = run / "adapter" / "adapter_config.json"
+        description.write_text(description.read_text().replace(str(ASSETS / "tiny"), str(run / "base")))
+    if change == "architecture":
+        converter = tools / "convert_hf_to_gguf.py"
+        converter.write_text(
+            "print('ERROR:hf-to-gguf:Model MagicForCausalLM is not supported')\nraise SystemExit(1)\n"
+        )
+    (run / "adapter" / "adapter_model.safetensors").write_bytes(b"")  # reading it would be another error
+    (run / "adapter" / "proof.json").unlink()
+    code = 6 if change == "disk" or words == ["runs"] else 2
+    assert message in llama(capsys, tools, "mine", "--to", "gguf", *words, code=code)
+    assert {path.name for path in run.iterdir() if path.is_dir()} <= {"adapter", "base"}
+
+
+def test_an_unknown_type_is_what_llama_quantize_says(run, capsys):
+    tools = fake_llama_cpp(run.parent / "tools")
+    error = llama(capsys, tools, "mine", "--to", "gguf", "--quantize", "q9", code=2)
+    assert "--quantize q9: llama-quantize failed: main: invalid ftype 'Q9'" in error
+    assert [path.name for path in run.iterdir() if path.is_dir()] == ["adapter"], "no half of an export stays"

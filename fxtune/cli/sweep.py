@@ -108,7 +108,7 @@ def run(
             raise ConfigError(
                 f"No configuration stays within --max-kl {max_kl:g} of its base. The nearest is trial "
                 f"{nearest.number} ({nearest.title}), with a KL of {nearest.kl:.3g}. Add general rows to "
-                "data.sources, sweep smaller rates, or raise --max-kl"
+                "data.sources, sweep smaller rates, raise --max-kl, or give --method none, which ends no run early"
             )
         if best is None:
             raise ConfigError(f"No configuration ran to its end; `runs` in {folder / FILE} says why for each")

@@ -71,7 +71,12 @@ def _samples_itself(config: Config) -> bool:
     return _has_rollouts(config) and not config.sampler.is_vllm
 
 
-_VLLM_OPTIONS = ("venv", "arguments", "ahead", "sleep", "request_seconds", "request_seeds")
+def _starts_vllm(config: Config) -> bool:
+    return _has_vllm(config) and not config.sampler.url
+
+
+_VLLM_OPTIONS = ("ahead", "sleep", "request_seconds", "request_seeds")
+_PROCESS_OPTIONS = ("venv", "arguments")
 _QUESTION_OPTIONS = ("limit", "show", "max_new_tokens", "metrics")
 _SHARE = "data.eval_fraction, or eval_fraction of a source"
 _OTHER_SIDES = "data.eval_sources, data.questions.path, or sources that hold out different shares"
@@ -87,15 +92,20 @@ NEEDS = (
     *(
         KeyNeed(f"sampler.{entry.name}", "objective=policy", _has_rollouts)
         for entry in fields(SamplerConfig)
-        if entry.name not in (*_VLLM_OPTIONS, "batch", "turns")
+        if entry.name not in (*_VLLM_OPTIONS, *_PROCESS_OPTIONS, "batch", "turns")
     ),
     *(KeyNeed(f"sampler.{option}", "objective=policy and vLLM", _has_vllm) for option in _VLLM_OPTIONS),
+    *(
+        KeyNeed(f"sampler.{one}", "objective=policy, sampler=vllm and no sampler.url", _starts_vllm)
+        for one in _PROCESS_OPTIONS
+    ),
     KeyNeed("sampler.batch", "objective=policy and sampler.name=model", _samples_itself),
     KeyNeed("sampler.turns", "environment of a source", lambda config: config.data.has_tools),
     KeyNeed("data.mix.threshold", "data.mix.long_share"),
     KeyNeed("data.dedup_similarity", "data.dedup=near"),
     KeyNeed("data.on_overlap", _OTHER_SIDES, _has_other_sides),
     KeyNeed("data.general", "held-out data or questions for a language model", lambda it: it.judges_text, warns=True),
+    KeyNeed("refresh.forgotten", "data.general", warns=True),
     KeyNeed("train.eval_share", "train.eval_every or train.stop.patience"),
     KeyNeed("train.stop.min_delta", "train.stop.patience"),
     KeyNeed("train.stop.metric", "train.stop.patience"),

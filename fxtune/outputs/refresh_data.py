@@ -109,7 +109,7 @@ def judge(
     p_kept, p_better = lower_mean(kept, settings.bound), lower_mean(better, -settings.gain)
     losses = [(float(before.means.mean()), float(after.means.mean())) for before, after in (old, new)]
     bound = math.inf if settings.forgotten is None else settings.forgotten
-    forgot = general is not None and general[1] - general[0] > bound
+    forgot = general is not None and not general[1] - general[0] <= bound  # also for a loss that is NaN
     passed = max(p_kept, p_better) <= settings.alpha and not forgot
     return Gate(len(kept), len(better), losses[0], losses[1], p_kept, p_better, general, forgot, passed)
 

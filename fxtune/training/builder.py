@@ -350,9 +350,10 @@ class RunBuilder:
         data: DataConfig | None = None,
     ) -> None:
         """Store the numbers of `model` for the tables of `plans`. Call this before the first step. `documents`: see
-        `only` of store(). `data`: how the documents fit into rows; None: as the recipe says."""
+        `only` of store(). `data`: how some short documents fit into rows; None: as the recipe says."""
         kept = {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
-        precision, data, loader = self.techniques.precision, data or self.config.data, self.config.loader
+        precision, loader = self.techniques.precision, self.config.loader
+        loader, data = (loader, self.config.data) if data is None else (replace(loader, num_workers=0), data)
         with self.oom_context(f"Computing {numbers.title}"):
             store(model, plans, data, loader, precision, self.world, kept, numbers, documents)
 
@@ -456,9 +457,9 @@ class RunBuilder:
         world = self.world
         return plan.for_rank(world.data_rank, world.data_ranks).with_row_piece(world.context_rank, world.context_ranks)
 
-    def held_out(self, plan: Plan, model: LanguageModel, objective: Objective) -> HeldOutEvaluation:
-        """The evaluation of `model` on `plan`. The caller must close it."""
-        load = partial(Loader, config=self.config.loader, device=self.world.device)
+    def held_out(self, plan: Plan, model: LanguageModel, objective: Objective, **loader: Any) -> HeldOutEvaluation:
+        """The evaluation of `model` on `plan`. The caller must close it. `loader`: other options of the loader."""
+        load = partial(Loader, config=replace(self.config.loader, **loader), device=self.world.device)
         return HeldOutEvaluation(plan, load, model, objective, self.techniques.precision, self.world)
 
     def meter(self, model: nn.Module, plan: Plan, tokens: int = 0, supervised_tokens: int = 0) -> Meter:

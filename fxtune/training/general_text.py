@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from fxtune.config.root import OutOfMemory
 from fxtune.data.batches.build import plan_evaluation
 from fxtune.data.batches.plan import Plan
 from fxtune.data.config import DataConfig, MixConfig, OnLong
@@ -95,10 +94,7 @@ class GeneralText:
     def __init__(self, builder: RunBuilder, plan: Plan, model: LanguageModel, note: Callable[[str], None]) -> None:
         """`note` gets a line if a pass has to take fewer rows. The state of the run does not keep their number."""
         self.builder, self.plan = builder, plan
-        halves = builder.config.train.out_of_memory is OutOfMemory.halve
-        self.rows_per_pass = RowsPerPass(
-            builder.world.device, note=note if halves else None, drop=builder.techniques.compile.drop
-        )
+        self.rows_per_pass = RowsPerPass(builder.world.device, note=note, drop=builder.techniques.compile.drop)
         self.model = made = copy.copy(model)  # the objective may have a teacher and a temperature of its own
         made.temperature = 1.0
         lora, vocabulary = builder.techniques.lora, model.model.config.get_text_config().vocab_size
@@ -120,7 +116,7 @@ class GeneralText:
         return {"general/loss": figures["eval/loss"], "general/kl": figures["eval/kl"]}
 
     def _figures(self, objective: Objective) -> dict[str, float]:
-        held_out = self.builder.held_out(self.plan, self.model, objective)
+        held_out = self.builder.held_out(self.plan, self.model, objective, num_workers=0)  # for some short rows
         with closing(held_out), torch.compiler.set_stance("force_eager"):
             return held_out.figures(self.rows_per_pass, self.plan.sizes.micro_batch_size)
 

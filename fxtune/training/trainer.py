@@ -222,8 +222,8 @@ class Trainer:
             self.data.images,
             self.screen.note,
         )
-        if self.questions:
-            self.questions.judge = collector.judge
+        if self.questions and any(reward.name != "environment" for reward in collector.objective.rewards):
+            self.questions.judge = collector.judge  # a question has no environment
         return collector
 
     def _proven_model(self, resume_check: ResumeCheck) -> LanguageModel:
@@ -536,7 +536,10 @@ class Trainer:
             step, measured = self.run_state.load_best()
         self.run_state.use_averages()
         if self.general:
-            self._measure(self.general.moved)
+            try:
+                self._measure(self.general.moved)
+            except RowsExhausted as error:  # on all ranks; the trained weights are still exported
+                self.screen.note(f"What was forgotten was not measured: {error} data.general=[] leaves it out.")
         if self.questions:
             self._ask_questions("after")
         if self.benchmarks:

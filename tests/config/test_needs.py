@@ -22,6 +22,7 @@ REFUSED = [
     (["optimizer.momentum=0.5"], "optimizer.momentum=0.5", "optimizer.name=sgd|muon"),
     (["optimizer.name=sgd", "optimizer.betas=[0.9,0.95]"], "optimizer.betas=[0.9,0.95]", "optimizer.name=adamw|"),
     (["optimizer.name=lion", "optimizer.eps=1e-6"], "optimizer.eps=1e-06", "optimizer.name=adamw|"),
+    (["objective=policy", "sampler.url=http://host", "sampler.venv=folder"], "sampler.venv=folder", "no sampler.url"),
     (["objective=policy", "sampler.turns=3"], "sampler.turns=3", "environment of a source"),
     *(
         ([f"sampler.{key}={value}"], f"sampler.{key}={value}", "objective=policy")
@@ -50,6 +51,7 @@ WARNED = [
     (["model.revision=main"], "model.revision=main", "a hub id in model.path"),
     (["data.questions.path=null", "data.questions.show=1"], "data.questions.show=1", "data.questions.path"),
     (["data.questions.path=null", "data.general=[{path: my.txt}]"], "data.general=[{path: my.txt}]", "held-out data"),
+    (["data.general=[]", "refresh.forgotten=0.01"], "refresh.forgotten=0.01", "data.general"),
     (["tracking.wandb.project=mine"], "tracking.wandb.project=mine", "tracking.wandb.mode=auto|online|offline"),
     (
         ["data.eval_sources=[{path: 'builtin:quickstart_test'}]", "data.eval_fraction=0.1", "data.eval_limit=5"],

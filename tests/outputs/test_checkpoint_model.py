@@ -28,7 +28,7 @@ ADAPTER = "adapter/adapter_model.safetensors"
 @pytest.fixture
 def run_(narrow, monkeypatch) -> Config:
     """A run of six steps with an evaluation after each second one. The lowest held-out loss is that of step 4."""
-    narrow.data.eval_fraction = 0.2
+    narrow.data.eval_fraction, narrow.data.general = 0.2, []  # general text would take losses, too
     narrow.train.eval_every, narrow.checkpoint.every, narrow.run.dir = 2, 2, "run"
     narrow.checkpoint.keep = 5
     real, losses = evaluation.evaluate, iter([3.0, 1.0, 2.0] * 9)

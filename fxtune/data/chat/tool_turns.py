@@ -23,6 +23,7 @@ from fxtune.data.formats.values import RowError
 from fxtune.errors import ConfigError
 
 USER = {"role": "user", "content": "?"}
+THOUGHT_ENDS = "</think>"
 
 
 class ToolTurns:
@@ -63,7 +64,7 @@ class ToolTurns:
         """The message of a turn, and the name and the arguments of its calls. None: they are no JSON object."""
         decode = partial(self.tokenizer.decode, ids, clean_up_tokenization_spaces=False)
         message, text = {"role": "assistant", "content": decode(skip_special_tokens=True)}, decode()
-        text = text.rpartition("</think>")[2]
+        text = text.partition(THOUGHT_ENDS)[2] if THOUGHT_ENDS in text else text
         calls = [(found[1], _object(text[found.end() :])) for found in self._call.finditer(text)]
         if calls:
             message["tool_calls"] = [calling(*call)["tool_calls"][0] for call in calls]

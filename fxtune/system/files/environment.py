@@ -11,13 +11,15 @@ import json
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from fxtune import __version__
 from fxtune.errors import ConfigError, StorageError
@@ -29,6 +31,7 @@ FILE = "requirements.lock"
 INDEX = "https://download.pytorch.org/whl/"
 """Where builds of torch with a local version (2.11.0+cu130) are."""
 _FACT = re.compile(r"# ([\w ]+): (.+)")
+_ELSEWHERE = re.compile(r"# (\S+) (\S+) did not come from an index")
 
 
 def machine(cuda: str | None, device: str) -> dict[str, str]:
@@ -56,13 +59,15 @@ def installed() -> dict[str, metadata.Distribution]:
         seen.add(str(need))
         try:
             package = metadata.distribution(need.name)
-        except metadata.PackageNotFoundError:
+            Version(package.version)
+        except (metadata.PackageNotFoundError, InvalidVersion):
             continue
         found[canonicalize_name(need.name)] = package
         for text in package.requires or ():
-            below = Requirement(text)
-            if below.marker is None or any(below.marker.evaluate({"extra": extra}) for extra in ("", *need.extras)):
-                waiting.append(below)
+            with suppress(InvalidRequirement):  # of an old package
+                below, extras = Requirement(text), ("", *need.extras)
+                if below.marker is None or any(below.marker.evaluate({"extra": extra}) for extra in extras):
+                    waiting.append(below)
     return dict(sorted(found.items()))
 
 
@@ -70,6 +75,7 @@ def lock(facts: Mapping[str, str]) -> str:
     """The text of the file for this process. `facts`: machine()."""
     packages = installed()
     local = Version(packages["torch"].version).local if "torch" in packages else None
+    local = local if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", local or "") else None  # others are builds of a vendor
     lines = [
         f"# What ran. `pip install -r {FILE}` installs it, `fxtune doctor RUN` compares it with another environment.",
         *(f"# {name}: {value}" for name, value in facts.items()),
@@ -105,20 +111,20 @@ def differences(folder: Path, facts: Mapping[str, str]) -> Iterator[tuple[str, s
         ) from None
     except (OSError, ValueError) as error:
         raise StorageError(f"{file} cannot be read: {error}. Bring it back.") from error
-    here, had = installed(), dict[str, str]()
+    here, had = {name: package.version for name, package in installed().items()}, dict[str, str]()
     for number, line in enumerate(lines, 1):
         if (fact := _FACT.fullmatch(line)) and fact[1] in facts and fact[2] != facts[fact[1]]:
             yield fact[1], fact[2], facts[fact[1]]
+        if elsewhere := _ELSEWHERE.match(line):
+            had[elsewhere[1]] = elsewhere[2]
         if not line.strip() or line.startswith(("#", "-")):
             continue
         try:
             need = Requirement(line.partition("#")[0])
         except InvalidRequirement as error:
             raise StorageError(f"{file}, line {number}: {error}. Bring the file back as it was.") from error
-        had[canonicalize_name(need.name)] = version = str(need.specifier).removeprefix("==")
-        package = here.get(canonicalize_name(need.name))
-        if package is None or not need.specifier.contains(package.version, prereleases=True):
-            yield need.name, version, None if package is None else package.version
-    for name in here.keys() - had.keys():
-        if f"# {name} " not in "\n".join(lines):
-            yield name, "", here[name].version
+        had[canonicalize_name(need.name)] = str(need.specifier).removeprefix("==")
+    for name in sorted({**had, **here}):
+        before, now = had.get(name, ""), here.get(name)
+        if not before or now is None or not SpecifierSet(f"=={before}").contains(now, prereleases=True):
+            yield name, before, now

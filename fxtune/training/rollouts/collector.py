@@ -138,7 +138,8 @@ class Collector:
     def evidence(self) -> Evidence:
         """What was observed of the newest step."""
         mean, high = (self.figures[f"rollout/{name}"] for name in ("gap", "gap_p99"))
-        again = "sampled again, they are the same" if self.sampler.repeats else "sampled again, they may differ"
+        repeats = self.sampler.repeats and self.tools is None
+        again = f"sampled again, they {'are the same' if repeats else 'may differ'}"
         seen = (
             f"log-probabilities of its tokens are {mean:.1e} nats from the model's on average, 99 % within "
             f"{high:.1e}; stored answers are learned with the same bits; {again}"

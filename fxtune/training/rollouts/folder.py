@@ -194,7 +194,8 @@ class Rollouts:
                 numbers["advantages"][own] = weight * advantages
             np.save(staging / NUMBERS, numbers)
             lines = [json.dumps(_as_json(answer), ensure_ascii=False) for answer in answers]
-            (staging / ANSWERS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            # A call that the model wrote may hold a lone surrogate. This writes it as JSON's \uXXXX.
+            (staging / ANSWERS).write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
             (staging / STEP).write_text(json.dumps(figures, indent=1), encoding="utf-8")
             for name in (NUMBERS, ANSWERS, STEP):
                 sync(staging / name)

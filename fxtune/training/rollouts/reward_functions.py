@@ -50,7 +50,7 @@ def needed_package(name: str) -> ModuleType:
 
 def of_environment(completions: list[Any], environments: Sequence[Any] = (), **_: Any) -> list[Any]:
     """What get_reward() of each answer's environment returns. None for a row without an environment."""
-    return [each and each.get_reward() for each in environments]
+    return [None if each is None else each.get_reward() for each in environments]
 
 
 def exact(completions: list[Any], columns: Columns, *, column: str = "answer", **_: Any) -> list[float]:

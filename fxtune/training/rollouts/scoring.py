@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -123,17 +124,19 @@ class RewardWorkers:
                     answer = pipe.recv()
                 except (EOFError, OSError):
                     answer = Scores(problem=f"the {running[pipe]} ended its process")
-                    self._end(pipe, answer.problem)
+                    self._end(pipe, f"{answer.problem} ({groups[busy[pipe][0]].where})")
                 if isinstance(answer, Scores):
-                    found[busy.pop(pipe)[0]] = answer
+                    found[at := busy.pop(pipe)[0]] = answer
+                    if answer.problem and groups[at].calls is not None:
+                        self._homes[groups[at].key] = answer.problem
                 else:  # the reward or the tool that the process begins
                     running[pipe] = answer
             # An answer that has come while another process started is in time.
             late = [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic() and not pipe.poll()]
             for pipe in late:
                 problem = f"the {running[pipe]} took longer than sampler.reward_seconds={self.seconds:g}"
-                found[busy.pop(pipe)[0]] = Scores(problem=problem)
-                self._end(pipe, problem)
+                found[at := busy.pop(pipe)[0]] = Scores(problem=problem)
+                self._end(pipe, f"{problem} ({groups[at].where})")
         return [scores for scores in found if scores is not None]
 
     def close(self) -> None:
@@ -227,9 +230,10 @@ def _reply(environment: Any, tool: str, arguments: dict[str, Any] | None) -> str
     try:
         if tool not in tools_of(type(environment)) or arguments is None:
             raise ValueError(f"There is no tool {tool}, or its arguments are no JSON object.")
-        return str(_now(getattr(environment, tool)(**arguments)))
+        found = str(_now(getattr(environment, tool)(**arguments)))
     except Exception as error:  # noqa: BLE001  this is the user's code, and the model may call it wrongly
-        return str({"error": str(error)})
+        found = str({"error": str(error)})
+    return found.encode(errors="replace").decode()  # a lone surrogate has no tokens
 
 
 def _values(function: Any, call: Call, group: Group, own: Sequence[Any], scores: Scores) -> list[float | None]:
@@ -259,7 +263,13 @@ def _now(value: Any) -> Any:
     async def result() -> Any:
         return await value
 
-    return asyncio.run(result()) if inspect.isawaitable(value) else value
+    return _loop().run_until_complete(result()) if inspect.isawaitable(value) else value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of a worker. What an async reset() opens stays usable in later calls."""
+    return asyncio.new_event_loop()
 
 
 def _plain(value: Any) -> Any:

@@ -151,6 +151,7 @@ class VllmSampler:
                     side_by_side(ask, missing, self.clients, lambda: self.closed)
                 if len(answers) == len(requests):
                     requests, answers = episodes.go_on([answers[at] for at in range(len(requests))]), {}
+                    left = TRIES
             except ServerError as error:
                 left -= 1
                 # A server that has started again does not know the adapter: 404.

@@ -98,6 +98,17 @@ def test_a_run_learns_the_same_bits_with_and_without_it_and_after_a_pause(holds_
     assert [row["train/step"] for row in history(Path("run")) if "general/loss_before" in row] == [0]
 
 
+def test_a_run_whose_measurement_finds_no_memory_still_exports(holds_out, said, monkeypatch):
+    def scarce(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(kernels, "kl_divergence", scarce)
+    trainer.run(holds_out)
+    assert any("What was forgotten was not measured" in line and "data.general=[]" in line for line in said)
+    assert Path("run/adapter/adapter_model.safetensors").exists()
+    assert "general/loss" not in measured()
+
+
 def test_a_run_without_held_out_data_and_a_model_that_writes_no_text_measure_nothing(small, cwd, said):
     small.run.dir = "run"
     trainer.run(small)

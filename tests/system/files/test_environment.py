@@ -71,6 +71,8 @@ def test_a_package_of_a_checkout_is_a_comment_without_its_secret(tmp_path, monke
     assert f"# peft {metadata.version('peft')} did not come from an index" in text
     assert "hunter2" not in text
     assert not list(environment.differences(tmp_path, HERE))
+    (tmp_path / environment.FILE).write_text(text.replace(f"# peft {metadata.version('peft')} ", "# peft 0.1.0 "))
+    assert list(environment.differences(tmp_path, HERE)) == [("peft", "0.1.0", metadata.version("peft"))]
 
 
 def test_differences(tmp_path, lines):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 
@@ -255,3 +256,84 @@ def test_unknown_and_missing_options_are_refused(score):
     assert not RewardConfig("regex", options={"pattern": "a"}).refusal()
     assert not RewardConfig("words", options={"anything": 1}).refusal()
     assert math.isfinite(score(["plain"], ["a"])[0].rewards["plain"][0])
+
+
+TOOLS = """
+import asyncio, time
+import fxtune
+
+RESETS = []
+
+@fxtune.environment("tools")
+class Tools:
+    async def reset(self, fails=False, **row):
+        RESETS.append(1)
+        if fails and len(RESETS) == 1:
+            raise RuntimeError("no browser yet")
+        self.opened = asyncio.get_running_loop().create_future()
+
+    async def close(self, text: str) -> str:
+        \"\"\"Close it.
+
+        Args:
+            text: A text.
+        \"\"\"
+        asyncio.get_running_loop().call_soon(self.opened.set_result, text)
+        return await self.opened
+
+    def hang(self) -> str:
+        \"\"\"Wait.\"\"\"
+        time.sleep(600)
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+@pytest.fixture
+def turn(tmp_path):
+    """A function (rows, a call for the answer to each, seconds) -> the scores of the calls, and then the rewards. All
+    environments are in one process."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    with files_used([tmp_path / "tools.py"]):
+
+        def of(rows: list[dict], calls: list[tuple], seconds: float = 20.0):
+            workers = RewardWorkers([Call("environment", {})], seconds, 1)
+            asked = enumerate(zip(rows, calls, strict=True), 1)
+            begun = [
+                Group(f"rows.jsonl:{at}", [], [], [], row, environment="tools", key=at, calls={0: [call]})
+                for at, (row, call) in asked
+            ]
+            ended = [dataclasses.replace(group, calls=None, completions=[CHAT], ids=[[1]]) for group in begun]
+            try:
+                return workers.score(begun), workers.score(ended)
+            finally:
+                workers.close()
+
+        yield of
+
+
+def test_what_an_async_reset_opens_is_usable_in_a_tool(turn):
+    ((called,), (scored,)) = turn([{}], [("close", {"text": "closed"})])
+    assert called.replies == {0: [("close", "closed")]}
+    assert scored.rewards == {"environment": [1.0]}
+
+
+def test_a_lone_surrogate_becomes_a_question_mark(turn):
+    ((called,), _) = turn([{}], [("close", {"text": "\ud83d!"})])
+    assert called.replies == {0: [("close", "?!")]}
+
+
+def test_a_reset_that_failed_is_no_reward_of_a_new_environment(turn):
+    ((called,), (scored,)) = turn([{"fails": True}], [("close", {"text": ""})])
+    assert "no browser yet" in called.problem
+    assert scored.problem == called.problem
+    assert not scored.rewards
+
+
+def test_environments_that_end_with_their_process_name_the_row_that_ended_it(turn):
+    called, scored = turn([{}, {}], [("close", {"text": ""}), ("hang", {})], seconds=3)
+    assert not called[0].problem
+    assert "hang took longer" in called[1].problem
+    assert all("hang took longer" in scores.problem for scores in scored)
+    assert "(rows.jsonl:2)" in scored[0].problem

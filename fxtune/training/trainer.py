@@ -210,18 +210,9 @@ class Trainer:
 
     def _collector(self, plan: RolloutPlan) -> Collector:
         """The collector of the rollouts, with its sampler."""
-        builder = self.builder
-        collector = make_collector(
-            builder.config,
-            self.language_model,
-            self.tokenizer,
-            plan.rollouts,
-            builder.techniques.precision,
-            self.world,
-            self.rows_per_pass,
-            self.data.images,
-            self.screen.note,
-        )
+        config, precision = self.builder.config, self.builder.techniques.precision
+        model, sizes, note = self.language_model, self.rows_per_pass, self.screen.note
+        collector = make_collector(config, model, self.tokenizer, plan.rollouts, precision, self.world, sizes, note)
         if self.questions:
             self.questions.judge = collector.judge
         return collector

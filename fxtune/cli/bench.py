@@ -53,9 +53,7 @@ def run(
         _ablate(list(overrides), steps, warm_up, price)
         return
     figures = with_price(dataclasses.asdict(measure(config, steps, warm_up, profile=profile)), price)
-    for note in [*config.techniques.ignored_options(), *figures["decided"]]:
-        say(note)
-    say(figures_table(figures))
+    say(*config.techniques.ignored_options(), *figures["decided"], figures_table(figures))
     if profile:
         say(kernels_table(figures["kernels"]))
         if figures["ranks"] > 1 and (exchange := figures["exchange_seconds"]) is not None:
@@ -127,9 +125,7 @@ def _ablate(overrides: list[str], steps: int, warm_up: int, hour: Optional[float
     base = with_price(measure_in_process(overrides, steps, warm_up), hour)
     if "error" in base:
         raise CheckError(f"The recipe as it is cannot be measured: {base['error']}")
-    for note in base["decided"]:
-        say(note)
-    say(figures_table(base))
+    say(*base["decided"], figures_table(base))
     without: dict[str, Figures] = {}
     pending = [("", []), *switched_off(base["techniques"])]
     for name, keys in pending:

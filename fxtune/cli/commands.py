@@ -49,6 +49,10 @@ def _words(text: str) -> list[str]:
     return [word.strip().lower() for word in text.split(",") if word.strip()]
 
 
+def _number(metavar: str, text: str, what: str) -> dict[str, Any]:
+    return _value(metavar, text, positive_number(what))
+
+
 _TRUST = {"--trust-remote-code": _flag("run the Python code that comes with the model")}
 
 COMMANDS = {
@@ -73,17 +77,11 @@ COMMANDS = {
         options={
             "--gpu": _value("NAME", "the card (H200, L4, ...), or cpu; without it: every known card"),
             "--gpus": _value("N", "how many of them (1)", whole_number(1)),
-            "--price": _value(
-                "PER_HOUR",
-                "also the cost, if one GPU costs so much per hour",
-                positive_number("what one GPU costs per hour"),
+            "--price": _number(
+                "PER_HOUR", "also the cost, if one GPU costs so much per hour", "what one GPU costs per hour"
             ),
-            "--tokens": _value(
-                "N", "the tokens of an epoch, for data that is not here", positive_number("the tokens of an epoch")
-            ),
-            "--host-gib": _value(
-                "N", "host memory for each GPU (128)", positive_number("host memory for each GPU in GiB")
-            ),
+            "--tokens": _number("N", "the tokens of an epoch, for data that is not here", "the tokens of an epoch"),
+            "--host-gib": _number("N", "host memory for each GPU (128)", "host memory for each GPU in GiB"),
         },
     ),
     "preview": Command(
@@ -114,9 +112,7 @@ COMMANDS = {
             "--profile": _flag("also the time of each kernel in a step"),
             "--steps": _value("N", "measured steps", whole_number(1)),
             "--warm-up": _value("N", "steps before them", whole_number(1)),
-            "--price": _value(
-                "PER_HOUR", "also the cost of a million tokens", positive_number("what this machine costs per hour")
-            ),
+            "--price": _number("PER_HOUR", "also the cost of a million tokens", "what this machine costs per hour"),
         },
         gets_overrides=True,
         ranks=True,
@@ -160,10 +156,10 @@ COMMANDS = {
             },
             "--workers": _value("N", "runs at a time (all GPUs, or 1)", whole_number(1)),
             "--output": _value("FILE.yaml", "where the recipe goes"),
-            "--max-kl": _value(
+            "--max-kl": _number(
                 "NATS",
                 "how far the winner may have moved from its base (KL a token of general text)",
-                positive_number("the largest KL"),
+                "the largest KL",
             ),
         },
         gets_overrides=True,
@@ -215,10 +211,10 @@ COMMANDS = {
         options={
             "--show": {"choices": ["tuned", "base", "both"], "help": "who answers (tuned)"},
             "--max-new-tokens": _value("N", "the longest answer (512)", whole_number(1)),
-            "--temperature": _value(
+            "--temperature": _number(
                 "T",
                 "draw tokens at random instead of the most likely tokens",
-                positive_number("the temperature at which tokens are drawn"),
+                "the temperature at which tokens are drawn",
             ),
             **_TRUST,
         },

@@ -57,11 +57,9 @@ def _show(found: Evaluation) -> dict[str, float]:
         rows.append(["questions", str(len(found.answers))])
     if shown := found.answers[: found.shown_answers]:
         say(answers_table([(asked.label, asked.answer, None, answer) for asked, answer in shown]))
-    for note in found.notes:
-        say(note)
+    say(*found.notes)
     if rows:
         say(table(f"Evaluation of {found.model}", ["figure", "value"], rows))
-    for content in figure_tables(found.figures):
-        say(table(*content))
+    say(*(table(*content) for content in figure_tables(found.figures)))
     found.require_finite()
     return found.figures

@@ -45,9 +45,7 @@ def run(
     if plot is not None:
         require_writable(plot, "--plot")
     found = range_test(config, steps, lowest, highest)
-    for note in [*config.techniques.ignored_options(), *found.decided]:
-        say(note)
-    say(curve_table(found))
+    say(*config.techniques.ignored_options(), *found.decided, curve_table(found))
     if found.epochs > 1:
         say(f"The test saw the data {found.epochs:.1f} times, so a low loss may come from rows seen before.")
     say(verdict(found))

@@ -163,7 +163,8 @@ def _run_parsed(
     name: str, command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]
 ) -> None:
     given = vars(options)
-    own = {name: given[name] for name in (_argument(option) for option in command.options or ()) if name in given}
+    names = (option.removeprefix("--").replace("-", "_") for option in command.options or ())
+    own = {name: given[name] for name in names if name in given}
     if not (command.ranks and own.keys().isdisjoint(command.alone_with)) and not act_alone():
         return
     if process_rank().rank:
@@ -254,10 +255,6 @@ def _call_positional(name: str, function: str, words: list[str], own: dict[str, 
     ):
         result = call(*words, **own)
     print_result(result)
-
-
-def _argument(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
 
 
 class _Parser(argparse.ArgumentParser):

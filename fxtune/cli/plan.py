@@ -65,20 +65,14 @@ def run(
                 rows[-1]["fitting_gpus"] = fitting_count(config, found, gpus, lengths)
         say(_cards_table(rows, gpus))
         _say_lengths(counted, assumed)
-        for line in few:
-            say(line)
-        say("One of them in detail: --gpu NAME.")
+        say(*few, "One of them in detail: --gpu NAME.")
         ANSWER.put(rows)
         return
     forecast = forecast_run(config, machine(gpu, host_gib, config.run.memory_gib), gpus, lengths)
     figures = _figures(gpu, forecast, gpus, price)
-    for note in forecast.notes:
-        say(note)
-    say(_bar(forecast))
-    say(_table(forecast, figures, gpus, price))
+    say(*forecast.notes, _bar(forecast), _table(forecast, figures, gpus, price))
     _say_lengths(counted, forecast.assumed)
-    for line in forecast.few_steps:
-        say(line)
+    say(*forecast.few_steps)
     if not forecast.fits:
         _say_changes(config, forecast, gpus, host_gib, lengths)
     ANSWER.put(figures)

@@ -25,6 +25,5 @@ def run(run: str) -> None:
     with as_written(files.folder):
         lines, parts = list(sentences(files)), [asdict(part) for part in time_shares(files)]
         findings = [asdict(finding) for finding in find_bottlenecks(files)]
-    for line in lines:
-        say(line)
+    say(*lines)
     ANSWER.put({"run": str(files.folder), "parts": parts, "findings": findings})

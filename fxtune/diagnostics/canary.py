@@ -57,7 +57,7 @@ def observe_canary(config: Config) -> Evidence:
     with beside_run(config) as folder:
         rollouts = Rollouts(world.from_main(lambda: folder, "making a folder"), data.images)
         rows, precision = RowsPerPass(world.device), builder.techniques.precision
-        collector = make_collector(own, model, tokenizer, rollouts, precision, world, rows, data.images, say)
+        collector = make_collector(own, model, tokenizer, rollouts, precision, world, rows, say)
         with closing(collector):
             while True:
                 plan = RolloutPlan.of(data.training, rollouts, own.data)

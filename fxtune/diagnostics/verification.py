@@ -80,8 +80,7 @@ def verify(config: Config, loss: bool = False, each: bool = False, canary: bool 
     builder = RunBuilder(config)
     with builder.oom_context("Checking", MemoryPhase.training):
         _, data = trial_data(builder)
-        for note in [*config.techniques.ignored_options(), *builder.notes]:
-            say(note)
+        say(*config.techniques.ignored_options(), *builder.notes)
         if builder.facts.in_backward:
             say("verify keeps all gradients at once, so it needs memory for gradients that the run does not need")
         model, evidence = builder.observed_model()
@@ -94,8 +93,7 @@ def verify(config: Config, loss: bool = False, each: bool = False, canary: bool 
         compared: list[parity.Compared] = []
         if loss or each:
             compared = parity.compare(builder, data.training, each, say)
-            say(_comparison_table(compared))
-            say(parity.describe_bounds(builder, compared))
+            say(_comparison_table(compared), parity.describe_bounds(builder, compared))
     return Verification(list(builder.notes), builder.techniques.options(), seen, compared)
 
 

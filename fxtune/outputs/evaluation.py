@@ -206,8 +206,8 @@ def _held_out(
     if not config.objective.needs.rollouts:
         return builder.held_out(plan, model, config.objective)
     own = replace(config, sampler=replace(config.sampler, name=SamplerName.model, url=None))
-    rollouts = Rollouts(Path(ROLLOUTS))  # an evaluation writes none
-    made = make_collector(own, model, tokenizer, rollouts, precision, builder.world, sizes, images, console.say)
+    rollouts = Rollouts(Path(ROLLOUTS), images)  # an evaluation writes none
+    made = make_collector(own, model, tokenizer, rollouts, precision, builder.world, sizes, console.say)
     return RewardEvaluation(plan, made)
 
 

@@ -315,19 +315,13 @@ def _drift_verdict(drift: dict[str, Any], alpha: float) -> str:
 
 def _say_gate(entry: dict[str, Any], config: Config, noun: str) -> None:
     gate, alpha, bound, gain = entry["gate"], config.refresh.alpha, config.refresh.bound, config.refresh.gain
+    shown = {
+        "old": f"less than {bound:g} worse: p = {gate['p_kept']:.2g}",
+        "new": f"better by more than {gain:g}: p = {gate['p_better']:.2g}",
+    }
     rows = [
-        [
-            "old held-out rows",
-            f"{gate['old_documents']:,}",
-            *(f"{loss:.4f}" for loss in gate["old_loss"]),
-            f"less than {bound:g} worse: p = {gate['p_kept']:.2g}",
-        ],
-        [
-            "new held-out rows",
-            f"{gate['new_documents']:,}",
-            *(f"{loss:.4f}" for loss in gate["new_loss"]),
-            f"better by more than {gain:g}: p = {gate['p_better']:.2g}",
-        ],
+        [f"{side} held-out rows", f"{gate[f'{side}_documents']:,}", *map("{:.4f}".format, gate[f"{side}_loss"]), text]
+        for side, text in shown.items()
     ]
     if losses := gate.get("general_loss"):  # early versions of fxtune did not measure it
         bound_there = "" if config.refresh.forgotten is None else f"at most {config.refresh.forgotten:g} worse"

@@ -245,11 +245,14 @@ def _results(runs: Sequence[RunFiles], names: list[str]) -> Table:
         ("State", _state),
         ("Loss", lambda run: run.last.get("train/loss")),
         ("Held-out loss", _held_out),
-        *((f"Held-out {name}", partial(_before_and_after, name)) for name in measures(run.last for run in runs)),
+        *(
+            (f"Held-out {name}", partial(_before_and_after, f"before/{name}", f"eval/{name}"))
+            for name in measures(run.last for run in runs)
+        ),
         ("Held-out reward accuracy", lambda run: _percent(run.last.get("eval/reward_accuracy"))),
         ("Held-out reward margin", lambda run: run.last.get("eval/reward_margin")),
         ("Exact match", _exact_match),
-        ("Loss on general text", _on_general_text),
+        ("Loss on general text", partial(_before_and_after, "general/loss_before", "general/loss")),
         ("KL from the base there", lambda run: _with("nats a token", run.last.get("general/kl"))),
         ("Tokens trained on", lambda run: _whole(run.last.get("train/tokens"))),
         ("of them supervised", lambda run: _whole(run.last.get("train/supervised_tokens"))),
@@ -284,13 +287,9 @@ def _held_out(run: RunFiles) -> str | None:
     return f"{curve[max(curve)]:.4g}" + ("" if best == max(curve) else f" (best {curve[best]:.4g}, step {best:,})")
 
 
-def _before_and_after(name: str, run: RunFiles) -> str | None:
-    sides = (run.last.get(f"{side}/{name}") for side in ("before", "eval"))
-    return " → ".join(f"{value:.4g}" for value in sides if value is not None) or None
-
-
-def _on_general_text(run: RunFiles) -> str | None:
-    values = (run.last.get(f"general/{name}") for name in ("loss_before", "loss"))
+def _before_and_after(before: str, after: str, run: RunFiles) -> str | None:
+    """The last values of two metrics, if they were recorded."""
+    values = (run.last.get(metric) for metric in (before, after))
     return " → ".join(f"{value:.4g}" for value in values if value is not None) or None
 
 

@@ -231,7 +231,8 @@ def _recorded(names: list[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     recorded = found | {name: answer for name, answer in of_any.items() if answer["state"] == "broken"}
     if all(answer["state"] == "works" for answer in recorded.values()):
         return recorded
-    changed = _last_installed()
+    # The last change at the top of a folder with installed packages.
+    changed = max((entry.stat().st_ctime for folder in _site_folders() for entry in folder), default=0.0)
     return {name: answer for name, answer in recorded.items() if answer["state"] == "works" or answer["at"] >= changed}
 
 
@@ -247,11 +248,6 @@ def _keys(names: Iterable[str], device_name: str, heads: Heads = SOME_HEADS) -> 
     sizes = f" {heads.queries}/{heads.keys}/{heads.width} {' '.join(heads.recurrences)}"
     tried = "" if heads == SOME_HEADS else sizes.rstrip()
     return {name: f"{name}{tried * CHECKS[name].takes_heads} {environment}" for name in names}
-
-
-def _last_installed() -> float:
-    """The time of the last change at the top of a folder with installed packages, in seconds since 1970."""
-    return max((entry.stat().st_ctime for folder in _site_folders() for entry in folder), default=0.0)
 
 
 def _site_folders() -> Iterator[list[os.DirEntry[str]]]:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Optional
@@ -38,7 +37,7 @@ from fxtune.reports.run_files import ANSWERS, PICTURES_OF_QUESTION
 from fxtune.system.files.atomic_files import replacing
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.progress import phase
-from fxtune.training.generation import dealt_out, likeliest, write
+from fxtune.training.generation import in_batches, likeliest, write
 
 
 @dataclass(frozen=True)
@@ -124,26 +123,17 @@ def answer(
     world, batch_sizes = world or World(device), batch_sizes or RowsPerPass(device)
     ends = {question.end for question in questions if question.end is not None}
     ends |= {tokenizer.eos_token_id} - {None}
-    order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
-    answers, pad = [""] * len(questions), tokenizer.pad_token_id or 0
-    choose = likeliest(world)
+    choose, pad = likeliest(world), tokenizer.pad_token_id or 0
 
-    def ask(batch: Sequence[Question]) -> list[list[int]]:
+    def ask(batch: Sequence[Question]) -> list[str]:
         try:
             written = write(model, ends, pad, max_new_tokens, batch, choose, images)
         except DataError as error:
             raise DataError(f"data.questions: {error}") from None
-        return [list(takewhile(lambda token: token not in ends, row)) for row in written.tolist()]
+        return [_text(tokenizer, list(takewhile(lambda token: token not in ends, row))) for row in written.tolist()]
 
     with phase(f"Asking {len(questions):,} questions", len(questions), "questions", part="questions") as work:
-        while order:
-            prompts = [questions[index] for index in order]
-            written = batch_sizes.run("questions", batch_size, partial(dealt_out, world, prompts, ask))
-            for index, ids in zip(order, written, strict=False):
-                answers[index] = _text(tokenizer, ids)
-            order = order[len(written) :]
-            work.advance(len(written))
-    return answers
+        return in_batches(questions, ask, world, batch_sizes, "questions", batch_size, work)
 
 
 def exact_match(answers: Sequence[str], questions: Sequence[Question]) -> float:

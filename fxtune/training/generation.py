@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from fxtune.errors import DataError
 from fxtune.models.kinds.known import images_of, kind_of
 from fxtune.models.prepared import PreparedModel
 from fxtune.models.structure import cache_keyword, image_arguments, without_dropout
+from fxtune.system.process.oom import RowsPerPass
+from fxtune.system.terminal.progress import Phase
 from fxtune.training.agreement import together
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
@@ -73,7 +76,29 @@ def likeliest(world: World) -> Choose:
     return choose
 
 
-def dealt_out(
+def in_batches(
+    prompts: Sequence[One],
+    ask: Callable[[Sequence[One]], list[Written]],
+    world: World,
+    rows_per_pass: RowsPerPass,
+    name: str,
+    rows: int,
+    work: Phase,
+) -> list[Written]:
+    """The answers of ask() to batches of prompts of similar length, in the order of `prompts`. `name`, `rows`: see
+    RowsPerPass.run(). `work` advances by each answer."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].prompt))
+    answers: dict[int, Written] = {}
+    while order:
+        left = [prompts[index] for index in order]
+        written = rows_per_pass.run(name, rows, partial(_dealt_out, world, left, ask))
+        answers.update(zip(order, written, strict=False))
+        order = order[len(written) :]
+        work.advance(len(written))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def _dealt_out(
     world: World, prompts: Sequence[One], ask: Callable[[Sequence[One]], list[Written]], rows: int
 ) -> list[Written]:
     """The answers to the first prompts: rank 0 asks the first `rows` prompts, rank 1 the next `rows`, and so on. Ranks

@@ -210,18 +210,9 @@ class Trainer:
 
     def _collector(self, plan: RolloutPlan) -> Collector:
         """The collector of the rollouts, with its sampler."""
-        builder = self.builder
-        collector = make_collector(
-            builder.config,
-            self.language_model,
-            self.tokenizer,
-            plan.rollouts,
-            builder.techniques.precision,
-            self.world,
-            self.rows_per_pass,
-            self.data.images,
-            self.screen.note,
-        )
+        config, precision = self.builder.config, self.builder.techniques.precision
+        model, sizes, note = self.language_model, self.rows_per_pass, self.screen.note
+        collector = make_collector(config, model, self.tokenizer, plan.rollouts, precision, self.world, sizes, note)
         if self.questions and any(reward.name != "environment" for reward in collector.objective.rewards):
             self.questions.judge = collector.judge  # a question has no environment
         return collector
@@ -264,14 +255,8 @@ class Trainer:
                 )
                 self.energy.meter.start()
                 self.screen.start(self.plan.steps, self.folder.path.name, self.state.step)
-                if self.questions and self.state.step == 0:
-                    self._ask_questions("before")
-                if self.general and self.state.step == 0:
-                    self._measure(self.general.loss)
-                if self.held_out is not None and self.objective.compared and self.state.step == 0:
-                    self._judge_before(self.held_out)
-                if self.benchmarks and self.state.step == 0:
-                    self._measure_benchmarks(self.benchmarks, "base")
+                if self.state.step == 0:
+                    self._measure_before()
                 self.end.require_time()
                 with phase("Training", self.plan.steps, STEPS, False, FIRST_STEPS) as self.training:
                     self._loop()
@@ -494,22 +479,23 @@ class Trainer:
         self.log.compiled("evaluation")
         return self.end.evaluated(figures, self.steps.schedule)
 
-    def _judge_before(self, held_out: HeldOutEvaluation | RewardEvaluation) -> None:
-        """Evaluate on the held-out data before training, and log the figures as before/accuracy and so on."""
-        self.world.heartbeat.doing("evaluating")
-        with self.clock.timed("questions"), interruptible(self.world):
-            figures = held_out.figures(self.rows_per_pass, self.config.train.micro_batch_size)
-        self.log.log({name.replace("eval/", "before/", 1): value for name, value in figures.items()})
+    def _measure_before(self) -> None:
+        """Measure the model that training starts from. Figures of the held-out data are before/accuracy and so on."""
+        if self.questions:
+            self._measure(partial(self._answer, "before"))
+        if self.general:
+            self._measure(self.general.loss, "general")
+        if self.held_out is not None and self.objective.compared:
+            judge = partial(self.held_out.figures, self.rows_per_pass, self.config.train.micro_batch_size)
+            self._measure(lambda: {name.replace("eval/", "before/", 1): value for name, value in judge().items()})
+        if self.benchmarks:
+            self._measure(partial(self._score, self.benchmarks, "base"))
 
-    def _measure(self, on_general_text: Callable[[], dict[str, float]]) -> None:
+    def _measure(self, measure: Callable[[], dict[str, float]], part: str = "questions") -> None:
+        """Log the figures of measure(). `part`: the part of the run's time that it belongs to."""
         self.world.heartbeat.doing("evaluating")
-        with self.clock.timed("general"), interruptible(self.world):
-            figures = on_general_text()
-        self.log.log(figures)
-
-    def _ask_questions(self, when: str) -> None:
-        with self.clock.timed("questions"), interruptible(self.world):
-            figures = self._answer(when)
+        with self.clock.timed(part), interruptible(self.world):
+            figures = measure()
         self.log.log(figures)
 
     def _answer(self, when: str = "") -> dict[str, float]:
@@ -518,13 +504,10 @@ class Trainer:
         self.world.heartbeat.doing("answering questions")
         return self.questions.ask(self.language_model.prepared, when, self.rows_per_pass, self.world)
 
-    def _measure_benchmarks(self, benchmarks: Benchmarks, side: str) -> None:
+    def _score(self, benchmarks: Benchmarks, side: str) -> dict[str, float]:
         self.world.heartbeat.doing("measuring benchmarks")
-        rows = self.config.train.micro_batch_size
-        with self.clock.timed("questions"), interruptible(self.world):
-            self.log.log(
-                benchmarks.measure(self.language_model.prepared.module, self.tokenizer, side, rows, self.world)
-            )
+        module, rows = self.language_model.prepared.module, self.config.train.micro_batch_size
+        return benchmarks.measure(module, self.tokenizer, side, rows, self.world)
 
     def _finish(self) -> dict[str, Any]:
         """Ask the questions again, export the best or the last weights, and tell the user where everything is."""
@@ -537,13 +520,13 @@ class Trainer:
         self.run_state.use_averages()
         if self.general:
             try:
-                self._measure(self.general.moved)
+                self._measure(self.general.moved, "general")
             except RowsExhausted as error:  # on all ranks; the trained weights are still exported
                 self.screen.note(f"What was forgotten was not measured: {error} data.general=[] leaves it out.")
         if self.questions:
-            self._ask_questions("after")
+            self._measure(partial(self._answer, "after"))
         if self.benchmarks:
-            self._measure_benchmarks(self.benchmarks, "tuned")
+            self._measure(partial(self._score, self.benchmarks, "tuned"))
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
         note = weights_note(step, state, self.config.train.stop.metric)
         if note:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fxtune.config.root import Config
 from fxtune.data.config import SourceConfig
 from fxtune.errors import ConfigError
+from fxtune.objectives.distillation import Distillation
 from fxtune.objectives.reward import Reward
 from fxtune.reports.page import render
 from fxtune.reports.run_files import RunFiles
@@ -99,10 +100,10 @@ def test_a_run_learns_the_same_bits_with_and_without_it_and_after_a_pause(holds_
 
 
 def test_a_run_whose_measurement_finds_no_memory_still_exports(holds_out, said, monkeypatch):
-    def scarce(*_):
+    def scarce(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(kernels, "kl_divergence", scarce)
+    monkeypatch.setattr(Distillation, "loss", scarce)
     trainer.run(holds_out)
     assert any("What was forgotten was not measured" in line and "data.general=[]" in line for line in said)
     assert Path("run/adapter/adapter_model.safetensors").exists()

@@ -162,8 +162,7 @@ def prepare_data(
     tables, held_out = accept(tables, held_out, data)
     duplicates = find_duplicates(tables, held_out, data)
     if progress:
-        for line in describe(duplicates, tables, held_out, data):
-            say(line)
+        say(*describe(duplicates, tables, held_out, data))
     near = duplicates.near
     evaluation = _evaluation(data, tables, held_out, near, micro_batch_size, pad_id)
     excluded = require_no_overlap(data, tables, held_out, tokenizer, images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from fxtune.data.formats.values import RowError, require_text, require_words, ty
 QUERY = ("query", "question", "anchor")
 POSITIVE = ("positive", "pos", "positives", "positive_passages")
 NEGATIVE = ("negative", "neg", "negatives", "negative_passages")
-NUMBERED = "negative_"
+NUMBERED = re.compile(r"negative_\d+")
 """Further columns with a negative: negative_1, negative_2, ... (sentence-transformers)."""
 
 
@@ -41,7 +42,7 @@ class EmbeddingFormat(RowFormat):
         positives = _texts(used, POSITIVE)
         if not positives:
             raise RowError("the query has no positive: expected a text, or a list of texts, in 'positive' or 'pos'")
-        numbered = tuple(name for name in used if _is_numbered(name))
+        numbered = (name for name in used if NUMBERED.fullmatch(name))
         negatives = _texts(used, (*NEGATIVE, *numbered))
         ((query_place, asked),) = query.items()
         for place, text in negatives.items():
@@ -52,10 +53,6 @@ class EmbeddingFormat(RowFormat):
         labels = [math.nan, *[1.0] * len(positives), *[0.0] * len(negatives)]
         texts = {place: PlainText(text, as_tokenized=True) for place, text in (query | positives | negatives).items()}
         return TextGroup(texts, labels)
-
-
-def _is_numbered(name: str) -> bool:
-    return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
 
 
 def _texts(row: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:

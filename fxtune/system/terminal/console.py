@@ -104,14 +104,13 @@ def last_said() -> float:
     return _last_said[0]
 
 
-def say(what: RenderableType) -> None:
-    """Print text without folding it, or anything that rich renders. Does not raise if the output is gone."""
+def say(*parts: RenderableType) -> None:
+    """Print texts without folding them, or anything that rich renders, each on lines of its own. Does not raise if the
+    output is gone."""
     _last_said[0] = time.monotonic()
     try:
-        if isinstance(what, (str, Text)):
-            console().print(plain(what) if isinstance(what, str) else what, soft_wrap=True)
-        else:
-            console().print(what)
+        for part in parts:
+            console().print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, (str, Text)))
     except OSError:
         console().quiet = True  # the disk is full or the terminal is closed; training goes on
 

@@ -23,7 +23,6 @@ from fxtune.data.batches.plan import Plan
 from fxtune.data.chat.tool_turns import ToolTurns
 from fxtune.data.config import SourceConfig
 from fxtune.data.formats.chat_format import is_chat, with_parsed_lists
-from fxtune.data.images.processor import ImageProcessor
 from fxtune.data.read.row import Row
 from fxtune.data.tokenized.ends import template_ends
 from fxtune.data.tokenized.rows import usable_rows
@@ -498,7 +497,6 @@ def make_collector(
     precision: Precision,
     world: World,
     rows_per_pass: RowsPerPass,
-    images: ImageProcessor | None,
     note: Callable[[str], None],
 ) -> Collector:
     """A collector with the sampler of the recipe, `config` with all rows decided. Raises HardwareError if vLLM does
@@ -512,6 +510,6 @@ def make_collector(
         sampler = VllmSampler(prepared, config, world, ends, rollouts.folder, config.techniques.lora.r)
     else:
         pad = tokenizer.pad_token_id or 0
-        sampler = ModelSampler(prepared, config.sampler, precision, world, rows_per_pass, ends, pad, images)
+        sampler = ModelSampler(prepared, config.sampler, precision, world, rows_per_pass, ends, pad, rollouts.images)
         sampler.repeats = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     return Collector(config, model, sampler, rollouts, precision, world, tokenizer, note)

@@ -21,7 +21,7 @@ from fxtune.models.prepared import PreparedModel
 from fxtune.system.process.oom import RowsPerPass
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
-from fxtune.training.generation import dealt_out, write
+from fxtune.training.generation import in_batches, write
 from fxtune.training.rollouts.episodes import Episodes, Request, Sampled
 from fxtune.training.rollouts.folder import Answer
 
@@ -99,17 +99,9 @@ class ModelSampler:
 
     def _turns(self, requests: Sequence[Request]) -> list[Sampled]:
         """One turn of each answer."""
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
-        answers: dict[int, Sampled] = {}
+        batch, sizes = self.config.batch, self.rows_per_pass
         with phase(f"Writing {len(requests):,} answers", len(requests), "answers", announce=False) as work:
-            while order:
-                left = [requests[index] for index in order]
-                ask = partial(dealt_out, self.world, left, self._write)
-                written = self.rows_per_pass.run("sampling", self.config.batch, ask)
-                answers.update(zip(order, written, strict=False))
-                order = order[len(written) :]
-                work.advance(len(written))
-        return [answers[index] for index in range(len(requests))]
+            return in_batches(requests, self._write, self.world, sizes, "sampling", batch, work)
 
     def has(self, weights_version: str) -> bool:
         return False

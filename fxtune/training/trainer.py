@@ -540,7 +540,10 @@ class Trainer:
         if self.questions:
             self._ask_questions("after")
         if self.benchmarks:
-            self._measure_benchmarks(self.benchmarks, "tuned")
+            try:
+                self._measure_benchmarks(self.benchmarks, "tuned")
+            except (ConfigError, HardwareError, StorageError) as error:  # on all ranks; the run must not be lost
+                self.screen.note(f"No benchmarks of the trained model: {error} Then: fxtune eval {self.folder.path}")
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
         note = weights_note(step, state, self.config.train.stop.metric)
         if note:

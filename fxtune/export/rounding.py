@@ -5,8 +5,7 @@ of this dtype. So a number of D below half a step of the grid is lost: in bfloat
 weight, between the 16 values of nf4 it is 4 % or more of the largest weight of a block. A merge into weights of 4 bits
 loses 98 % of an update of 1 % of the weights (peft#2321, #2368). So fxtune merges into 16 or 32 bits only, also the
 adapters of a run with techniques.quantize. But a short or careful training may change weights by less than bfloat16
-can store. Of updates of 0.1, 0.2, 0.3 and 0.5 % of normally distributed weights 53, 82, 93 and 99 % survive. Such a
-merge is made again in float32 (outputs/merge.py).
+can store: of an update of 0.1 % of the weights 53 % survive. Such a merge is made again in float32 (outputs/merge.py).
 
     survives = sum <M - W, D> / sum <D, D>      M: merged weights; 1: the whole update on average; 0: nothing
 
@@ -35,22 +34,24 @@ class Survival:
     """The sums of each weight that was added so far."""
 
     def __init__(self) -> None:
+        self._rounds = False
         self._sums = dict[str, tuple[float, float]]()
         """{weight: (<M - W, D>, <D, D>)}."""
 
     def add(self, name: str, start: torch.Tensor, wanted: torch.Tensor, merged: torch.Tensor) -> None:
         """Add a weight: as the base stores it, with the update in float32, and as the merge has written it."""
         update = wanted.float() - start.float()
+        self._rounds |= merged.itemsize < update.itemsize
         if whole := float(update.square().sum(dtype=torch.float64)):
             self._sums[name] = float(((merged.float() - start.float()) * update).sum(dtype=torch.float64)), whole
 
     def shares(self) -> dict[str, Any]:
-        """Proof.survives and Proof.weakest (models/proof.py); empty without an update. Raises LostUpdateError if the
-        mean share is below LEAST or NaN."""
+        """Proof.survives and Proof.weakest (models/proof.py); empty without an update. Raises LostUpdateError if a
+        weight has less than 32 bits, and the mean share is below LEAST or NaN."""
         if not self._sums:
             return {}
         shares = {name: kept / whole for name, (kept, whole) in self._sums.items()}
-        if not (mean := fmean(shares.values())) >= LEAST:
+        if self._rounds and not (mean := fmean(shares.values())) >= LEAST:
             raise LostUpdateError(f"only {mean:.0%} of the adapter's update would survive the rounding")
         kept, whole = map(sum, zip(*self._sums.values(), strict=True))
         share, worst = min((share, name) for name, share in shares.items())

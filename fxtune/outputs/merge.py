@@ -125,10 +125,10 @@ def _write_merged(opened: OpenedAdapter, out: Path, card: dict[str, Any]) -> Pat
     adapted = opened.adapt(base.module)
     answer = Answer.of(adapted)
     merged = _merge_into_base(adapted, name)
-    for name, tensor in merged.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(dtypes[name])
+    for key, tensor in merged.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtypes[key])
     if not weights.all_finite(merged):
-        first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
+        first = next(key for key, weight in merged.named_parameters() if not weight.isfinite().all())
         raise StorageError(
             f"adapter {name}: added to its base it makes NaN or infinite {opened.model.dtype.value} numbers, first in "
             f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."

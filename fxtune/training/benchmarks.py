@@ -104,12 +104,10 @@ class Benchmarks:
         try:
             cards = Client(url, seconds=60.0).served()
         except ServerError as error:
-            raise ConfigError(
-                f"--url {url}: no vLLM server is there ({error}). Start one: vllm serve MODEL."
-            ) from error
+            raise ConfigError(f"--url {url}: no vLLM server ({error}). Start one: vllm serve MODEL.") from error
         base = next((card for card in cards if not card.get("parent")), cards[0])
-        here = [card for card in cards if Path(card.get("root") or "").resolve() == output.resolve()]
-        served = next((card for card in (*here, *cards) if card in here or card["id"] == name), None)
+        served = next((card for card in cards if Path(card.get("root") or "/").resolve() == output.resolve()), None)
+        served = served or next((card for card in cards if card["id"] == name), None)
         if served is None:
             names, adapter = (", ".join(f"{card['id']} ({card.get('root')})" for card in cards), output.absolute())
             raise ConfigError(

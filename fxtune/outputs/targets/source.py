@@ -120,5 +120,5 @@ class Source:
         if self.output and self.output.kind is OutputKind.model:
             return self.output.folder
         merged = merge(self.name, folder, trust_remote_code=self.trust_remote_code)
-        self.dtype = DType(read_json(merged / "config.json")["dtype"])  # float32 if 16 bits would lose the update
+        self.dtype = DType(read_json(merged / "config.json").get("dtype", self.dtype))
         return merged

@@ -60,9 +60,9 @@ def merge(
 ) -> Path:
     """Merge an adapter into the base that it names, write the model into `out`, and return `out`. `adapter`: a run, a
     checkpoint, a folder or a hub id. Without `out`, the model goes to `merged` beside the adapter, and for a
-    checkpoint to RUN/merged-step-70. The model has the base's dtype, or float32 if the update would be lost in 16 bits
-    (export/rounding.py). `unmerged`: write the adapter of a checkpoint alone. `card`: more fields for
-    write_card(), unless `adapter` is a checkpoint.
+    checkpoint to RUN/merged-step-70. The model has the base's dtype, or float32 if 16 bits would lose the update.
+    `unmerged`: write the adapter of a checkpoint alone. `card`: more fields for write_card(), unless `adapter` is a
+    checkpoint.
 
     Raises ConfigError if the adapter cannot be used, StorageError if `out` exists or cannot be written, or if weights
     do not fit or are not finite.

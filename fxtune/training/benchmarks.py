@@ -88,9 +88,8 @@ class Benchmarks:
         return world.from_main(measured, "waiting for the benchmarks")
 
     def ask(self, url: str, output: Path, name: str) -> dict[str, float]:
-        """Measure the models that a vLLM server at `url` serves: the adapter or the model of the folder `output`, or
-        of the name `name` (its folder may have another path there), and the base beside an adapter. Returns their
-        figures. Raises ConfigError if the server does not answer or does not serve `output`."""
+        """The figures of the models that a vLLM server at `url` serves: the adapter or model of the folder `output` or
+        else of this name, and the base beside an adapter. Raises ConfigError if the server does not serve `output`."""
         from lm_eval.models.huggingface import HFLM
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 

@@ -26,51 +26,51 @@ from fxtune.models.shards import names_in_files
 from fxtune.models.weights import readable_files
 from fxtune.system.files.hub import Origin
 
-PREFIX = "base_model.model."
+PREFIX, TOKENS = "base_model.model.", ".trainable_tokens_delta"
 UNKNOWN = {
-    "trainable_token_indices": "trained tokens",
     "lora_bias": "biases of adapters",
     "layer_replication": "repeated layers",
 }
 """{option of peft: its meaning}. The merge of an adapter with such an option is not computed again."""
 
 
-def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str, float | None]:
+def recompute(folder: Path, base: Origin, adapter: Origin, lora: Any, model: Any) -> tuple[int, str, dict[str, Any]]:
     """Compare the merged model in `folder` with the sums of its base and its adapter.
 
     `lora`: peft's options of the adapter. `model`: the merged model, for the names of its tensors. Returns the number
-    of tensors that were compared, words about the tensors that were not compared, and the share of the adapter's
-    update that survives rounding (rounding.py). Raises Mismatch for the first tensor that differs, and LostUpdateError
+    of tensors that were compared, words about the tensors that were not compared, and Survival.shares()
+    (rounding.py). Raises Mismatch for the first tensor that differs, and LostUpdateError
     if too little survives.
     """
     if lora.init_lora_weights in FACTORED:
-        return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base", None
+        return 0, f"the sums of base and adapter, because {lora.init_lora_weights} changes the base", {}
     if odd := [what for option, what in UNKNOWN.items() if getattr(lora, option, None)]:
-        return 0, f"the sums of base and adapter, because of {odd[0]}", None
+        return 0, f"the sums of base and adapter, because of {odd[0]}", {}
     survival = Survival()
     with ExitStack() as opened:
         merged, stored = (_Tensors(opened, readable_files(origin)) for origin in (Origin(folder, str(folder)), base))
         adapters = _Adapters(_Tensors(opened, [adapter.folder / WEIGHTS]), lora, model)
         in_base, tied, passed = names_in_files(model, stored.files), _tied(model), set(merged.files)
         for name, key in sorted(names_in_files(model, merged.files).items()):
-            source = next((in_base[spelled] for spelled in (name, tied.get(name)) if spelled in in_base), None)
+            found = next((spelled for spelled in (name, tied.get(name)) if spelled in in_base), name)
+            source = in_base.get(found)
             # Tensors of experts are recognized by their dimensions, because families name them differently.
             of_experts = bool(lora.target_parameters) and merged[key].dim() > 2
-            if of_experts or adapters.passes_over(name) or (source is None and not adapters.replacement(name)):
+            if of_experts or adapters.passes_over(found) or (source is None and not adapters.replacement(name)):
                 continue
             wanted, changed = adapters.applied(name, None if source is None else stored[source])
             _require_close(key, merged.files[key].name, merged[key], wanted, changed)
-            if changed and source is not None:
-                survival.add(stored[source], wanted, merged[key])
+            if changed and source is not None and not adapters.replacement(name):  # a copy loses nothing
+                survival.add(key, stored[source], wanted, merged[key])
             passed.discard(key)
         # Layers for multi-token prediction, and experts without adapters that the files store one by one.
         same = {key for key in passed & stored.files.keys() if torch.equal(bits(merged[key]), bits(stored[key]))}
         passed -= same
-    why = "which the base stores otherwise, or whose adapters are of no linear"
+    why = "which the base stores otherwise, or whose adapters are of no linear or of single tokens"
     return (
         len(merged.files) - len(passed),
         f"the sums of base and adapter in {len(passed)} tensors, {why}, such as {min(passed)}" if passed else "",
-        survival.share(),
+        survival.shares(),
     )
 
 
@@ -110,11 +110,13 @@ class _Adapters:
         """{module of the model whose weight is adapted: its name in the adapter's file}."""
         others = modules.difference(self.modules.values())
         self._others = {module.removesuffix(".base_layer").rpartition(".")[2] for module in others if parameters}
+        tokens = [name.removesuffix(TOKENS) for name in trained.files if name.endswith(TOKENS)]
+        self._others |= {module.removesuffix(".token_adapter").rpartition(".")[2] for module in tokens}
         if others and not parameters:
             raise Mismatch(f"{min(others)} has an adapter, and no tensor of the merged model is its weight")
 
     def passes_over(self, name: str) -> bool:
-        """Whether the tensor `name` is in a module whose adapter is on a parameter (experts) and not on a linear."""
+        """Whether the tensor `name` is in a module whose adapter is on a parameter (experts) or on single tokens."""
         return not self._others.isdisjoint(name.split("."))
 
     def replacement(self, name: str) -> str | None:

@@ -80,6 +80,8 @@ def write_card(folder: Path, kind: Decoder, card: dict[str, Any]) -> None:
         parts += _linear_attention_note({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
         if kind.images and not refusals:
             parts.append(_vllm_image_note(vllm.is_beside_language_model(tensors)))
+    elif hf_config.get("dtype") == "float32" and kind.writes:
+        parts.append("vLLM would round these weights to 16 bits: add `--dtype float32`.")
     if card.get("proof"):
         parts += ["## Proof", str(card["proof"])]
     # Figures of single classes are in the page of the run.
@@ -265,7 +267,7 @@ def _vllm_command(
     """The command that serves the model or adapter with vLLM from its folder."""
     length = f"--max-model-len {positions}"
     if not adapter:
-        return f"vllm serve . {length}"
+        return f"vllm serve . {length}" + " --dtype float32" * (config.get("dtype") == "float32")  # else 16 bits
     if refusals:
         return f"fxtune merge . ../merged\nvllm serve ../merged {length}"
     overrides = vllm.rope_overrides(config, positions)

@@ -43,7 +43,7 @@ def save_model(
     world: World | None = None,
     *,
     answer: Callable[[], Answer] | None = None,
-    check: Callable[[Path], tuple[int, str, float | None]] | None = None,
+    check: Callable[[Path], tuple[int, str, dict[str, Any]]] | None = None,
     question: EndingProbe | None = None,
     record: Callable[[Proof], None] | None = None,
     keeps: str = "",
@@ -64,7 +64,7 @@ def save_model(
     folder. `world`: the ranks that hold the model. All of them call this, and rank 0 writes. Raises StorageError, on
     all ranks, if the disk refuses the files or the files differ from the trained model. `keeps`: a sentence for this
     error, which says where the trained weights still are. `merged`: the folder of the adapter that `model` was merged
-    from.
+    from; LostUpdateError is raised as it is.
     """
     world, folder = world or World(torch.device("cpu")), Path(folder)
     staging, old = staging_folders(folder)
@@ -117,7 +117,7 @@ def save_model(
                 _restore(folder, old)
             shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, LostUpdateError):
-            raise StorageError(str(error)) from error
+            raise
         if isinstance(error, Mismatch):
             disk = "" if isinstance(error, LoadMismatch) else "the disk, and "
             raise StorageError(

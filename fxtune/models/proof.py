@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fxtune.errors import StorageError, shortened
 from fxtune.system.files.atomic_files import FileDigest, digest, find_damage, read_json
@@ -36,6 +37,8 @@ class Proof:
     """For a merged model: how many tensors equal the base's plus scaling * B A, computed again from the files."""
     survives: float | None = None
     """For a merged model: the share of the adapter's update that is left after rounding (export/rounding.py)."""
+    weakest: str = ""
+    """The weight with the least such share, and the share."""
     asked: int | None = None
     """The limit of tokens for the plain model's answer to one question of the data; None: no question was asked."""
     ended_after: int | None = None
@@ -44,14 +47,14 @@ class Proof:
     """What was not compared, and why."""
     seconds: float = 0.0
 
-    def with_check(self, check: Callable[[], tuple[int, str, float | None]]) -> Proof:
+    def with_check(self, check: Callable[[], tuple[int, str, dict[str, Any]]]) -> Proof:
         """This proof with the result of one more check: how many tensors it computed again, what it left out, and
-        the share of the update that survives."""
+        the fields of Survival.shares() (export/rounding.py)."""
         begin = time.perf_counter()
-        count, left_out, survives = check()
+        count, left_out, shares = check()
         seconds = self.seconds + time.perf_counter() - begin
         left_out = "; ".join(filter(None, [self.left_out, left_out]))
-        return replace(self, recomputed=count, survives=survives, left_out=left_out, seconds=seconds)
+        return replace(self, recomputed=count, left_out=left_out, seconds=seconds, **shares)
 
     def figures(self) -> dict[str, float]:
         """The figures of this proof as metrics of the run, by name."""
@@ -66,7 +69,8 @@ class Proof:
         if self.recomputed is not None:
             parts.append(f"{self.recomputed} of them are the base's plus scaling * B A, computed again")
         if self.survives is not None:
-            parts.append(f"{self.survives:.1%} of the adapter's update survive the rounding")
+            least = f" (least in {self.weakest})" * bool(self.weakest)
+            parts.append(f"{self.survives:.1%} of the adapter's update survive the rounding{least}")
         if self.kl is not None:
             parts.append(
                 f"loaded with the plain libraries it gives the same logits (mean KL {self.kl:.1e} nats a token, "

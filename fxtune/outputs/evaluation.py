@@ -113,7 +113,8 @@ def _base_scores(config: Config) -> Scores:
 def _ask_server(config: Config, output: RunOutput, url: str) -> Evaluation:
     if (benchmarks := Benchmarks.open(config, World(torch.device("cpu")))) is None:
         raise ConfigError("--url is for benchmarks: name some with --tasks.")
-    return Evaluation(f"{output.folder} at {url}", benchmarks.ask(url, output.folder), [], [], None, "", 0)
+    name = (output.run or output.folder).resolve().name
+    return Evaluation(f"{output.folder} at {url}", benchmarks.ask(url, output.folder, name), [], [], None, "", 0)
 
 
 def evaluate(

@@ -20,17 +20,20 @@ from fxtune.checkpoint.run_folder import RUNS
 from fxtune.config.root import Config
 from fxtune.errors import ConfigError, StorageError, first_line
 from fxtune.export.merged_weights import recompute
+from fxtune.export.rounding import LostUpdateError
 from fxtune.export.save import save_model, staging_folders
+from fxtune.facts.options import DType
 from fxtune.models import weights
 from fxtune.models.probe import Answer
 from fxtune.models.shards import names_in_files
 from fxtune.models.structure import base_dtype
-from fxtune.outputs.adapter import open_adapter
+from fxtune.outputs.adapter import OpenedAdapter, open_adapter
 from fxtune.outputs.checkpoint_model import exported_model, run_of
 from fxtune.outputs.run_output import OutputKind, RunOutput, find_folder, find_output, is_run, unknown
 from fxtune.system.files.atomic_files import DTYPES
 from fxtune.system.files.hub import Origin
 from fxtune.system.process.oom import out_of_memory_reason
+from fxtune.system.terminal import console
 
 MIB = 2**20
 
@@ -57,8 +60,9 @@ def merge(
 ) -> Path:
     """Merge an adapter into the base that it names, write the model into `out`, and return `out`. `adapter`: a run, a
     checkpoint, a folder or a hub id. Without `out`, the model goes to `merged` beside the adapter, and for a
-    checkpoint to RUN/merged-step-70. `unmerged`: write the adapter of a checkpoint alone. `card`: more fields for
-    write_card(), unless `adapter` is a checkpoint.
+    checkpoint to RUN/merged-step-70. The model has the base's dtype, or float32 if 16 bits would lose the update.
+    `unmerged`: write the adapter of a checkpoint alone. `card`: more fields for write_card(), unless `adapter` is a
+    checkpoint.
 
     Raises ConfigError if the adapter cannot be used, StorageError if `out` exists or cannot be written, or if weights
     do not fit or are not finite.
@@ -101,18 +105,30 @@ def _merge_checkpoint(checkpoint: Path, out: Path | str | None, unmerged: bool, 
 
 
 def _merge(name: str, out: Path, card: dict[str, Any], trust_remote_code: bool) -> Path:
-    place = require_writable(out)
+    require_writable(out)
     opened = open_adapter(name, "merged", trust_remote_code)
+    try:
+        return _write_merged(opened, out, card)
+    except LostUpdateError as error:
+        console.say(
+            f"In {opened.model.dtype.value} {error}. So the merged model is in float32 (vllm serve --dtype float32). "
+            "To keep 16 bits, serve the adapter beside its base: fxtune export RUN --to vllm"
+        )
+    return _write_merged(replace(opened, model=replace(opened.model, dtype=DType.float32)), out, card)
+
+
+def _write_merged(opened: OpenedAdapter, out: Path, card: dict[str, Any]) -> Path:
+    name, place = opened.name, require_writable(out)
     base = opened.build_base(torch.device("cpu"))
     require_space(sum(weight.numel() * weight.itemsize for weight in base.module.parameters()), out, place)
     base_name, dtypes = base.module.name_or_path, _dtypes(base.module, opened.base)
     adapted = opened.adapt(base.module)
     answer = Answer.of(adapted)
-    merged = _merge_into_base(adapted, opened.name)
-    for name, tensor in merged.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(dtypes[name])
+    merged = _merge_into_base(adapted, name)
+    for key, tensor in merged.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtypes[key])
     if not weights.all_finite(merged):
-        first = next(name for name, weight in merged.named_parameters() if not weight.isfinite().all())
+        first = next(key for key, weight in merged.named_parameters() if not weight.isfinite().all())
         raise StorageError(
             f"adapter {name}: added to its base it makes NaN or infinite {opened.model.dtype.value} numbers, first in "
             f"{first}. Nothing was written. Use another copy of the adapter, or an earlier checkpoint of it."

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import io
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ import torch
 from fxtune.checkpoint.run_folder import write_json
 from fxtune.config.root import Config, EvalConfig
 from fxtune.distributed.world import World
-from fxtune.errors import ConfigError, StorageError, did_you_mean, first_line
+from fxtune.errors import ConfigError, HardwareError, StorageError, did_you_mean, first_line
 from fxtune.models.structure import without_dropout
 from fxtune.reports.held_out import BENCHMARKS
 from fxtune.system.files.atomic_files import read_json
@@ -86,28 +87,35 @@ class Benchmarks:
 
         return world.from_main(measured, "waiting for the benchmarks")
 
-    def ask(self, url: str, output: Path) -> dict[str, float]:
-        """Measure the models that a vLLM server at `url` serves: the adapter or the model of the folder `output`, and
-        the base beside an adapter. Returns their figures. Raises ConfigError if the server does not answer or does not
-        serve `output`."""
+    def ask(self, url: str, output: Path, name: str) -> dict[str, float]:
+        """The figures of the models that a vLLM server at `url` serves: the adapter or model of the folder `output` or
+        else of this name, and the base beside an adapter. Raises ConfigError if the server does not serve `output`."""
+        from lm_eval.models.huggingface import HFLM
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+        class Served(LocalCompletionsAPI):
+            def tok_encode(self, text: Any, add_special_tokens: bool | None = None, **options: Any) -> list[Any]:
+                """As HFLM does it: the tokenizer adds its BOS token to a text without one. Also takes many texts."""
+                if isinstance(text, str):
+                    return list(HFLM.tok_encode(self, text, add_special_tokens, **options))
+                return [self.tok_encode(each) for each in text]
+
         try:
-            cards = list(Client(url, seconds=60.0).call("/v1/models")["data"])
-            base = next(card for card in cards if not card.get("parent"))
-            served = next((card for card in cards if Path(card["root"]).resolve() == output.resolve()), None)
-        except (ServerError, LookupError, TypeError, AttributeError, StopIteration) as error:
-            raise ConfigError(
-                f"--url {url}: there is no vLLM server ({error}). Start one: vllm serve MODEL."
-            ) from error
+            cards = Client(url, seconds=60.0).served()
+        except ServerError as error:
+            raise ConfigError(f"--url {url}: no vLLM server ({error}). Start one: vllm serve MODEL.") from error
+        base = next((card for card in cards if not card.get("parent")), cards[0])
+        served = next((card for card in cards if Path(card.get("root") or "/").resolve() == output.resolve()), None)
+        served = served or next((card for card in cards if card["id"] == name), None)
         if served is None:
-            names = ", ".join(f"{card['id']} ({card.get('root')})" for card in cards)
+            names, adapter = (", ".join(f"{card['id']} ({card.get('root')})" for card in cards), output.absolute())
             raise ConfigError(
-                f"--url {url}: it serves {names}, and not {output}. Start it with the model, or with the adapter: "
-                f"vllm serve BASE --enable-lora --lora-modules tuned={output.absolute()}"
+                f"--url {url}: it serves {names}, and neither {output} nor the name {name}. Start it with the model, "
+                f"or with the adapter: vllm serve BASE --enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}"
             )
         made = partial(
-            LocalCompletionsAPI,
+            Served,
+            add_bos_token=None,
             base_url=f"{url.rstrip('/')}/v1/completions",
             max_length=base.get("max_model_len"),
             tokenizer=str(output),
@@ -128,8 +136,8 @@ class Benchmarks:
             with phase(f"Measuring benchmarks, {side}"), contextlib.redirect_stderr(io.StringIO()):
                 found = lm_eval.evaluate(made(), self.tasks, bootstrap_iters=0, **options)
         except Exception as error:  # a task's file may run any code, and a server may fail in any way
-            if out_of_memory_reason(error):
-                raise
+            if reason := out_of_memory_reason(error):  # an error that all ranks get from rank 0
+                raise HardwareError(f"eval.tasks: {reason}. Lower train.micro_batch_size, lm-eval's batch.") from error
             raise ConfigError(
                 f"eval.tasks: lm-eval cannot measure {', '.join(self.config.tasks)}: {first_line(error)}. Take a task "
                 "out, or mend its file."

@@ -498,6 +498,13 @@ class Trainer:
             figures = measure()
         self.log.log(figures)
 
+    def _try_to_measure(self, measure: Callable[[], dict[str, float]], part: str, change: str) -> None:
+        """As _measure(). An error, which all ranks get, becomes a line with `change`, so that the run is not lost."""
+        try:
+            self._measure(measure, part)
+        except (ConfigError, HardwareError, StorageError) as error:
+            self.screen.note(f"Not measured: {error} {change}")
+
     def _answer(self, when: str = "") -> dict[str, float]:
         """Answer the questions. `when`: see AnswerEvaluation.ask()."""
         assert self.questions is not None
@@ -519,14 +526,12 @@ class Trainer:
             step, measured = self.run_state.load_best()
         self.run_state.use_averages()
         if self.general:
-            try:
-                self._measure(self.general.moved, "general")
-            except RowsExhausted as error:  # on all ranks; the trained weights are still exported
-                self.screen.note(f"What was forgotten was not measured: {error} data.general=[] leaves it out.")
+            self._try_to_measure(self.general.moved, "general", "data.general=[] measures no general text.")
         if self.questions:
             self._measure(partial(self._answer, "after"))
         if self.benchmarks:
-            self._measure(partial(self._score, self.benchmarks, "tuned"))
+            later = f"Then: fxtune eval {self.folder.path}"
+            self._try_to_measure(partial(self._score, self.benchmarks, "tuned"), "questions", later)
         figures = {**state.figures, "train/peak_lr": self.peak_rate}
         note = weights_note(step, state, self.config.train.stop.metric)
         if note:

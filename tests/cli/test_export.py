@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.architectures import lora, prepared_model
+import torch
+from support.architectures import lora, on_disk, prepared_model
 from support.cases import slow_but
 from support.llama_cpp import fake_llama_cpp
 
@@ -87,6 +88,20 @@ def test_vllm_gets_the_merged_model_in_place_of_an_adapter_that_it_does_not_take
     assert command(out)[2] == "served"
     assert AutoModelForCausalLM.from_pretrained("served").config.model_type == "llama"
     assert command(export(capsys, "mine", "--to", "vllm", "--merged"))[2] == "runs/mine/merged"
+
+
+def test_vllm_keeps_the_32_bits_of_a_merge_that_needs_them(tmp_path, monkeypatch, capsys):
+    """A base in bfloat16, and an adapter whose update it cannot store."""
+    monkeypatch.chdir(tmp_path)
+    base = ModelConfig(path=str(on_disk(tmp_path / "half", dtype=torch.bfloat16)), dtype=DType.bfloat16)
+    for name, size in (("weak", 1e-6), ("strong", 1e-1)):
+        prepared = prepared_model(lora(), base, dtype="bfloat16")
+        for key, parameter in prepared.module.named_parameters():
+            if "lora_B" in key:
+                parameter.data.fill_(size)
+        save_model(prepared, load_tokenizer(base), tmp_path / name)
+        words = command(export(capsys, name, "--to", "vllm", "--merged", f"{name}-merged"))
+        assert ("--dtype" in words) == (name == "weak")
 
 
 REFUSED = {

@@ -6,16 +6,21 @@ import contextlib
 import io
 import json
 import math
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support import lm_eval_standin
 from support.harness import user_environment
 from support.lm_eval_standin import real_lm_eval, write_task
 from support.runs import same_export
 from support.vllm_server import vllm_server
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from fxtune.cli import evaluate, report
 from fxtune.cli.main import main
@@ -82,6 +87,27 @@ def test_a_run_shows_base_and_tuned_and_learns_the_same(benched, cwd, capsys):
     benched.eval.tasks, benched.run.dir = tasks, "run"
     alone = evaluate.run(benched)
     assert alone["benchmarks/lamps/acc/tuned"] == result["benchmarks/lamps/acc/base"], "no adapter: the base itself"
+
+
+@pytest.mark.parametrize("failure", [ValueError("no such thing"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_late_failure_of_lm_eval_keeps_the_run(benched, cwd, capsys, monkeypatch, failure):
+    benched.tracking.display = DisplayKind.plain
+    evaluate_task, calls = sys.modules["lm_eval"].evaluate, []
+
+    def fails_at_the_end(*given, **options):
+        calls.append(given)
+        if len(calls) == 2:
+            raise failure
+        return evaluate_task(*given, **options)
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "evaluate", fails_at_the_end)
+    result = trainer.run(benched)
+    assert len(calls) == 2
+    assert str(failure) in capsys.readouterr().out
+    assert "benchmarks/lamps/acc/tuned" not in result
+    assert result == json.loads((cwd / "run" / "result.json").read_text())
+    assert (cwd / "run" / "adapter" / "adapter_model.safetensors").exists()
+    assert "benchmarks/lamps/acc/gain" in evaluate.of_output("run", trust_remote_code=True)
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -164,8 +190,15 @@ with model.disable_adapter():
 
 @pytest.mark.slow
 def test_the_real_lm_eval_says_the_same_of_the_exported_adapter(small, cwd, tmp_path):
-    """Values and standard errors are lm-eval's own, also by a server, and a group's gain has an interval."""
+    """Values and standard errors are lm-eval's own, also by a server, and a group's gain has an interval. The
+    tokenizer adds a BOS token, as many do."""
     python = real_lm_eval()
+    base = shutil.copytree(TINY, tmp_path / "with_bos")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.bos_token = "<|endoftext|>"
+    bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.save_pretrained(base)
     for name, first in (("lamps", 0), ("others", 3)):
         write_task(cwd / "tasks", name, ROWS[first:])
     group = {"group": "all", "task": ["lamps", "others"], "aggregate_metric_list": [{"metric": "acc"}]}
@@ -173,7 +206,7 @@ def test_the_real_lm_eval_says_the_same_of_the_exported_adapter(small, cwd, tmp_
     rows = [{"prompt": question, "completion": COLORS[number % 3]} for number, (question, *_) in enumerate(ROWS)]
     (cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [
-        f"model.path={TINY}",
+        f"model.path={base}",
         "model.dtype=float32",
         "data.sources=[{path: rows.jsonl}]",
         "data.sequence_length=64",
@@ -187,7 +220,7 @@ def test_the_real_lm_eval_says_the_same_of_the_exported_adapter(small, cwd, tmp_
     assert "WARNING" not in done.stdout + done.stderr
     assert "it/s" not in done.stderr, "lm-eval draws no bar"
     result = json.loads((cwd / "run" / "result.json").read_text())
-    asked = [str(python), "-c", REAL, str(TINY), "run/adapter", "tasks"]
+    asked = [str(python), "-c", REAL, str(base), "run/adapter", "tasks"]
     told = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
     for side, wanted in zip(("base", "tuned"), json.loads(told.stdout.splitlines()[-1]), strict=True):
         for task in ("all", "lamps", "others"):
@@ -198,16 +231,25 @@ def test_the_real_lm_eval_says_the_same_of_the_exported_adapter(small, cwd, tmp_
     assert result["benchmarks/all/acc/documents"] == 12 + 9
     assert result["benchmarks/all/acc/gain_error"] > 0
 
-    with vllm_server(TINY) as server:
-        server.load("tuned", str(cwd / "run" / "adapter"))
-        asked = [*fxtune, "eval", "run", "--tasks", "all", "eval.task_folder=tasks", "--url", server.url]
-        done = subprocess.run([*asked, "--json", "by_server.json"], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    served = json.loads((cwd / "by_server.json").read_text())["figures"]
-    for name, value in result.items():
-        if name.startswith("benchmarks/"):
-            assert served[name] == pytest.approx(value), name
-    with vllm_server(TINY) as server:
+    shutil.copytree("run/adapter", tmp_path / "on another machine")
+    for served, folder in (("tuned", cwd / "run" / "adapter"), ("run", tmp_path / "on another machine")):
+        with vllm_server(base) as server:
+            server.load(served, str(folder))
+            asked = [*fxtune, "eval", "run", "--tasks", "all", "eval.task_folder=tasks", "--url", server.url]
+            told = [*asked, "--json", f"{served}.json"]
+            done = subprocess.run(told, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+        figures = json.loads((cwd / f"{served}.json").read_text())["figures"]
+        for name, value in result.items():
+            if name.startswith("benchmarks/"):
+                assert figures[name] == pytest.approx(value), name
+        prompts = [each["prompt"] for each in server.asked if "prompt" in each]
+        ids = [part for prompt in prompts for part in (prompt if isinstance(prompt[0], list) else [prompt])]
+        assert ids
+        assert all(part[0] == bos[1] != part[1] for part in ids), "one BOS token"
+    Path("run").rename("my run")
+    asked[asked.index("run")] = "my run"
+    with vllm_server(base) as server:
         done = subprocess.run([*asked[:-1], server.url], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "run/adapter" in done.stderr, "the server has no adapter"
+    assert f"'my run={cwd}/my run/adapter'" in " ".join(done.stderr.split()), "the server has no adapter"

@@ -105,7 +105,7 @@ def test_a_run_whose_measurement_finds_no_memory_still_exports(holds_out, said, 
 
     monkeypatch.setattr(Distillation, "loss", scarce)
     trainer.run(holds_out)
-    assert any("What was forgotten was not measured" in line and "data.general=[]" in line for line in said)
+    assert any("Not measured" in line and "data.general=[]" in line for line in said)
     assert Path("run/adapter/adapter_model.safetensors").exists()
     assert "general/loss" not in measured()
 

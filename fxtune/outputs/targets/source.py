@@ -14,6 +14,7 @@ from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
 from fxtune.errors import ConfigError
 from fxtune.export.tokenizer import write_tokenizer
+from fxtune.facts.options import DType
 from fxtune.models import load as models
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.known import kind_of
@@ -118,4 +119,6 @@ class Source:
         """The folder of the whole model: where it is already, or `folder`, into which the adapter is merged."""
         if self.output and self.output.kind is OutputKind.model:
             return self.output.folder
-        return merge(self.name, folder, trust_remote_code=self.trust_remote_code)
+        merged = merge(self.name, folder, trust_remote_code=self.trust_remote_code)
+        self.dtype = DType(read_json(merged / "config.json").get("dtype", self.dtype))
+        return merged

@@ -84,8 +84,8 @@ class VllmTarget(Target):
         if url:
             client = Client(url, SECONDS)
             try:
-                served = [str(model["id"]) for model in client.call("/v1/models")["data"]]
-            except (ServerError, LookupError, TypeError) as error:
+                served = [str(model["id"]) for model in client.served()]
+            except ServerError as error:
                 raise Unproven(f"vLLM is not reachable ({error})") from error
             if name not in served:
                 raise Unproven(f"{url} serves {', '.join(served)}, and no {name}: start it by the command below")

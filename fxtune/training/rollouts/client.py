@@ -75,8 +75,13 @@ class Client:
     @property
     def model(self) -> str:
         """The name of the server's base model. Raises ServerError."""
+        return str(self.served()[0]["id"])
+
+    def served(self) -> list[dict[str, Any]]:
+        """What /v1/models says of the base model (first) and of each adapter: `id`, ... Raises ServerError."""
         try:
-            return str(self.call("/v1/models")["data"][0]["id"])
+            found = [{"id": each["id"], **each} for each in self.call("/v1/models")["data"]]
+            return [found[0], *found[1:]]
         except (LookupError, TypeError) as error:
             raise ServerError(self.url, 0, f"/v1/models lacks {error}") from error
 
@@ -85,7 +90,7 @@ class Client:
         texts of less than `needed` tokens. `key`: the key that names the server. `start`: how to start it."""
         where = f"{key}={self.url}"
         try:
-            longest, alike = self.call("/v1/models")["data"][0].get("max_model_len"), self.tokenizes_as(tokenizer)
+            longest, alike = self.served()[0].get("max_model_len"), self.tokenizes_as(tokenizer)
             for call in calls:
                 self.call(call)
         except (ServerError, LookupError, TypeError, AttributeError) as error:

@@ -84,9 +84,9 @@ def test_vllm_gets_the_merged_model_in_place_of_an_adapter_that_it_does_not_take
 
     out = export(capsys, "dora", "--to", "vllm", "served")
     assert "vLLM serves no DoRA: it gets the merged model." in out
-    assert command(out)[2] == "served"
+    assert command(out)[2] == str(Path("served").resolve())
     assert AutoModelForCausalLM.from_pretrained("served").config.model_type == "llama"
-    assert command(export(capsys, "mine", "--to", "vllm", "--merged"))[2] == "runs/mine/merged"
+    assert command(export(capsys, "mine", "--to", "vllm", "--merged"))[2] == str(run / "merged")
 
 
 REFUSED = {
@@ -114,7 +114,7 @@ def test_a_gguf_file_has_the_tokens_and_the_template_of_training_and_answers_as_
     tools = fake_llama_cpp(run.parent / "tools")
     out = llama(capsys, tools, "mine", "--to", "gguf")
     folder = run / "gguf"
-    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "mine-f16.gguf"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "export.json", "mine-f16.gguf"]
     reader = GGUFReader(str(folder / "mine-f16.gguf"))
     assert reader.get_field("tokenizer.ggml.pre").contents() == "gpt-2", "the first that gives the ids of training"
     assert reader.get_field("llama.context_length").contents() == 512

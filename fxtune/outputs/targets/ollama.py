@@ -36,9 +36,7 @@ class OllamaTarget(GgufTarget):
         if QUOTES in (self.source.data.system or ""):
             raise ConfigError(f"data.system holds {QUOTES}, which ends a text of a Modelfile. Use --to gguf.")
         if bad := [word for end in self.source.ends if '"' in (word := self.source.tokenizer.decode([end]))]:
-            raise ConfigError(
-                f"eos_token_id: the end token {bad[0]} has a quote, which ends a word of a Modelfile. Use --to gguf."
-            )
+            raise ConfigError(f"eos_token_id: the end token {bad[0]} has a quote, which ends its text. Use --to gguf.")
         super().check()
 
     def _write_files(self, staging: Path, scratch: Path) -> None:

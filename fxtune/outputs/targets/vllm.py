@@ -118,13 +118,8 @@ class VllmServer(Server):
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
         told = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        asked = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "repetition_penalty": 1.0,
-        }
+        told |= {"temperature": 0, "repetition_penalty": 1.0}
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
         choice = self.client.call("/v1/completions", asked | told)["choices"][0]
         likely = choice["logprobs"]["top_logprobs"][0].items()
         first = {int(token.rpartition(":")[2]): number(value) for token, value in likely}

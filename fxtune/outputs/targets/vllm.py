@@ -117,7 +117,7 @@ class VllmServer(Server):
         return list(self.client.call("/tokenize", {"model": self.model, **asked})["tokens"])
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
-        told = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        told: dict[str, Any] = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
         told |= {"temperature": 0, "repetition_penalty": 1.0}
         asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
         choice = self.client.call("/v1/completions", asked | told)["choices"][0]

@@ -6,8 +6,8 @@
     fxtune export quickstart --to model FOLDER       # a folder for transformers: the same as fxtune merge
     fxtune export quickstart/step-87 --to vllm       # any checkpoint
 
-RUN is a run's folder or name, a checkpoint, the folder of an adapter or a model, or an adapter's hub id. Nothing is
-written over. Before weights are read, the command says what the target cannot serve.
+RUN is a run's folder or name, a checkpoint, the folder of an adapter or a model, or an adapter's hub id. No model is
+written over: the same command again only asks the server. What a target cannot serve is said at once.
 
 vLLM gets an adapter beside its base if it computes such an adapter as it was trained (`--merged`: always the merged
 model). llama.cpp converts and quantises: name its folder by --llama-cpp or LLAMA_CPP. Then the server itself answers
@@ -44,4 +44,4 @@ def run(run: str, folder: str | None = None, *, to: str = "", trust_remote_code:
         say(f"Serve it: {done.command}")
     if done.problems:
         found = "; ".join(done.problems)
-        raise CheckError(f"The export does not answer as trained: {found}. It stays in {done.folder}.")
+        raise CheckError(f"The export is not proven to answer as trained: {found}. It stays in {done.folder}.")

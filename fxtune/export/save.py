@@ -100,7 +100,7 @@ def save_model(
         }
         full_card = {"title": folder.name, **origin, **(card or {}), "proof": proof.sentence()}
         write_card(staging, kind_of(model.module.config), full_card)
-        write_proof(staging, proof)
+        write_proof(staging, proof, merged)
         _make_readable(staging)
         replace_folder(staging, folder, old)
 

@@ -29,6 +29,7 @@ REFUSED = {
 }
 """{option of an adapter that vLLM refuses or does not read: its meaning}. An option counts if it is set."""
 EMBEDDINGS = ("embed_tokens", "lm_head")
+ENDS_IN = "models whose class lists them as embedding_modules"
 
 
 def max_rank(r: int) -> int | None:
@@ -42,9 +43,9 @@ def is_beside_language_model(tensors: Iterable[str]) -> bool:
     return any(part in name for name in tensors for part in parts)
 
 
-def refusals(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+def refusals(options: Mapping[str, Any], tensors: Iterable[str], ends_in: str = ENDS_IN) -> list[str]:
     """The reasons why vLLM cannot serve an adapter. `options`: the content of adapter_config.json. `tensors`: the
-    names of the adapter's tensors."""
+    names of the adapter's tensors. `ends_in`: the models whose embeddings may have adapters."""
     found = [f"no {what}" for option, what in REFUSED.items() if options.get(option)]
     if options.get("bias", "none") != "none":
         found.append("no trained biases")
@@ -56,16 +57,16 @@ def refusals(options: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     if any("experts" in module.split(".") for module in adapted):
         found.append("no adapters of experts in peft's layout")
     if ends := sorted({module.rpartition(".")[2] for module in adapted} & {*EMBEDDINGS}):
-        found.append(f"adapters of {' and '.join(ends)} only in models whose class lists them as embedding_modules")
+        found.append(f"adapters of {' and '.join(ends)} only in {ends_in}")
     return found
 
 
-def refusals_of(folder: Path) -> list[str]:
-    """refusals() of the adapter in `folder`."""
+def refusals_of(folder: Path, ends_in: str = ENDS_IN, **served: Any) -> list[str]:
+    """refusals() of the adapter in `folder`. `served`: values in place of options that a server computes."""
     from safetensors import safe_open
 
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return refusals(read_json(folder / "adapter_config.json"), list(file.keys()))
+        return refusals(read_json(folder / "adapter_config.json") | served, list(file.keys()), ends_in)
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

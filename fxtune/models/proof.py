@@ -20,6 +20,8 @@ from fxtune.system.files.hub import Origin
 
 PROOF = "proof.json"
 UNPROVEN = {PROOF, "README.md"}
+MADE_FROM = "made_from"
+"""In proof.json of a merged model: proof_digest() of its adapter."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,18 @@ class Proof:
         return f"its answer to a question of the data ended by itself, after {self.ended_after} tokens"
 
 
-def write_proof(folder: Path, proof: Proof) -> None:
-    """Write proof.json: the figures, and the sha256 of each file except the model card. Users may edit the model
-    card."""
+def write_proof(folder: Path, proof: Proof, made_from: Path | None = None) -> None:
+    """Write proof.json: the figures, and the sha256 of each file except the model card, which users may edit.
+    `made_from`: the folder of the export whose weights these are."""
     files = {name: asdict(digest(folder / name)) for name in files_of(folder)}
-    text = json.dumps({"proof": asdict(proof), "files": files}, indent=2)
+    made = {MADE_FROM: proof_digest(made_from)} if made_from else {}
+    text = json.dumps({"proof": asdict(proof), "files": files, **made}, indent=2)
     (folder / PROOF).write_text(text + "\n")
+
+
+def proof_digest(folder: Path) -> str | None:
+    """The sha256 of the proof.json in `folder`, which no other export has; None without the file."""
+    return digest(folder / PROOF).sha256 if (folder / PROOF).is_file() else None
 
 
 def changed_since(folder: Path) -> tuple[Proof, list[str]]:

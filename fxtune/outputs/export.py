@@ -2,7 +2,7 @@
 
 outputs/targets has a file for each target. A target first says what it cannot serve, before weights are read; then it
 writes its files and names the command that serves them. prove() asks the server itself (targets/served.py) and writes
-the figures to exports.json of the run, for the report, and into the model card. result.json stays as training left it.
+the figures to exports.json of the run, for the report, and into the card of GGUF files.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxtune.checkpoint.folder import step_of
-from fxtune.distributed.files import write_json
-from fxtune.errors import ConfigError, HardwareError, did_you_mean
+from fxtune.distributed.files import as_json
+from fxtune.errors import ConfigError, HardwareError, did_you_mean, not_written
 from fxtune.outputs.checkpoint_model import run_of
 from fxtune.outputs.merge import find, merge
 from fxtune.outputs.run_output import ADAPTER_FILE, OutputKind
@@ -21,7 +21,8 @@ from fxtune.outputs.targets.served import Plain, Unproven, compare, problems
 from fxtune.outputs.targets.source import Source
 from fxtune.outputs.targets.target import Exported, ExportOptions, Target
 from fxtune.outputs.targets.vllm import VllmTarget
-from fxtune.reports.exports import COLUMNS, EXPORTS, export_rows, read_exports
+from fxtune.reports.exports import COLUMNS, EXPORTS, Exports, export_rows, read_exports
+from fxtune.system.files.atomic_files import replace_text
 from fxtune.training.rollouts.client import ServerError
 
 TARGETS: dict[str, type[Target]] = {"vllm": VllmTarget, "gguf": GgufTarget, "ollama": OllamaTarget}
@@ -29,7 +30,6 @@ READS = {"model": {"unmerged", "card"}, **{name: target.reads for name, target i
 """{target: the options that it reads}. `model`: a folder for transformers and peft."""
 EXACT = {*CONVERTED, "adapter", "merged model"}
 """Types of files whose weights have at least 16 bits."""
-SERVED = "## Served"
 
 
 def export(
@@ -60,46 +60,46 @@ def export(
     source = Source(name, trust_remote_code)
     source.require_writes(to)
     target = TARGETS[to](source, options, Path(folder) if folder is not None else None)
+    earlier = read_exports(source.run) if source.run is not None else {}
     target.check()
     done = target.write()
     done.notes = target.notes
     prove(source, target, done)
-    if source.run is not None:
-        proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
-        write_json(source.run / EXPORTS, read_exports(source.run) | proofs)
-    if source.run is not None or to != "vllm":  # vLLM serves others' folders where they are
-        _add_to_card(done)
+    _record(source, to, done, earlier)
     return done
 
 
 def prove(source: Source, target: Target, done: Exported) -> None:
-    """Set the proofs and the problems of `done`. Raises HardwareError if the server fails."""
+    """Set the proofs and the problems of `done`."""
     plain = None
     for kind, file in done.files.items():
         try:
             if not source.questions:
-                raise Unproven("there are no questions: it belongs to no run, or the model reads images")
-            with target.serving(file) as server:
-                plain = plain or Plain.of(source)
+                raise Unproven(source.unasked)
+            serving = target.serving(file)
+            plain = plain or Plain.of(source)  # before the server takes the memory
+            with serving as server:
                 done.proofs[file.name] = figures = compare(source, plain, server)
-                done.problems += [f"{file.name}: {why}" for why in problems(figures, kind in EXACT)]
+            done.problems += [f"{file.name}: {why}" for why in problems(figures, kind in EXACT)]
         except Unproven as reason:
             done.proofs[file.name] = {"not_proven": str(reason)}
-        except ServerError as error:
-            raise HardwareError(f"{file}: the server failed while it was asked: {error}. The files stay.") from error
+        except (HardwareError, ServerError) as error:
+            done.proofs[file.name] = {"not_proven": f"the server failed: {error}"}
+            done.problems.append(f"{file.name}: the server failed")
 
 
-def _add_to_card(done: Exported) -> None:
-    """Write what was proven into the model card, in place of an earlier section."""
-    card = done.folder / "README.md"
-    if card.exists() and all("not_proven" in found for found in done.proofs.values()):
-        return
-    before = card.read_text(encoding="utf-8") if card.exists() else f"# {done.folder.name}\n\nExported with fxtune.\n"
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *export_rows(done.proofs)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    # Other machines have other folders.
-    command = "" if card.exists() else f"`{done.command.replace(f'{done.folder}/', '')}`\n\n"
-    section = f"{SERVED}\n\n{command}The server's answers beside plain transformers:\n\n{table}\n"
-    kept, _, after = before.partition(SERVED)
-    after = after[at:] if (at := after.find("\n## ")) >= 0 else ""
-    card.write_text(f"{kept.rstrip()}\n\n{section}{after}", encoding="utf-8")
+def _record(source: Source, to: str, done: Exported, earlier: Exports) -> None:
+    """Write what was proven into the run, and beside GGUF files as a model card. Raises StorageError."""
+    try:
+        if source.run is not None:
+            proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
+            replace_text(source.run / EXPORTS, as_json(earlier | proofs))
+        if to != "vllm":
+            rows = [COLUMNS, ["---"] * len(COLUMNS), *export_rows(done.proofs)]
+            table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            command = done.command.replace(f"{done.folder}/", "")  # other machines have other folders
+            title = f"# {done.folder.name}\n\nExported with fxtune.\n\n## Served\n\n`{command}`\n\n"
+            text = f"{title}The server's answers beside plain transformers:\n\n{table}\n"
+            replace_text(done.folder / "README.md", text)
+    except OSError as error:
+        raise not_written(f"The proof of {done.folder} cannot be written", error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fxtune.errors import StorageError
 from fxtune.system.files.atomic_files import read_json
 
 EXPORTS = "exports.json"
@@ -23,11 +24,11 @@ Exports = dict[str, dict[str, Any]]
 
 
 def read_exports(run: Path) -> Exports:
-    """The content of exports.json; empty without the file, or if it cannot be read."""
+    """The content of exports.json; empty without the file. Raises StorageError."""
     try:
         return read_json(run / EXPORTS) if (run / EXPORTS).exists() else {}
-    except ValueError:
-        return {}
+    except ValueError as error:
+        raise StorageError(f"{run / EXPORTS} cannot be read: {error}. Remove it, and export again.") from error
 
 
 def export_rows(exports: Exports) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shlex
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ import fxtune
 from fxtune.cli.main import main
 from fxtune.export.save import save_model
 from fxtune.models.load import DType, ModelConfig, load_tokenizer
+from fxtune.outputs.targets.served import problems
 
 ASSETS = Path(fxtune.__file__).parent / "assets"
 TINY = ModelConfig(path="builtin:tiny", dtype=DType.float32)
@@ -85,9 +87,9 @@ def test_vllm_gets_the_merged_model_in_place_of_an_adapter_that_it_does_not_take
 
     out = export(capsys, "dora", "--to", "vllm", "served")
     assert "vLLM serves no DoRA: it gets the merged model." in out
-    assert command(out)[2] == "served"
+    assert command(out)[2] == str(Path("served").resolve())
     assert AutoModelForCausalLM.from_pretrained("served").config.model_type == "llama"
-    assert command(export(capsys, "mine", "--to", "vllm", "--merged"))[2] == "runs/mine/merged"
+    assert command(export(capsys, "mine", "--to", "vllm", "--merged"))[2] == str(run / "merged")
 
 
 def test_vllm_keeps_the_32_bits_of_a_merge_that_needs_them(tmp_path, monkeypatch, capsys):
@@ -129,7 +131,7 @@ def test_a_gguf_file_has_the_tokens_and_the_template_of_training_and_answers_as_
     tools = fake_llama_cpp(run.parent / "tools")
     out = llama(capsys, tools, "mine", "--to", "gguf")
     folder = run / "gguf"
-    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "mine-f16.gguf"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "export.json", "mine-f16.gguf"]
     reader = GGUFReader(str(folder / "mine-f16.gguf"))
     assert reader.get_field("tokenizer.ggml.pre").contents() == "gpt-2", "the first that gives the ids of training"
     assert reader.get_field("llama.context_length").contents() == 512
@@ -150,6 +152,8 @@ FAULTS = {
     "other_prompt": "the server writes 100% of the prompts with other tokens than training",
     "endless": "100% of the answers do not end as in training",
     "babbles": "its first tokens differ from the trained model",
+    "nulls": "its first tokens differ from the trained model (KL nan nats)",
+    "dies": "mine-f16.gguf: the server failed",
 }
 
 
@@ -157,8 +161,10 @@ FAULTS = {
 def test_an_export_that_does_not_answer_as_trained_is_said(fault, run, capsys):
     tools = fake_llama_cpp(run.parent / "tools", fault)
     assert main(["export", "mine", "--to", "gguf", "--llama-cpp", str(tools)]) == 1
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert FAULTS[fault] in err
+    assert command(out)[0] == "llama-server"
+    assert (run / "exports.json").exists()
     assert "It stays in runs/mine/gguf" in err
     assert "Served" in (run / "gguf" / "README.md").read_text()
 
@@ -169,6 +175,99 @@ def test_without_a_server_nothing_counts_as_proven(run, capsys):
     assert "mine-f16.gguf: exported, not proven: there is no llama-server" in out
     assert "not_proven" in json.loads((run / "exports.json").read_text())["gguf/mine-f16.gguf"]
     assert "adapter: exported, not proven: vLLM is not reachable" in export(capsys, "mine", "--to", "vllm")
+
+
+@pytest.mark.slow
+def test_the_same_command_again_proves_what_was_written(run, capsys):
+    """And other files, or another adapter's, are not taken for it."""
+    missing = fake_llama_cpp(run.parent / "missing", "without llama-server")
+    llama(capsys, missing, "mine", "--to", "gguf")
+    written = (run / "gguf" / "mine-f16.gguf").stat().st_mtime_ns
+    tools = fake_llama_cpp(run.parent / "tools", "without convert_lora_to_gguf")
+    (tools / "convert_hf_to_gguf.py").write_text((missing / "convert_hf_to_gguf.py").read_text())
+    llama(capsys, tools, "mine", "--to", "gguf")
+    assert (run / "gguf" / "mine-f16.gguf").stat().st_mtime_ns == written
+    assert json.loads((run / "exports.json").read_text())["gguf/mine-f16.gguf"]["equal"] == 1
+    assert "gguf exists" in llama(capsys, tools, "mine", "--to", "gguf", "--quantize", "q8_0", code=6)
+    assert "gguf exists" in llama(capsys, tools, "dora", str(run / "gguf"), "--to", "gguf", code=6)
+
+
+def test_a_merged_or_copied_adapter_for_vllm_is_written_once(run, capsys):
+    for name, words in (("merged", ["--merged"]), ("copied", ["copied"])):
+        first = command(export(capsys, "mine", "--to", "vllm", *words))
+        file = next(place for place in (run / name, Path(name)) if place.is_dir()) / "proof.json"
+        written = file.stat().st_mtime_ns
+        assert command(export(capsys, "mine", "--to", "vllm", *words)) == first
+        assert file.stat().st_mtime_ns == written
+        assert "exists" in export(capsys, "dora", "--to", "vllm", str(file.parent), code=6)
+
+
+def test_the_merges_of_a_checkpoint_and_of_its_run_lie_apart(run, capsys):
+    shutil.copytree(run / "adapter", run / "exported-step-1")  # as `export mine/step-1` first writes it
+    for name, place in (("mine/exported-step-1", "merged-step-1"), ("mine", "merged")):
+        assert command(export(capsys, name, "--to", "vllm", "--merged"))[2] == str(run / place)
+    assert {"vllm/merged-step-1", "vllm/merged"} == json.loads((run / "exports.json").read_text()).keys()
+
+
+@pytest.mark.parametrize("rows", ['{"text": "Only a text."}\n', None])
+def test_data_without_questions_forbids_no_export(rows, run, capsys):
+    """Rows of plain text, or a file that has moved."""
+    if rows:
+        Path("rows.jsonl").write_text(rows)
+    (run / "config.yaml").write_text(
+        "run: {name: mine}\nmodel: {path: 'builtin:tiny'}\ndata: {sources: [{path: rows.jsonl}]}\n"
+    )
+    out = export(capsys, "mine", "--to", "vllm", "--merged")
+    assert "merged: exported, not proven: there are no questions" in out
+    assert command(out)
+
+
+def test_a_penalty_for_repetitions_is_said(run, capsys):
+    (run / "adapter" / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    assert "generation_config.json has repetition_penalty 1.3" in export(capsys, "mine", "--to", "vllm")
+
+
+def test_a_first_token_without_probabilities_is_no_proof():
+    assert problems({"kl": math.nan}, exact=True)
+    assert not problems({"kl": 0.0}, exact=True)
+
+
+def test_half_of_a_copy_does_not_stay(run, capsys, monkeypatch):
+    def full(source, target, **_):
+        Path(target).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert "copied cannot be written" in export(capsys, "mine", "copied", "--to", "vllm", code=6)
+    assert not [path for path in Path().iterdir() if "copied" in path.name]
+
+
+def test_an_unreadable_record_of_exports_is_not_replaced(run, capsys):
+    (run / "exports.json").write_text("{")
+    assert "exports.json cannot be read" in export(capsys, "mine", "--to", "vllm", code=6)
+
+
+def test_variables_of_the_chat_template_are_in_the_command(run, capsys):
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("{system", "{chat_template_kwargs: {enable_thinking: false}, system"))
+    tools = fake_llama_cpp(run.parent / "tools", "without llama-server")
+    words = command(llama(capsys, tools, "mine", "--to", "gguf"))
+    assert words[words.index("--chat-template-kwargs") + 1] == '{"enable_thinking": false}'
+
+
+def test_a_text_that_breaks_a_modelfile_is_refused(run, capsys):
+    config = run / "config.yaml"
+    before = config.read_text()
+    config.write_text(before.replace("Be brief.", '\'Be """ brief.\''))
+    tools = fake_llama_cpp(run.parent / "tools")
+    assert "data.system" in llama(capsys, tools, "mine", "--to", "ollama", code=2)
+    config.write_text(before)
+    for file in (run / "adapter").glob("*.json*"):
+        if file.name in ("tokenizer.json", "tokenizer_config.json"):
+            file.write_text(file.read_text().replace("<|im_end|>", r"<|im_\"end|>"))
+    (run / "adapter" / "proof.json").unlink()
+    assert "eos_token_id" in llama(capsys, tools, "mine", "--to", "ollama", code=2)
+    assert not (run / "ollama").exists()
 
 
 def test_an_adapter_stays_one_only_where_llama_cpp_scales_it_rightly(run, capsys):

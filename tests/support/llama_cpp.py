@@ -7,6 +7,7 @@ It knows Llama alone, and no tokenizer, as llama.cpp does not know builtin:tiny'
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -59,6 +60,8 @@ def fake_llama_cpp(folder: Path, *faults: str) -> Path:
     other_prompt   the server writes another text around messages
     endless        no answer ends
     babbles        the weights are others
+    nulls          log-probabilities are null, as JSON has NaN
+    dies           the server's process ends at its first answer
     without NAME   there is no tool of this name
     """
     for name in (*CONVERTERS, *TOOLS):
@@ -181,6 +184,7 @@ def server(argv: list[str], faults: tuple[str, ...]) -> None:
 
     def complete(given: dict[str, Any]) -> dict[str, Any]:
         ids, written, told = list(given["prompt"]), [], []
+        assert given["repeat_penalty"] == 1, "a default of the file would change answers"
         for _ in range(given["n_predict"]):
             logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
             known = logits.log_softmax(-1)
@@ -190,7 +194,10 @@ def server(argv: list[str], faults: tuple[str, ...]) -> None:
                 logits[end] = -1e9
             token = int(logits.argmax())
             top = known.topk(given["n_probs"])
-            likely = [{"id": int(at), "logprob": float(value)} for value, at in zip(*top, strict=True)]
+            likely = [
+                {"id": int(at), "logprob": None if "nulls" in faults else float(value)}
+                for value, at in zip(*top, strict=True)
+            ]
             told.append({"logprob": float(known[token]), "top_logprobs": likely})
             ids.append(token)
             written.append(token)
@@ -202,7 +209,8 @@ def server(argv: list[str], faults: tuple[str, ...]) -> None:
     def template(given: dict[str, Any]) -> dict[str, Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source, variables = found["tokenizer.chat_template"], given["chat_template_kwargs"]
+        told = dict(itertools.pairwise(argv))
+        source, variables = found["tokenizer.chat_template"], json.loads(told.get("--chat-template-kwargs", "{}"))
         ((text,), _) = render_jinja_template(
             [given["messages"]], chat_template=source, add_generation_prompt=True, **variables
         )
@@ -211,7 +219,7 @@ def server(argv: list[str], faults: tuple[str, ...]) -> None:
     calls = {
         "/apply-template": template,
         "/tokenize": lambda given: {"tokens": tokenizer.encode(given["content"]).ids},
-        "/completion": complete,
+        "/completion": (lambda given: os._exit(1)) if "dies" in faults else complete,
     }
 
     class Handler(BaseHTTPRequestHandler):

@@ -8,14 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fxtune.errors import ConfigError
-from fxtune.outputs.targets.served import TOP, Answer, Unproven, started
+from fxtune.outputs.targets.served import TOP, Answer, Unproven, number, started
 from fxtune.system.process.process_group import run_process, start_process
 from fxtune.training.rollouts.client import Client
 from fxtune.upstream import llama_cpp as driver
@@ -138,22 +138,21 @@ class LlamaServer:
 
     client: Client
 
-    def write_prompt(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        asked = {"messages": messages, "chat_template_kwargs": variables}
-        text = self.client.call("/apply-template", asked)["prompt"]
+    def write_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        text = self.client.call("/apply-template", {"messages": messages})["prompt"]
         return list(self.client.call("/tokenize", {"content": text, "add_special": True})["tokens"])
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
         found = self._complete(prompt, n_predict=max_tokens, n_probs=TOP)
         likely = found["completion_probabilities"][0]["top_logprobs"]
-        first = {int(token["id"]): float(token["logprob"]) for token in likely}
+        first = {int(token["id"]): number(token["logprob"]) for token in likely}
         return Answer(found["tokens"], found["stop_type"] == "eos", first)
 
     def rate(self, prompt: list[int], token: int) -> float | None:
         # The bias makes the server choose the token; the log-probability that it reports is without the bias.
         found = self._complete(prompt, n_predict=1, n_probs=1, logit_bias=[[token, 1e4]], cache_prompt=True)
-        return float(found["completion_probabilities"][0]["logprob"])
+        return number(found["completion_probabilities"][0]["logprob"])
 
     def _complete(self, prompt: list[int], **options: Any) -> Any:
-        plain = {"temperature": 0, "return_tokens": True, "cache_prompt": False}
+        plain = {"temperature": 0, "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": False}
         return self.client.call("/completion", {"prompt": prompt, **plain, **options})

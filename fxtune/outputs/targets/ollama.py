@@ -8,17 +8,22 @@ changes answers: it is switched off. Ollama takes no adapters that are not merge
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import ClassVar
 
-from fxtune.outputs.targets.gguf import GgufTarget
+from fxtune.errors import ConfigError
+from fxtune.outputs.targets.gguf import IMAGES, GgufTarget
 from fxtune.outputs.targets.source import Source
 
 CONTENTS = (" one ", " two ", " three ", " four ")
 """Contents of messages. A template that removes the spaces is not exact without Jinja."""
+QUOTES = '"""'
 TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling options of a generation config that Ollama takes."""
+SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+"""The values of transformers for sampling options that a generation config lacks. Ollama has others."""
 OPTIONS = {"repetition_penalty": "repeat_penalty"}
 """Ollama's names for sampling options, where they differ."""
 
@@ -27,22 +32,30 @@ class OllamaTarget(GgufTarget):
     name: ClassVar[str] = "ollama"
     reads: ClassVar[set[str]] = {"quantize", "llama_cpp"}
 
-    def _write_files(self, staging: Path, scratch: Path) -> dict[str, str]:
-        names = super()._write_files(staging, scratch)
-        (staging / "Modelfile").write_text(modelfile(self.source, names[self.types[0]]), encoding="utf-8")
-        return names
+    def check(self) -> None:
+        if QUOTES in (self.source.data.system or ""):
+            raise ConfigError(f"data.system holds {QUOTES}, which ends a text of a Modelfile. Use --to gguf.")
+        if bad := [word for end in self.source.ends if '"' in (word := self.source.tokenizer.decode([end]))]:
+            raise ConfigError(f"eos_token_id: the end token {bad[0]} has a quote, which ends its text. Use --to gguf.")
+        super().check()
+
+    def _write_files(self, staging: Path, scratch: Path) -> None:
+        super()._write_files(staging, scratch)
+        text = modelfile(self.source, self.names[self.types[0]], (staging / IMAGES).exists())
+        (staging / "Modelfile").write_text(text, encoding="utf-8")
 
     def _command(self, file: Path) -> str:
         name = shlex.quote(self.source.title)
         return f"ollama create {name} -f {shlex.quote(str(file.with_name('Modelfile')))} && ollama run {name}"
 
 
-def modelfile(source: Source, file: str) -> str:
-    """The Modelfile for the GGUF file of this name."""
-    lines = [f"FROM ./{file}"]
+def modelfile(source: Source, file: str, images: bool) -> str:
+    """The Modelfile for the GGUF file of this name. `images`: whether the model reads images."""
+    lines = [f"FROM ./{file}", *[f"FROM ./{IMAGES}"] * images]
     if (template := go_template(source)) is None:
         lines.append(
-            "# Its chat template has no exact TEMPLATE: use an Ollama that runs the Jinja template of the file."
+            "# Its chat template has no exact TEMPLATE: use an Ollama that runs the Jinja template of the file, and "
+            f"give requests these variables: {json.dumps(source.data.chat_template_kwargs or {})}"
         )
     else:
         lines.append(f'TEMPLATE """{template}"""')
@@ -51,7 +64,7 @@ def modelfile(source: Source, file: str) -> str:
     lines += [f'PARAMETER stop "{source.tokenizer.decode([end])}"' for end in source.ends]
     found, sampling = source.generation, {"temperature": 0}  # a run's questions are answered by the likeliest tokens
     if found.get("do_sample"):
-        sampling = {name: found[name] for name in TAKEN if found.get(name) is not None}
+        sampling = SAMPLING | {name: found[name] for name in TAKEN if found.get(name) is not None}
     options = {"num_ctx": source.length, "repetition_penalty": 1.0, **sampling}
     lines += [f"PARAMETER {OPTIONS.get(name, name)} {value}" for name, value in options.items()]
     return "\n".join(lines) + "\n"
@@ -60,7 +73,7 @@ def modelfile(source: Source, file: str) -> str:
 def go_template(source: Source) -> str | None:
     """A template for Ollama that writes what the chat template writes; None if a text before and after the content of
     each role does not say it."""
-    tokenizer, variables = source.tokenizer, source.variables
+    tokenizer, variables = source.tokenizer, source.data.chat_template_kwargs or {}
 
     def written(*roles: str, prompt: bool = False) -> str:
         chat = [{"role": role, "content": content} for role, content in zip(roles, CONTENTS, strict=False)]

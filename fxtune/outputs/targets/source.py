@@ -12,13 +12,12 @@ from fxtune.config import compose
 from fxtune.data.config import DataConfig
 from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
-from fxtune.errors import ConfigError
-from fxtune.export.tokenizer import write_tokenizer
-from fxtune.facts.options import DType
+from fxtune.errors import ConfigError, UserError
 from fxtune.models import load as models
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.kinds.known import kind_of
-from fxtune.models.load import ModelConfig
+from fxtune.models.load import DType, ModelConfig
+from fxtune.models.proof import MADE_FROM, PROOF, proof_digest
 from fxtune.outputs.adapter import OpenedAdapter, open_adapter, stored_dtype
 from fxtune.outputs.merge import find, merge
 from fxtune.outputs.run_output import OutputKind
@@ -54,15 +53,15 @@ class Source:
         self.origin = locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
         """Where the files of the base are, or of the whole model."""
         self.dtype = stored_dtype(self.hf_config, str(self.model.path))
-        self.variables = dict(self.data.chat_template_kwargs or {})
-        """Variables of the chat template."""
+        self.unasked = "there are no questions: it belongs to no run, or the model reads images"
+        """Why `questions` is empty."""
         longest = getattr(self.hf_config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         self.length = int(min(longest, max(self.data.sequence_length, CONTEXT)))
         """The context length for a server."""
         step = re.search(r"-step-\d+$", Path(place).name)
         self.step = step[0] if step else ""
         """-step-70 for the export of a checkpoint."""
-        self.title = (self.run.resolve().name if self.run else Path(name).name) + self.step
+        self.title = (self.run.resolve().name if self.run else Path(name).resolve().name) + self.step
         """A name for the model in a server."""
 
     @cached_property
@@ -82,13 +81,17 @@ class Source:
     @cached_property
     def questions(self) -> list[Question]:
         """The run's questions, or else the first rows of its data as questions; empty without a run, and for a model
-        that reads images. Raises DataError."""
+        that reads images. Held-out rows come first."""
         if kind_of(self.hf_config).images:
             return []
         asked = self.data.questions
-        if asked.path is None and self.data.sources:
-            asked = replace(asked, path=self.data.sources[0].path, limit=ROWS)
-        return load_questions(replace(self.data, questions=asked), self.tokenizer) if asked.path else []
+        if asked.path is None and (sources := [*self.data.eval_sources, *self.data.sources]):
+            asked = replace(asked, path=sources[0].path, limit=ROWS)
+        try:
+            return load_questions(replace(self.data, questions=asked), self.tokenizer) if asked.path else []
+        except UserError as error:  # data that moved, or rows of plain text
+            self.unasked = f"there are no questions: {error}"
+            return []
 
     def messages(self, question: Question) -> list[dict[str, Any]] | None:
         """The messages that ask a question, with the system turn of training; None if the row is no plain chat."""
@@ -108,17 +111,22 @@ class Source:
         if not kind_of(self.hf_config).writes or head != "lm":
             raise ConfigError(f"{self.name} writes no answers, and --to {target} serves answers. Use fxtune merge.")
 
-    def write_vocabulary(self, folder: Path) -> Path:
-        """Write the config and the tokenizer alone into the new folder `folder`."""
-        folder.mkdir()
-        self.hf_config.save_pretrained(folder)
-        write_tokenizer(self.tokenizer, folder)
-        return folder
-
     def whole(self, folder: Path | None) -> Path:
-        """The folder of the whole model: where it is already, or `folder`, into which the adapter is merged."""
+        """The folder of the whole model: where it is already, or `folder`, into which the adapter is merged unless it
+        has been."""
         if self.output and self.output.kind is OutputKind.model:
             return self.output.folder
-        merged = merge(self.name, folder, trust_remote_code=self.trust_remote_code)
-        self.dtype = DType(read_json(merged / "config.json").get("dtype", self.dtype))
-        return merged
+        place = folder or (self.output.folder.with_name(f"merged{self.step}") if self.output else None)
+        if not (place and self.has_made(place / PROOF)):
+            place = merge(self.name, place, trust_remote_code=self.trust_remote_code)
+        self.dtype = DType(read_json(place / "config.json").get("dtype", self.dtype))
+        return place
+
+    @cached_property
+    def digest(self) -> str | None:
+        """A digest that no other adapter or model has; None without a proof.json."""
+        return proof_digest(self.adapter.origin.folder if self.adapter else self.origin.folder)
+
+    def has_made(self, record: Path) -> bool:
+        """Whether an earlier export of this adapter or model wrote a folder. `record`: the JSON file that says so."""
+        return record.is_file() and f'"{MADE_FROM}": "{self.digest}"' in record.read_text("utf-8", "replace")

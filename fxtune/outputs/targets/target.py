@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fxtune.errors import not_written
 from fxtune.outputs.targets.served import Server
 from fxtune.outputs.targets.source import Source
 from fxtune.reports.exports import Exports
+
+
+@contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """A folder that is renamed to `place` when the body ends without an error. Raises StorageError."""
+    staging = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        staging.rename(place)
+    except OSError as error:
+        raise not_written(f"{place} cannot be written", error) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,11 @@ class Target(ABC):
     def __init__(self, source: Source, options: ExportOptions, folder: Path | None) -> None:
         """`folder`: a new folder for the files; None: a folder in the run."""
         self.source, self.options, self.folder, self.notes = source, options, folder, list[str]()
+        if (penalty := source.generation.get("repetition_penalty") or 1) != 1:
+            self.notes.append(
+                f"generation_config.json has repetition_penalty {penalty}, which servers apply. The proof is without "
+                'it, as training is: give requests "repetition_penalty": 1 ("repeat_penalty" in llama.cpp).'
+            )
 
     @abstractmethod
     def check(self) -> None:
@@ -67,5 +89,5 @@ class Target(ABC):
 
     @abstractmethod
     def serving(self, file: Path) -> AbstractContextManager[Server]:
-        """A server that has loaded one of the files. Raises Unproven if there is no server, HardwareError if it does
-        not start."""
+        """A server for one of the files, which starts with the context. Raises Unproven if there is no server; the
+        context raises HardwareError if it does not start."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from fxtune.errors import ConfigError
 from fxtune.export.vllm import max_rank, refusals_of, rope_overrides, rope_types
 from fxtune.models.end_tokens import GENERATION_CONFIG
 from fxtune.models.load import DType, rows_of_base
+from fxtune.models.proof import PROOF, proof_digest
 from fxtune.outputs.merge import require_writable
-from fxtune.outputs.targets.served import SECONDS, TOP, Answer, Server, Unproven, started
-from fxtune.outputs.targets.target import Exported, Target
+from fxtune.outputs.targets.served import SECONDS, TOP, Answer, Server, Unproven, number, started
+from fxtune.outputs.targets.target import Exported, Target, staged
 from fxtune.system.files.atomic_files import read_json
 from fxtune.training.rollouts.client import Client, ServerError
 
@@ -36,7 +37,9 @@ class VllmTarget(Target):
                 f"{self.source.name} is a whole model, which vLLM serves where it is: nothing is merged or written. "
                 "Give --to vllm alone."
             )
-        if self.folder is not None:
+        adapter = self.source.adapter
+        self.copied = bool(self.folder and adapter and self.source.digest == proof_digest(self.folder) is not None)
+        if self.folder is not None and not self.copied and not self.source.has_made(self.folder / PROOF):
             require_writable(self.folder, "export")
 
     def write(self) -> Exported:
@@ -47,10 +50,13 @@ class VllmTarget(Target):
             if rows_of_base(source.model) < source.hf_config.get_text_config().vocab_size:
                 refused.append("no rows for tokens that its base lacks")
             if not refused:
-                place = Path(shutil.copytree(place, self.folder)) if self.folder else place
+                if self.folder and not self.copied:
+                    with staged(self.folder) as staging:
+                        shutil.copytree(place, staging, dirs_exist_ok=True)
+                place = self.folder or place
                 return Exported(place, "adapter", self._adapter_command(place), {"adapter": place})
             self.notes.append(f"vLLM serves {'; '.join(refused)}: it gets the merged model.")
-        model = source.whole(self.folder)
+        model = source.whole(self.folder).resolve()
         return Exported(model, "merged model", self._command(str(model)), {"merged model": model})
 
     def _command(self, model: str, *words: str) -> str:
@@ -58,8 +64,8 @@ class VllmTarget(Target):
         words = (model, "--max-model-len", str(source.length), *(words or ("--served-model-name", source.title)))
         if source.dtype is DType.float32:
             words += ("--dtype", "float32")  # vLLM would take 16 bits
-        if source.variables:
-            words += ("--default-chat-template-kwargs", json.dumps(source.variables))
+        if variables := source.data.chat_template_kwargs:
+            words += ("--default-chat-template-kwargs", json.dumps(variables))
         return f"vllm serve {shlex.join(words)}"
 
     def _adapter_command(self, folder: Path) -> str:
@@ -76,8 +82,7 @@ class VllmTarget(Target):
         words += ["--revision", revision] if revision else []
         return self._command(str(options["base_model_name_or_path"]), *words)
 
-    @contextmanager
-    def serving(self, file: Path) -> Iterator[Server]:
+    def serving(self, file: Path) -> AbstractContextManager[Server]:
         """The server of --url, or one that is started in the environment of --venv."""
         url, venv, name = self.options.url, self.options.venv, self.source.title
         is_adapter = (file / "adapter_config.json").exists()
@@ -89,37 +94,33 @@ class VllmTarget(Target):
                 raise Unproven(f"vLLM is not reachable ({error})") from error
             if name not in served:
                 raise Unproven(f"{url} serves {', '.join(served)}, and no {name}: start it by the command below")
-            yield VllmServer(client, name)
-        elif venv:
+            return nullcontext(VllmServer(client, name))
+        if venv:
             program = Path(venv, "bin", "vllm").expanduser()
             if not program.is_file():
                 raise Unproven(f"--venv {venv} has no bin/vllm ({venv}/bin/pip install vllm)")
             words = shlex.split(self._adapter_command(file) if is_adapter else self._command(str(file)))
             words = [str(program), *words[1:], "--enforce-eager"]  # compiling takes longer than a few answers
-            with started("vLLM", words, partial(VllmServer, model=name)) as server:
-                yield server
-        else:
-            raise Unproven("vLLM is not reachable: name a running server (--url), or its environment (--venv)")
+            return started("vLLM", words, partial(VllmServer, model=name))
+        raise Unproven("vLLM is not reachable: name a running server (--url), or its environment (--venv)")
 
 
 @dataclass(frozen=True)
-class VllmServer:
+class VllmServer(Server):
     """See Server (served.py)."""
 
     client: Client
     model: str
 
-    def write_prompt(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        asked = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": variables}
+    def write_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        asked = {"messages": messages, "add_generation_prompt": True}
         return list(self.client.call("/tokenize", {"model": self.model, **asked})["tokens"])
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
-        told = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **told}
-        choice = self.client.call("/v1/completions", asked)["choices"][0]
+        told: dict[str, Any] = {"logprobs": TOP, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        told |= {"temperature": 0, "repetition_penalty": 1.0}
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
+        choice = self.client.call("/v1/completions", asked | told)["choices"][0]
         likely = choice["logprobs"]["top_logprobs"][0].items()
-        first = {int(token.rpartition(":")[2]): float(value) for token, value in likely}
+        first = {int(token.rpartition(":")[2]): number(value) for token, value in likely}
         return Answer(choice["token_ids"], choice["finish_reason"] == "stop", first)
-
-    def rate(self, prompt: list[int], token: int) -> None:
-        """Only quantised files need it."""

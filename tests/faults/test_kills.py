@@ -180,7 +180,8 @@ def test_run_killed_while_it_samples_scores_stores_trains_and_saves_equals_an_un
     reference = undisturbed("rollouts")
     # No attempt but the fourth gets as far as its first checkpoint, after the second step.
     phases = {"sampling": 2, "scoring": 1, "storing": 1, "saving": 1, "training": 1}
-    killed("rollouts", reference, *(Aim(phase, occurrence) for phase, occurrence in phases.items()))
+    # Early in each phase: the reference may have been slower than the run that is killed.
+    killed("rollouts", reference, *(Aim(phase, occurrence, 0.1) for phase, occurrence in phases.items()))
 
 
 @pytest.mark.slow

@@ -70,9 +70,9 @@ from fxtune.objectives.policy import Advantage, OnBadReward, Policy, Surrogate
 from fxtune.training.builder import RunBuilder
 from fxtune.training.rollouts import client, vllm
 from fxtune.training.rollouts.collector import Collector
-from fxtune.training.rollouts.folder import Rollouts
+from fxtune.training.rollouts.episodes import Episodes, Sampled
+from fxtune.training.rollouts.folder import Answer, Rollouts
 from fxtune.training.rollouts.plan import RolloutPlan
-from fxtune.training.rollouts.sampler import Request, Sampled
 from fxtune.training.rollouts.scoring import Group, Scores
 from fxtune.training.rollouts.vllm import VllmSampler
 
@@ -89,10 +89,11 @@ class Given:
     def __init__(self, answers: Sequence[Sampled]) -> None:
         self.answers, self.calls = list(answers), 0
 
-    def sample(self, requests: Sequence[Request], weights_version: str) -> Callable[[], list[Sampled]]:
-        assert len(requests) == len(self.answers)
+    def sample(self, episodes: Episodes, weights_version: str) -> Callable[[], list[Answer]]:
+        assert len(episodes.begin()) == len(self.answers)
+        assert not episodes.go_on(self.answers)
         self.calls += 1
-        return lambda: self.answers
+        return lambda: episodes.answers
 
     def close(self) -> None:
         pass

@@ -865,8 +865,10 @@ SAFE = {
     ("fxtune/data/tokenized/tokenize.py", "pickle.dumps"),
     ("fxtune/plugins.py", "compile"),
     ("fxtune/plugins.py", "exec"),
+    ("fxtune/upstream/llama_cpp.py", "runpy.run_path"),
 }
-"""Pickles between processes of the same run; a plugin, which the command line names and a recipe cannot."""
+"""Pickles between processes of the same run; a plugin, and llama.cpp's converter, which the command line or the
+environment names and a recipe cannot."""
 DANGEROUS = re.compile(
     r"(pickle|marshal|shelve|joblib|dill|cloudpickle)\.(load|loads|dump|dumps|Unpickler)|torch\.load|np\.load"
     r"|(?:yaml\.)(load|full_load|unsafe_load|load_all)|os\.(system|popen)|tarfile\..*|zipfile\..*|shutil\.unpack_archive"

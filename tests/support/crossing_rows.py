@@ -158,7 +158,7 @@ class Rows:
 
 
 def record(words: list[str]) -> int:
-    """A run that also writes the documents of its steps, and of its first evaluation, to documents.jsonl."""
+    """A run that also writes the documents of its steps, and of its first evaluation of held-out rows, to documents.jsonl."""
     import fxtune.cli.main
     from fxtune.training import evaluation, trainer
 
@@ -175,6 +175,8 @@ def record(words: list[str]) -> int:
 
     def recorded_evaluation(model: Any, objective: Any, loader: Any, *rest: Any) -> Any:
         plan = loader.plan
+        if any("general" in table.name for table in plan.tables):  # data.general, no rows of the case
+            return evaluate(model, objective, loader, *rest)
         for index in range(0 if seen else plan.steps):
             for micro in range(plan.micro_batches(index)):
                 out.write(json.dumps({"step": None, **documents(plan.batch(index, micro))}) + "\n")

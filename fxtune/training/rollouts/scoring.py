@@ -58,7 +58,7 @@ class Group:
     columns: dict[str, Any]
     """The other columns of the prompt's row."""
     environment: str = ""
-    """The environment of the row's source; empty if it has none."""
+    """The environment of the row's source; empty: no environment."""
     key: int = 0
     """The id of the answers' environments, which stay in one process until the answers are scored."""
     calls: dict[int, list[Any]] | None = None

@@ -171,7 +171,7 @@ that a column may have the name of an option."""
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids", "columns", "environments", "log_extra", "log_metric"}
 """Arguments of a reward that are neither columns of rows nor options."""
 ENVIRONMENTS: Registry[type] = Registry("environment")
-"""Classes with TRL's contract: reset(**row), methods that the model calls as tools, and get_reward()."""
+"""Classes with TRL's interface: reset(**row), methods that the model calls as tools, and get_reward()."""
 TECHNIQUES: Registry[type] = Registry("technique of a plugin")
 """Dataclasses that derive from Technique (techniques/base.py)."""
 
@@ -203,12 +203,12 @@ def reward(name: str) -> Callable[[Any], Any]:
 
 
 def environment(name: str) -> Callable[[Any], Any]:
-    """Register a class whose methods are tools for `data.sources.0.environment=NAME` (docs/rl.md)."""
+    """Register a class whose public methods are tools: `data.sources.0.environment=NAME` (docs/rl.md)."""
     return lambda kind: ENVIRONMENTS.add(name, kind)
 
 
 def tools_of(kind: type) -> dict[str, Callable[..., Any]]:
-    """The methods of an environment that the model may call, by name."""
+    """{name: method} of the methods of an environment that the model may call."""
     methods = inspect.getmembers(kind, inspect.isfunction)
     return {name: method for name, method in methods if name[0] != "_" and name not in ("reset", "get_reward")}
 

@@ -1,16 +1,16 @@
 """How much of an adapter's update survives the rounding of a merge.
 
-A merge adds an update D = scaling * B A to stored weights W, and rounds the sum to the dtype of W. W lies on the grid
-of this dtype. So a number of D below half a step of the grid is lost: in bfloat16 half a step is 0.2 to 0.4 % of the
-weight, between the 16 values of nf4 it is 4 % or more of the largest weight of a block. A merge into weights of 4 bits
-loses 98 % of an update of 1 % of the weights (peft#2321, #2368). So fxtune merges into 16 or 32 bits only, also the
-adapters of a run with techniques.quantize. But a short or careful training may change weights by less than bfloat16
-can store: of an update of 0.1 % of the weights 53 % survive. Such a merge is made again in float32 (outputs/merge.py).
+A merge adds an update D = scaling * B A to stored weights W, and rounds the sum to the dtype of W. An entry
+of D below half a rounding step is lost. In bfloat16 half a step is 0.2 to 0.4 % of the weight. Between the 16 values
+of nf4 half a step is 4 % or more of the largest weight of a block: a merge into 4-bit weights loses 98 % of an update
+of 1 % of the weights (peft#2321, #2368). So fxtune merges into 16 or 32 bits only, also in runs with
+techniques.quantize. A short or careful training may change weights by less than bfloat16 can store: 53 % of an update
+of 0.1 % of the weights survive. Such a merge is made again in float32 (outputs/merge.py).
 
     survives = sum <M - W, D> / sum <D, D>      M: merged weights; 1: the whole update on average; 0: nothing
 
 The sums run over all weights with adapters, in float32 from the files. A large update of one weight would hide the
-losses of the others, so the mean of the weights' own shares decides.
+losses of other weights in these sums, so the mean of the weights' shares decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from fxtune.export.weights import Mismatch
 
 LEAST = 0.9
-"""The smallest mean share with which a merged model counts."""
+"""The smallest mean share of a valid merge."""
 
 
 class LostUpdateError(Mismatch):
@@ -31,7 +31,7 @@ class LostUpdateError(Mismatch):
 
 
 class Survival:
-    """The sums of each weight that was added so far."""
+    """The two sums of each weight so far."""
 
     def __init__(self) -> None:
         self._rounds = False
@@ -39,7 +39,7 @@ class Survival:
         """{weight: (<M - W, D>, <D, D>)}."""
 
     def add(self, name: str, start: torch.Tensor, wanted: torch.Tensor, merged: torch.Tensor) -> None:
-        """Add a weight: as the base stores it, with the update in float32, and as the merge has written it."""
+        """Add a weight. `start`: in the base; `wanted`: plus the update, in float32; `merged`: in the merged files."""
         update = wanted.float() - start.float()
         self._rounds |= merged.itemsize < update.itemsize
         if whole := float(update.square().sum(dtype=torch.float64)):

@@ -1,8 +1,8 @@
-"""Exports what a run has trained: the one way of `fxtune merge`, `fxtune push` and `fxtune export`.
+"""Exports trained weights, for `fxtune merge`, `fxtune push` and `fxtune export`.
 
-outputs/targets has a file for each target. A target first says what it cannot serve, before weights are read; then it
-writes its files and names the command that serves them. prove() asks the server itself (targets/served.py) and writes
-the figures to exports.json of the run, for the report, and into the card of GGUF files.
+outputs/targets has a file for each target. A target first refuses what it cannot serve, before weights are read. Then
+it writes its files and names the command that serves them. prove() compares the server's answers with plain
+transformers (targets/served.py). The figures go to the run's exports.json, for the report, and beside GGUF files.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def export(
     options: ExportOptions | None = None,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write the adapter or the model `name` (a run, a checkpoint, a folder, or the hub id of an adapter) for the
-    target `to` into a new folder. Without `folder` it lies in the run.
+    """Export the adapter or model `name` (a run, a checkpoint, a folder, or the hub id of an adapter) to the target
+    `to`. `folder`: a new folder for the files; None: a folder in the run.
 
-    Raises ConfigError if the target cannot serve it, StorageError if files cannot be read or written.
+    Raises ConfigError if the target cannot serve the model, StorageError if files cannot be read or written.
     """
     options = options or ExportOptions()
     if to not in READS:
@@ -70,7 +70,7 @@ def export(
 
 
 def prove(source: Source, target: Target, done: Exported) -> None:
-    """Set the proofs and the problems of `done`."""
+    """Ask a server about each file, and set the proofs and problems of `done`."""
     plain = None
     for kind, file in done.files.items():
         try:
@@ -89,7 +89,7 @@ def prove(source: Source, target: Target, done: Exported) -> None:
 
 
 def _record(source: Source, to: str, done: Exported, earlier: Exports) -> None:
-    """Write what was proven into the run, and beside GGUF files as a model card. Raises StorageError."""
+    """Write the proofs to the run's exports.json, and to a README.md beside GGUF files. Raises StorageError."""
     try:
         if source.run is not None:
             proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}

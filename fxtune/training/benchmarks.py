@@ -1,12 +1,12 @@
-"""Benchmarks of lm-eval around a run: the model that training starts from (base), and the trained model (tuned).
+"""lm-eval benchmarks of the model before training (base) and of the trained model (tuned).
 
 A task gives a value for each document, and most metrics are the mean of these values. The standard error of a mean of
 n values is s / sqrt(n), with the sample's standard deviation s, as in lm-eval. Both models answer the same documents.
-So the standard error of the gain comes from the n differences, and is smaller than the two errors suggest (Miller
-2024, arXiv 2411.00640). Intervals are 1.96 standard errors wide on each side. They are too narrow where n is small or
-nearly all values are equal. A metric that is no mean of its documents' values (F1, perplexity) has no interval.
+So the standard error of the gain comes from the n differences. It is smaller than the two scores' errors suggest
+(Miller 2024, arXiv 2411.00640). Intervals are 1.96 standard errors wide on each side. Intervals are too narrow if n is
+small or nearly all values are equal. A metric that is not such a mean (F1, perplexity) has no interval.
 
-The tasks are lm-eval's own, or YAML files of a folder. Such files are code: their templates and functions run here.
+The tasks are lm-eval's own, or YAML files of a folder. These files are code: their templates and functions run here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fxtune.training.rollouts.client import Client, ServerError
 FILE = "benchmarks.json"
 
 Scores = dict[str, dict[str, Any]]
-"""{"TASK/METRIC": {"value": the metric, "documents": its value for each document; [] if it is no mean of them}}."""
+"""{"TASK/METRIC": {"value": the metric, "documents": its value for each document; [] if it is not their mean}}."""
 
 
 @dataclass
@@ -49,15 +49,15 @@ class Benchmarks:
 
     config: EvalConfig
     folder: Path | None = None
-    """The run that keeps the scores in FILE."""
+    """The folder of the run, which stores the scores in FILE."""
     tasks: dict[str, Any] = field(default_factory=dict)
-    """What lm-eval's TaskManager.load() has returned, on rank 0."""
+    """The result of lm-eval's TaskManager.load(), on rank 0."""
     scores: dict[str, Scores] = field(default_factory=dict)
 
     @staticmethod
     def open(config: Config, world: World, folder: Path | None = None) -> Benchmarks | None:
         """Load the tasks on rank 0, which measures; None without eval.tasks. Raises ConfigError if
-        lm-eval is missing, if a task is unknown or cannot be loaded, or if ranks hold parts of the weights."""
+        lm-eval is missing, if a task is unknown or cannot be loaded, or if ranks divide rows or weights."""
         if not config.eval.tasks:
             return None
         if world.shares:
@@ -88,14 +88,14 @@ class Benchmarks:
         return world.from_main(measured, "waiting for the benchmarks")
 
     def ask(self, url: str, output: Path, name: str) -> dict[str, float]:
-        """The figures of the models that a vLLM server at `url` serves: the adapter or model of the folder `output` or
-        else of this name, and the base beside an adapter. Raises ConfigError if the server does not serve `output`."""
+        """Measure on a vLLM server at `url` the adapter or model in the folder `output` (or else named `name`), and an
+        adapter's base. Returns the figures. Raises ConfigError if the server does not serve the adapter or model."""
         from lm_eval.models.huggingface import HFLM
         from lm_eval.models.openai_completions import LocalCompletionsAPI
 
         class Served(LocalCompletionsAPI):
             def tok_encode(self, text: Any, add_special_tokens: bool | None = None, **options: Any) -> list[Any]:
-                """As HFLM does it: the tokenizer adds its BOS token to a text without one. Also takes many texts."""
+                """Encode as HFLM: the tokenizer adds a missing BOS token to a text. Also takes a list of texts."""
                 if isinstance(text, str):
                     return list(HFLM.tok_encode(self, text, add_special_tokens, **options))
                 return [self.tok_encode(each) for each in text]
@@ -126,17 +126,17 @@ class Benchmarks:
         return self._add("tuned", partial(made, model=served["id"]))
 
     def _add(self, side: str, made: Callable[[], Any]) -> dict[str, float]:
-        """Measure what made() returns, a model as lm-eval takes it."""
+        """Measure the lm-eval model that made() returns. Returns the figures of both sides so far."""
         import lm_eval
 
         for task in self.tasks["tasks"].values():
             task.set_fewshot_seed(1234)  # as in lm-eval; both sides get the same examples
         options = {"limit": self.config.limit, "apply_chat_template": self.config.chat_template}
-        try:  # lm-eval draws bars of its own
+        try:  # lm-eval draws its own bars
             with phase(f"Measuring benchmarks, {side}"), contextlib.redirect_stderr(io.StringIO()):
                 found = lm_eval.evaluate(made(), self.tasks, bootstrap_iters=0, **options)
         except Exception as error:  # a task's file may run any code, and a server may fail in any way
-            if reason := out_of_memory_reason(error):  # an error that all ranks get from rank 0
+            if reason := out_of_memory_reason(error):  # rank 0 sends it to all ranks
                 raise HardwareError(f"eval.tasks: {reason}. Lower train.micro_batch_size, lm-eval's batch.") from error
             raise ConfigError(
                 f"eval.tasks: lm-eval cannot measure {', '.join(self.config.tasks)}: {first_line(error)}. Take a task "
@@ -191,7 +191,7 @@ def _load(config: EvalConfig) -> dict[str, Any]:
 
 
 def _scores(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the entries of Scores from what lm-eval has returned."""
+    """Yield the entries of Scores from lm-eval's result."""
     for task, metrics in found["results"].items():
         for key, value in metrics.items():
             metric, comma, kept = key.partition(",")
@@ -210,7 +210,7 @@ def _scores(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parts(task: str, groups: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yield the tasks of a group, also of its inner groups; a task is its own only part."""
+    """Yield the tasks of a group and of its inner groups. A single task yields itself."""
     inner = groups.get(task) or []
     for part in inner:
         yield from _parts(part, groups)

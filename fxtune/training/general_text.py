@@ -1,13 +1,13 @@
-"""How far a run moves its model on general text, which it is not tuned on: what tuning forgets.
+"""Measures what tuning forgets: how far a run moves its model on general text, outside its training rows.
 
 Before and after training, a run computes the loss on the text. After training it also computes the KL divergence of
 the trained model from its base: KL(base | tuned) of the next token, over the whole vocabulary, in chunks of rows
-(kernels/divergence.py). The base is the model with its adapters switched off. Full fine-tuning has no such base, and
-neither have adapters that begin with a part of the base's weights (techniques.lora.init). There the LIKELIEST next
-tokens, with one outcome for all others, are stored before the first step, and the divergence of these outcomes is a
-lower bound of the KL.
+(kernels/divergence.py). The base is the model with its adapters switched off. Full fine-tuning and
+adapters that begin with a part of the base's weights (techniques.lora.init) have no such base. For them the base's
+LIKELIEST next tokens are stored before the first step. The divergence over these tokens, with all others as one
+outcome, is a lower bound of the KL.
 
-The passes are passes of an evaluation: without gradient, dropout and compiled graphs. They draw no random numbers and
+The passes only evaluate, without gradient, dropout or compiled graphs. They draw no random numbers and
 change no weight, so a run with this measurement learns the same bits as a run without it.
 """
 
@@ -42,16 +42,16 @@ from fxtune.training.data.stored_numbers import TeacherNumbers
 ROW = 512
 """Tokens of the longest row of general text. Rows of a long context would be mostly padding."""
 ROWS = 8
-"""The most rows of a pass."""
+"""The largest number of rows in a pass."""
 LIKELIEST = 64
 FORGOTTEN = 0.1
-"""From this KL on, in nats a token, the last lines of a run say what helps. For comparison: 4 bits a weight (q4_K_M)
+"""Above this KL, in nats per token, the last lines of a run suggest changes. For comparison: 4 bits a weight (q4_K_M)
 move Llama 3 8B by 0.031 (docs/forgetting.md)."""
 
 
 @dataclass(frozen=True)
 class _BaseNumbers(TeacherNumbers):
-    """The likeliest tokens of the model that the run begins with."""
+    """The likeliest tokens of the model before training."""
 
     kind: ClassVar[str] = "base"
     title: ClassVar[str] = "the base's likeliest tokens"
@@ -88,14 +88,14 @@ def _row_settings(data: DataConfig) -> DataConfig:
 
 
 class GeneralText:
-    """The measurement of a run's model on `plan`. Make it before a checkpoint is loaded, while the model has the
-    weights that the run begins with."""
+    """Measures a run's model on `plan`. Create it before a checkpoint is loaded, while the model has the weights from
+    which the run starts."""
 
     def __init__(self, builder: RunBuilder, plan: Plan, model: LanguageModel, note: Callable[[str], None]) -> None:
-        """`note` gets a line if a pass has to take fewer rows. The state of the run does not keep their number."""
+        """`note` gets a line if memory forces fewer rows per pass. Checkpoints do not store this number."""
         self.builder, self.plan = builder, plan
         self.rows_per_pass = RowsPerPass(builder.world.device, note=note, drop=builder.techniques.compile.drop)
-        self.model = made = copy.copy(model)  # the objective may have a teacher and a temperature of its own
+        self.model = made = copy.copy(model)  # the objective may have its own teacher and temperature
         made.temperature = 1.0
         lora, vocabulary = builder.techniques.lora, model.model.config.get_text_config().vocab_size
         if lora.enabled and not lora.factored:
@@ -116,13 +116,13 @@ class GeneralText:
         return {"general/loss": figures["eval/loss"], "general/kl": figures["eval/kl"]}
 
     def _figures(self, objective: Objective) -> dict[str, float]:
-        held_out = self.builder.held_out(self.plan, self.model, objective, num_workers=0)  # for some short rows
+        held_out = self.builder.held_out(self.plan, self.model, objective, num_workers=0)  # few short rows
         with closing(held_out), torch.compiler.set_stance("force_eager"):
             return held_out.figures(self.rows_per_pass, self.plan.sizes.micro_batch_size)
 
 
 def forgotten(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line on the figures of a run on general text, with what to do if it has moved far."""
+    """Yield a line on a run's figures on general text, with advice if the KL is above FORGOTTEN."""
     if (kl := figures.get("general/kl")) is None:
         return
     advice = (

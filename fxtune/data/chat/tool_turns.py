@@ -1,7 +1,7 @@
-"""The turns of an answer that calls tools: what the model called, and the tokens of the results.
+"""The turns of an answer that calls tools: reads the calls of a turn, and writes the tokens of their results.
 
-The forms of both are measured on the chat template. Tokens that the model wrote are never decoded and encoded again
-(TRL#5242). The results add tokens to them: from the end of the turn to where the model writes again.
+The chat template shows the forms of calls and results. Tokens that the model wrote are never decoded and encoded again
+(TRL#5242). The tokens of results follow: from the end of the turn to the start of the model's next turn.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class ToolTurns:
         )
 
     def _head(self) -> str:
-        """The text before a tool's name that is the same for a first and a second call."""
+        """The text before a tool's name, if it is the same in a first and a second call: their common end."""
         heads, prompt = list[str](), self.template.render([USER], prompt=True)[0]
         for names in ([self.mark], ["f", self.mark]):
             turn = {"role": "assistant", "tool_calls": [calling(name, {})["tool_calls"][0] for name in names]}
             with suppress(RowError):  # some templates write one call only
                 text, _ = self.template.render(with_call_style([USER, turn], self.template.call_style))
                 heads += [part.removeprefix(prompt)[::-1] for part in text.split(self.mark)[:-1]]
-        return os.path.commonprefix(heads)[::-1].strip()  # noqa: RUF071 - of characters
+        return os.path.commonprefix(heads)[::-1].strip()  # noqa: RUF071 - not paths
 
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-        """The message of a turn, and the name and the arguments of its calls. None: they are no JSON object."""
+        """The message of a turn, and (name, arguments) of each call; arguments None: they are not a JSON object."""
         decode = partial(self.tokenizer.decode, ids, clean_up_tokenization_spaces=False)
         message, text = {"role": "assistant", "content": decode(skip_special_tokens=True)}, decode()
         text = text.partition(THOUGHT_ENDS)[2] if THOUGHT_ENDS in text else text
@@ -71,7 +71,7 @@ class ToolTurns:
         return message, calls
 
     def write(self, results: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The messages of (tool, result) of each call, and the tokens between the turn that called and the next."""
+        """The messages of `results`, (tool, result) of each call, and the tokens up to the next turn."""
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         refused = str({"error": "the result has a special token"})
         safe = [(name, refused if any(token in text for token in special) else text) for name, text in results]

@@ -1,1 +1,1 @@
-"""What a trained model is exported for: one file for each target."""
+"""The targets of an export (vLLM, llama.cpp, Ollama) and the questions that prove it."""

@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp: the merged model, or an adapter beside its base, and quantised copies.
 
-llama.cpp converts and quantises. What fxtune adds: the checks before weights are written, the tokens of an unknown
-tokenizer compared with training, and the adapters that llama.cpp would scale wrongly. It scales an adapter by
+llama.cpp converts and quantises. fxtune checks the model before weights are written, and compares the tokens of an
+unknown tokenizer with training. It merges adapters that llama.cpp would scale wrongly: llama.cpp scales an adapter by
 alpha / rank alone (src/llama-adapter.h), which is wrong for rsLoRA and for patterns of alphas.
 """
 
@@ -28,11 +28,11 @@ from fxtune.outputs.targets.target import Exported, Target, staged
 from fxtune.system.terminal.progress import phase
 
 CONVERTED = ("f32", "f16", "bf16")
-"""Types that the converter itself writes. llama-quantize makes others from the file in f16."""
+"""Types that the converter itself writes. llama-quantize makes other types from the f16 file."""
 ADAPTER, IMAGES = "adapter-f16.gguf", "mmproj-f16.gguf"
 WEIGHTS = ("*.safetensors", "*.bin")
 RECORD = "export.json"
-"""Says which adapter or model the files were made from."""
+"""This file has the digest of the exported adapter or model."""
 
 
 class GgufTarget(Target):
@@ -65,7 +65,7 @@ class GgufTarget(Target):
         if self.made:
             return
         disk = require_writable(self.place, "export")
-        # At once there are at most the merged model, its copy in 16 bits, and quantised copies.
+        # The disk holds at most the merged model, its 16-bit copy and quantised copies at once.
         weights = max(sum(file.stat().st_size for file in source.origin.folder.glob(kind)) for kind in WEIGHTS)
         copies = 2 + len({*self.types} - {"f16"}) + ("f32" in self.types)
         require_space(weights * copies, self.place, disk, "copies of the model")
@@ -100,11 +100,11 @@ class GgufTarget(Target):
                 tools.quantize(staging / names["f16"], staging / names[kind], kind)
 
     def _takes_adapter(self) -> bool:
-        """Whether llama.cpp computes the adapter as it was trained. A note says why not."""
+        """Whether llama.cpp computes the adapter as training did. A note says why not."""
         if self.source.adapter is None:
             raise ConfigError(f"--unmerged: {self.source.name} is no adapter. Leave --unmerged out.")
         folder = self.source.adapter.origin.folder
-        # It has no limit of ranks, and takes each module's rank from its tensors.
+        # llama.cpp has no limit of ranks, and reads each module's rank from its tensors.
         wrong = refusals_of(folder, "merged models", r=1, rank_pattern={})
         wrong += ["no scale of rsLoRA"] * bool(self.source.adapter.lora.use_rslora)
         wrong += ["no change of the base's config"] * (folder / "config.json").exists()

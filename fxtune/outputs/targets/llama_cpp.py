@@ -1,4 +1,4 @@
-"""llama.cpp's own tools: its converters, llama-quantize, llama-tokenize and llama-server, found or named."""
+"""Finds and runs llama.cpp's tools: its converters, llama-quantize, llama-tokenize and llama-server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOW = (
     f"--llama-cpp FOLDER, or {VARIABLE}=FOLDER."
 )
 PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2")
-"""Pre-tokenizers of llama.cpp that are tried for a tokenizer that its converter does not know."""
+"""llama.cpp's pre-tokenizers to try for a tokenizer that its converter does not know."""
 TEXT = (
     "Hello  World, it's 3 pm; we'll pay 1,234.50 € on 2026-01-31!\n\n\tdef f(x):\n        return x**2  # 99 %\n"
     "ÄÖÜ straße, 你好世界, Привет, नमस्ते 🚀🙂 can't I'VE 1234567 don’t...   \r\n {\"a\": [1, 2]} <b> __x__ ÷×"
@@ -47,7 +47,7 @@ class LlamaCpp:
 
     @staticmethod
     def find(folder: str | None) -> LlamaCpp:
-        """Raises ConfigError if there is no converter."""
+        """Find the tools in `folder`, in VARIABLE's folder, or on PATH. Raises ConfigError without a converter."""
         named = folder or os.environ.get(VARIABLE)
         found = LlamaCpp(Path(named).expanduser() if named else None)
         found.require("convert_hf_to_gguf.py")
@@ -68,8 +68,8 @@ class LlamaCpp:
     def convert(
         self, folder: Path, file: Path, kind: str, *words: str, pre: str = "", script: str = "convert_hf_to_gguf.py"
     ) -> None:
-        """Convert the model or adapter in a folder to a GGUF file of a type. `pre`: the name of a pre-tokenizer that
-        the converter takes in place of its own finding. Raises ConfigError, and UnknownTokenizer."""
+        """Convert the model or adapter in `folder` to a GGUF file of type `kind`. `pre`: the name of a pre-tokenizer
+        that replaces the converter's own choice. Raises ConfigError, and UnknownTokenizer."""
         command = [sys.executable, str(driver.__file__), str(self.require(script)), pre, str(folder), *words]
         code, output, _ = run_process([*command, "--outfile", str(file), "--outtype", kind])
         if not code:
@@ -92,9 +92,9 @@ class LlamaCpp:
             raise ConfigError(f"--quantize {kind}: llama-quantize failed: {_last(output)}")
 
     def pre_tokenizer(self, vocabulary: Path, tokenizer: Any, texts: Iterable[str]) -> str:
-        """The name of a pre-tokenizer for a model whose config and tokenizer lie in the folder `vocabulary`; empty if
-        the converter knows the tokenizer. The named one gives the ids of `tokenizer` on `texts`. Raises ConfigError if
-        the converter refuses the model, or if there is none."""
+        """The name of a pre-tokenizer that gives the ids of `tokenizer` on `texts`; empty if the converter knows the
+        tokenizer. `vocabulary`: a folder with the model's config and tokenizer. Raises ConfigError if the converter
+        refuses the model, or if no pre-tokenizer fits."""
         file, text = vocabulary / "vocabulary.gguf", "\n".join([TEXT, *texts])
         for pre in ("", *PRE_TOKENIZERS):
             try:
@@ -111,7 +111,7 @@ class LlamaCpp:
         )
 
     def _ids(self, file: Path, text: str) -> list[int]:
-        """The token ids of a text by the vocabulary of a GGUF file."""
+        """The token ids of a text with the vocabulary of a GGUF file; empty if llama-tokenize fails."""
         given = file.with_suffix(".txt")
         given.write_text(text, encoding="utf-8", newline="")
         words = ["-m", str(file), "-f", str(given), "--ids", "--no-bos", "--no-escape"]
@@ -121,8 +121,8 @@ class LlamaCpp:
         return list(json.loads(output)) if re.fullmatch(r"\[[\d, ]*\]", output) else []
 
     def serving(self, words: list[str]) -> AbstractContextManager[LlamaServer]:
-        """llama-server with these arguments, until the end of the context. Raises Unproven without llama-server,
-        HardwareError if it does not start."""
+        """A context manager that runs llama-server with these arguments. Raises Unproven without llama-server. The
+        context raises HardwareError if llama-server does not start."""
         if (tool := self.program("llama-server")) is None:
             raise Unproven(f"there is no llama-server. {HOW}")
         return started("llama-server", [str(tool), *words, "-np", "1"], LlamaServer)
@@ -149,7 +149,7 @@ class LlamaServer:
         return Answer(found["tokens"], found["stop_type"] == "eos", first)
 
     def rate(self, prompt: list[int], token: int) -> float | None:
-        # The bias makes the server choose the token; the log-probability that it reports is without the bias.
+        # The bias makes the server choose the token. The reported log-probability does not include the bias.
         found = self._complete(prompt, n_predict=1, n_probs=1, logit_bias=[[token, 1e4]], cache_prompt=True)
         return number(found["completion_probabilities"][0]["logprob"])
 

@@ -1,9 +1,9 @@
 """Ollama: GGUF files with a Modelfile, so that a model answers as it was trained.
 
-Newer versions of Ollama run the Jinja template of the GGUF file. A TEMPLATE in the Modelfile has priority, and without
-one Ollama may take a similar template that it knows. So the Modelfile has a TEMPLATE where one can say exactly what
-the chat template writes: a text before and after each message, by its role. Ollama's default penalty for repetitions
-changes answers: it is switched off. Ollama takes no adapters that are not merged here.
+Newer versions of Ollama run the Jinja template of the GGUF file. A TEMPLATE in the Modelfile has priority; without a
+TEMPLATE, Ollama may choose a similar template that it knows. So the Modelfile has a TEMPLATE if fixed texts before and
+after each message, by its role, reproduce the chat template exactly. Ollama's default repetition penalty changes
+answers, so the Modelfile switches it off. Adapters are always merged for Ollama.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxtune.outputs.targets.gguf import IMAGES, GgufTarget
 from fxtune.outputs.targets.source import Source
 
 CONTENTS = (" one ", " two ", " three ", " four ")
-"""Contents of messages. A template that removes the spaces is not exact without Jinja."""
+"""Contents of test messages. A chat template that removes the spaces has no exact TEMPLATE."""
 QUOTES = '"""'
 TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling options of a generation config that Ollama takes."""
+"""Sampling options of a generation config that Ollama supports."""
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""The values of transformers for sampling options that a generation config lacks. Ollama has others."""
+"""transformers' defaults for sampling options that a generation config lacks. Ollama's defaults differ."""
 OPTIONS = {"repetition_penalty": "repeat_penalty"}
 """Ollama's names for sampling options, where they differ."""
 
@@ -50,7 +50,7 @@ class OllamaTarget(GgufTarget):
 
 
 def modelfile(source: Source, file: str, images: bool) -> str:
-    """The Modelfile for the GGUF file of this name. `images`: whether the model reads images."""
+    """The text of the Modelfile for the GGUF file `file`. `images`: whether the model reads images."""
     lines = [f"FROM ./{file}", *[f"FROM ./{IMAGES}"] * images]
     if (template := go_template(source)) is None:
         lines.append(
@@ -62,7 +62,7 @@ def modelfile(source: Source, file: str, images: bool) -> str:
     if source.data.system:
         lines.append(f'SYSTEM """{source.data.system}"""')
     lines += [f'PARAMETER stop "{source.tokenizer.decode([end])}"' for end in source.ends]
-    found, sampling = source.generation, {"temperature": 0}  # a run's questions are answered by the likeliest tokens
+    found, sampling = source.generation, {"temperature": 0}  # a run answers its questions greedily
     if found.get("do_sample"):
         sampling = SAMPLING | {name: found[name] for name in TAKEN if found.get(name) is not None}
     options = {"num_ctx": source.length, "repetition_penalty": 1.0, **sampling}
@@ -71,8 +71,8 @@ def modelfile(source: Source, file: str, images: bool) -> str:
 
 
 def go_template(source: Source) -> str | None:
-    """A template for Ollama that writes what the chat template writes; None if a text before and after the content of
-    each role does not say it."""
+    """A template for Ollama that writes the same text as the chat template; None if fixed texts before and after the
+    content of each role do not reproduce the chat template."""
     tokenizer, variables = source.tokenizer, source.data.chat_template_kwargs or {}
 
     def written(*roles: str, prompt: bool = False) -> str:
@@ -100,7 +100,7 @@ def go_template(source: Source) -> str | None:
     except Exception:  # noqa: BLE001  a template is foreign code and can raise anything
         return None
     if start == tokenizer.bos_token and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
-        start = ""  # the server puts it before the text
+        start = ""  # the server adds the BOS token
     roles = {"system": system, "user": user, "assistant": assistant}
     cases = [f'if eq .Role "{role}" }}}}{left}{{{{ .Content }}}}{right}' for role, (left, right) in roles.items()]
     parts = (start, "".join(map("".join, roles.values())), prompt)

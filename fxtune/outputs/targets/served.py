@@ -1,9 +1,9 @@
-"""Proves an export: the server itself loads the files and answers the run's questions, beside plain transformers.
+"""Proves an export: the server loads the files and answers the run's questions, and so does plain transformers.
 
-Both get the token ids of training's prompts and choose the likeliest tokens, so a difference lies in the weights or in
-the arithmetic. The prompt that the server itself writes for the same messages is compared token by token, because its
-chat template or its tokenizer may differ. For quantised files the answers that are still right and the perplexity of
-the right answers say what the fewer bits cost.
+Both get the token ids of training's prompts and decode greedily, so a difference comes from the weights or the
+arithmetic. The server also writes each prompt from its messages. compare() checks the tokens of this prompt, because
+the server's chat template or tokenizer may differ. For quantised files, the share of right answers and the perplexity
+of the reference answers show the cost of fewer bits.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from fxtune.training.rollouts.server_process import end_of, start_server
 Made = TypeVar("Made")
 
 TOP = 20
-"""How many of the likeliest first tokens a server is asked for. vLLM gives no more by default."""
+"""The number of likeliest first tokens that a server returns. vLLM returns no more by default."""
 RATED = 1000
-"""How many tokens of right answers the perplexity takes."""
+"""After this many tokens of reference answers, the perplexity takes no further question."""
 BATCH = 8
 """Questions that plain transformers answers at once."""
 CLOSE = 0.02
-"""The mean KL divergence of first tokens, in nats, above which an unquantised export is not what was trained."""
+"""The largest mean KL divergence of first tokens, in nats, of a correct unquantised export."""
 SECONDS = 600.0
-"""How long a server may take for an answer."""
+"""The time limit for an answer of a server."""
 
 
 class Unproven(Exception):
-    """The server is not here, so the export is not proven."""
+    """There is no server or there are no questions, so the export is not proven."""
 
 
 @dataclass(frozen=True)
 class Answer:
     ids: list[int]
     ended: bool
-    """Whether it ended by itself, and not at the limit of tokens."""
+    """Whether the answer ended by itself, and not at the limit of tokens."""
     first: Mapping[int, float]
     """Log-probabilities of the likeliest first tokens, by id."""
 
 
 class Server(Protocol):
-    """A server that has loaded an export. All calls raise ServerError. Log-probabilities that it does not tell are
-    NaN: JSON has null for NaN."""
+    """A server that has loaded an export. All calls raise ServerError. A log-probability is NaN where the server's
+    JSON has null."""
 
     def write_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The ids of the prompt that the server writes for messages."""
+        """The token ids of the prompt that the server writes for messages."""
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
-        """The likeliest answer to a prompt of ids."""
+        """The greedy answer to a prompt of token ids."""
 
     def rate(self, prompt: list[int], token: int) -> float | None:
-        """The log-probability of `token` behind a prompt; None: this server is not asked."""
+        """The log-probability of `token` after a prompt; None: fxtune does not ask this server."""
         return None
 
 
 @contextmanager
 def started(name: str, words: Sequence[str], make: Callable[[Client], Made]) -> Iterator[Made]:
-    """A server that is started by a command and ends with the context. Raises HardwareError if it does not start, or
-    fails in the body."""
+    """Start a server with the command `words`, and end it with the context. Raises HardwareError if the server does
+    not start, or fails in the body."""
     with tempfile.TemporaryDirectory(prefix="fxtune-") as scratch:
         log = Path(scratch) / "server.log"
         process, url = start_server(name, words, log)
@@ -88,10 +88,10 @@ def started(name: str, words: Sequence[str], make: Callable[[Client], Made]) -> 
 @dataclass(frozen=True)
 class Plain:
     """The answers of plain transformers and peft to the questions of a source: on a GPU in the model's stored dtype,
-    without one in float32."""
+    on a CPU in float32."""
 
     ids: list[list[int]]
-    """Without the end token."""
+    """The answers without their end tokens."""
     ended: list[bool]
     first: torch.Tensor
     """Log-probabilities of the first tokens, float32 [questions, vocabulary]."""
@@ -130,7 +130,7 @@ class Plain:
 
 
 def cut(ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """An answer without its first end token and what follows."""
+    """The tokens of an answer before its first end token."""
     return list(ids[: next((at for at, token in enumerate(ids) if token in ends), None)])
 
 
@@ -138,9 +138,9 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
     """The figures of a server's answers beside plain transformers; shares are between 0 and 1. Raises ServerError.
 
     equal: equal answers. equal_20: equal first 20 tokens. prompts: prompts with the ids of training, among the chats.
-    ended: answers that end where they end in transformers, among those with the same tokens up to there. kl: KL
-    divergence of the first token in nats, over the TOP likeliest tokens, and the others as one. right: exactly right
-    answers. perplexity: of the right answers.
+    ended: answers that end where transformers ends, among answers with the same tokens up to there. kl: the KL
+    divergence of the first token in nats, over the TOP likeliest tokens and one outcome for all others. right: exactly
+    right answers. perplexity: the perplexity of the reference answers.
     """
     questions, ends, tokenizer = source.questions, source.ends, source.tokenizer
     prompts, served, rated = list[bool](), list[Answer](), list[float]()
@@ -172,7 +172,7 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
 
 
 def problems(figures: Mapping[str, float], exact: bool) -> list[str]:
-    """What an export does otherwise than in training. `exact`: its weights have at least 16 bits."""
+    """How an export differs from training. `exact`: its weights have at least 16 bits."""
     found = []
     if (share := figures.get("prompts", 1.0)) < 1:
         found.append(f"the server writes {1 - share:.0%} of the prompts with other tokens than training")
@@ -184,7 +184,7 @@ def problems(figures: Mapping[str, float], exact: bool) -> list[str]:
 
 
 def number(value: float | None) -> float:
-    """A number of a server's JSON, which has null for NaN."""
+    """A number of a server's JSON, in which null means NaN."""
     return math.nan if value is None else float(value)
 
 
@@ -203,7 +203,7 @@ def _rated(server: Server, question: Question, tokenizer: Any) -> list[float]:
 
 
 def _divergence(plain: torch.Tensor, served: Mapping[int, float]) -> float:
-    """KL divergence of log-probabilities. `plain`: of all tokens."""
+    """The KL divergence in nats. `plain`: log-probabilities of all tokens; `served`: of the likeliest, by token id."""
     p, q = plain[list(served)].double().exp(), torch.tensor(list(served.values()), dtype=torch.float64).exp()
     p, q = (torch.cat([part, (1 - part.sum()).clamp(min=1e-9)[None]]) for part in (p, q))
     return max(float((p * (p / q).log()).sum()), 0.0)

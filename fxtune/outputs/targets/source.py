@@ -26,9 +26,9 @@ from fxtune.system.files.hub import locate
 from fxtune.training.answers import Question, load_questions
 
 CONTEXT = 8192
-"""The least context length that a server gets, if the model has it."""
+"""The smallest context length for a server, unless the model allows less."""
 ROWS = 20
-"""Rows that are asked if a run has no questions."""
+"""The number of rows to ask if a run has no questions."""
 
 
 class Source:
@@ -51,7 +51,7 @@ class Source:
             self.hf_config = models.load_config(self.model)
             self.tokenizer = models.load_tokenizer(self.model, self.hf_config)
         self.origin = locate(str(self.model.path), self.model.revision, code=self.model.trust_remote_code)
-        """Where the files of the base are, or of the whole model."""
+        """The place of the base's files, or of the whole model's files."""
         self.dtype = stored_dtype(self.hf_config, str(self.model.path))
         self.unasked = "there are no questions: it belongs to no run, or the model reads images"
         """Why `questions` is empty."""
@@ -80,8 +80,8 @@ class Source:
 
     @cached_property
     def questions(self) -> list[Question]:
-        """The run's questions, or else the first rows of its data as questions; empty without a run, and for a model
-        that reads images. Held-out rows come first."""
+        """The run's questions, or else the first ROWS rows of its held-out data, or else of its training data. Empty
+        without a run, and for a model that reads images."""
         if kind_of(self.hf_config).images:
             return []
         asked = self.data.questions
@@ -94,7 +94,7 @@ class Source:
             return []
 
     def messages(self, question: Question) -> list[dict[str, Any]] | None:
-        """The messages that ask a question, with the system turn of training; None if the row is no plain chat."""
+        """The messages that ask a question, with the system turn of training; None if the row is not a plain chat."""
         row = question.row.value if question.row else None
         format = row_format(row) if row else None
         content = format.read(row, LearnConfig(), ()) if row and format else None
@@ -112,8 +112,8 @@ class Source:
             raise ConfigError(f"{self.name} writes no answers, and --to {target} serves answers. Use fxtune merge.")
 
     def whole(self, folder: Path | None) -> Path:
-        """The folder of the whole model: where it is already, or `folder`, into which the adapter is merged unless it
-        has been."""
+        """The folder of the whole model. An adapter is first merged into `folder` (None: a folder in the run), unless
+        an earlier export has done so."""
         if self.output and self.output.kind is OutputKind.model:
             return self.output.folder
         place = folder or (self.output.folder.with_name(f"merged{self.step}") if self.output else None)
@@ -124,9 +124,9 @@ class Source:
 
     @cached_property
     def digest(self) -> str | None:
-        """A digest that no other adapter or model has; None without a proof.json."""
+        """The unique digest of the adapter or model; None without a proof.json."""
         return proof_digest(self.adapter.origin.folder if self.adapter else self.origin.folder)
 
     def has_made(self, record: Path) -> bool:
-        """Whether an earlier export of this adapter or model wrote a folder. `record`: the JSON file that says so."""
+        """Whether `record`, a JSON file of an earlier export, has the digest of this adapter or model."""
         return record.is_file() and f'"{MADE_FROM}": "{self.digest}"' in record.read_text("utf-8", "replace")

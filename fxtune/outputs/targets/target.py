@@ -1,4 +1,4 @@
-"""What a target answers: can this be exported, the files, and the command that serves them."""
+"""The interface of a target: it checks the model, writes the files, and names the command that serves them."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class ExportOptions:
 
 @dataclass
 class Exported:
-    """What an export has written, and what its server answered."""
+    """The files of an export, and the figures of its server."""
 
     folder: Path
     kind: str
     """`adapter`, `merged model`, or the kind of the files."""
     command: str = ""
-    """The command that serves it."""
+    """The command that serves the files."""
     files: dict[str, Path] = field(default_factory=dict)
-    """{its type: a file or folder that a server loads}."""
+    """{type: a file or folder that a server loads}."""
     notes: list[str] = field(default_factory=list)
     proofs: Exports = field(default_factory=dict)
     """{name of the file: the figures of compare() (served.py), or {"not_proven": reason}}."""
     problems: list[str] = field(default_factory=list)
-    """What the files do otherwise than in training."""
+    """How the served files differ from training."""
 
 
 class Target(ABC):
@@ -89,5 +89,5 @@ class Target(ABC):
 
     @abstractmethod
     def serving(self, file: Path) -> AbstractContextManager[Server]:
-        """A server for one of the files, which starts with the context. Raises Unproven if there is no server; the
-        context raises HardwareError if it does not start."""
+        """A context manager that starts a server for one of the files. Raises Unproven if there is no server. The
+        context raises HardwareError if the server does not start."""

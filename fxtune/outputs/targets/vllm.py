@@ -1,6 +1,6 @@
-"""vLLM: an adapter beside its base, where vLLM serves it as it was trained; otherwise the merged model.
+"""vLLM: an adapter beside its base, if vLLM computes the adapter as training did; otherwise the merged model.
 
-fxtune/export/vllm.py has vLLM's rules. An adapter stays in its folder: the command names it.
+fxtune/export/vllm.py has vLLM's rules. An adapter stays in its folder, and the command names this folder.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class VllmTarget(Target):
         return self._command(str(options["base_model_name_or_path"]), *words)
 
     def serving(self, file: Path) -> AbstractContextManager[Server]:
-        """The server of --url, or one that is started in the environment of --venv."""
+        """The server at --url, or a new server from the virtual environment --venv."""
         url, venv, name = self.options.url, self.options.venv, self.source.title
         is_adapter = (file / "adapter_config.json").exists()
         if url:

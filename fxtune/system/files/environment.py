@@ -1,8 +1,8 @@
-"""requirements.lock of a run's folder: the environment in which the run trained, and how it differs from another one.
+"""requirements.lock of a run's folder: the environment of training, and its differences from another environment.
 
-The file has the exact version of each installed package that fxtune needs, by itself or through another package, so
-`pip install -r requirements.lock` brings them. Its first lines are comments: Python, CUDA, the card. A package that
-did not come from an index (a checkout, a wheel from a folder) is a comment, because pip could not find its version.
+The file has the exact version of each installed package that fxtune needs, directly or through another package.
+`pip install -r requirements.lock` installs these versions. The first lines are comments: Python, CUDA, the card. A
+package from no index (a checkout, a wheel from a folder) is a comment, because pip could not find its version.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fxtune.system.terminal.redact import redact_text
 
 FILE = "requirements.lock"
 INDEX = "https://download.pytorch.org/whl/"
-"""Where builds of torch with a local version (2.11.0+cu130) are."""
+"""The index with torch builds that have a local version (2.11.0+cu130)."""
 _FACT = re.compile(r"# ([\w ]+): (.+)")
 _ELSEWHERE = re.compile(r"# (\S+) (\S+) did not come from an index")
 
 
 def machine(cuda: str | None, device: str) -> dict[str, str]:
-    """What is not a package. `cuda`: the version that torch is built for; `device`: the name of the card."""
+    """The facts that no package gives. `cuda`: the version that torch is built for; `device`: the name of the card."""
     return {
         "fxtune": __version__,
         "Python": platform.python_version(),
@@ -47,7 +47,7 @@ def machine(cuda: str | None, device: str) -> dict[str, str]:
 
 @cache
 def installed() -> dict[str, metadata.Distribution]:
-    """The installed packages that fxtune needs, by itself or through another package, by name."""
+    """{name: package} of the installed packages that fxtune needs, directly or through another package."""
     found: dict[str, metadata.Distribution] = {}
     # A checkout that was never installed has no metadata.
     waiting = [*requirements()] or [Requirement(name) for name in PACKAGES]
@@ -75,7 +75,7 @@ def lock(facts: Mapping[str, str]) -> str:
     """The text of the file for this process. `facts`: machine()."""
     packages = installed()
     local = Version(packages["torch"].version).local if "torch" in packages else None
-    local = local if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", local or "") else None  # others are builds of a vendor
+    local = local if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", local or "") else None  # others: a vendor's builds
     lines = [
         f"# What ran. `pip install -r {FILE}` installs it, `fxtune doctor RUN` compares it with another environment.",
         *(f"# {name}: {value}" for name, value in facts.items()),
@@ -97,9 +97,9 @@ def _line(name: str, package: metadata.Distribution, local: str | None) -> str:
 
 
 def differences(folder: Path, facts: Mapping[str, str]) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (name, what the run had, what is here) for each fact and package that differs. None: it is missing here.
+    """Yield (name, the run's value, the value here) for each fact and package that differs. None: missing here.
 
-    `facts`: machine() here. Raises ConfigError if the run in `folder` has no such file, StorageError if a line of it
+    `facts`: machine() here. Raises ConfigError if the run in `folder` has no FILE, StorageError if a line of FILE
     cannot be read.
     """
     file = folder / FILE

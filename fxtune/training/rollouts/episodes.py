@@ -1,4 +1,4 @@
-"""Answers of one turn, or of several: an answer that calls tools goes on after their results."""
+"""Answers of one or several turns: an answer continues after the results of its tool calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     """From 0 to 2^63 - 1."""
     images: tuple[Any, ...]
     room: int
-    """The tokens after which the turn is cut off."""
+    """The maximum number of tokens of the turn."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Episodes:
     asked: Sequence[Asked]
     """The prompts."""
     seeds: Sequence[int]
-    """Of each answer; each prompt has the same number of answers."""
+    """The seed of each answer. Each prompt has the same number of answers."""
     config: SamplerConfig
     groups: list[Group] = field(default_factory=list)
     workers: RewardWorkers | None = None
@@ -67,7 +67,7 @@ class Episodes:
     answers: list[Answer] = field(default_factory=list)
 
     def begin(self) -> list[Request]:
-        """The first turn of all answers. A second call begins again."""
+        """The requests for the first turn of all answers. A second call starts over."""
         self.groups = [replace(group, key=next(KEYS)) for group in self.groups]
         self._each = len(self.seeds) // len(self.asked)
         self.answers = [Answer("", at // self._each, [], [], False, seed) for at, seed in enumerate(self.seeds)]
@@ -81,7 +81,7 @@ class Episodes:
         return Request([*asked.prompt, *answer.ids], seed, asked.images, room)
 
     def go_on(self, turns: Sequence[Sampled]) -> list[Request]:
-        """Add a turn to each open answer, and call its tools. Returns the next turns; none if all are complete."""
+        """Add a turn to each open answer, and call its tools. Returns the next requests; empty: all are complete."""
         calls: dict[int, dict[int, Any]] = {}
         for at, turn in zip(self._open, turns, strict=True):
             answer = self.answers[at]

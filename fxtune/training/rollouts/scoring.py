@@ -1,7 +1,7 @@
-"""Computes rewards, and calls tools, in worker processes. What hangs, or ends its process, is named with its row.
+"""Computes rewards and calls tools in worker processes. If one hangs or ends its process, a message names its row.
 
-Rewards have TRL's signature. They get the answers to one prompt at a time, so a message can name the prompt's row, and
-prompts are scored side by side. A worker never imports torch, unless a reward does.
+Rewards have TRL's signature. They get the answers to one prompt at a time. So a message can name the prompt's row, and
+workers score several prompts at once. A worker imports torch only if a reward does.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Group:
     columns: dict[str, Any]
     """The other columns of the prompt's row."""
     environment: str = ""
-    """The environment of the row's source; empty if it has none."""
+    """The environment of the row's source; empty: no environment."""
     key: int = 0
-    """The number of these answers' environments, which stay in one process until the answers are scored."""
+    """The id of the answers' environments, which stay in one process until the answers are scored."""
     calls: dict[int, list[Any]] | None = None
-    """By the number of the answer: calls of tools (data/chat/tool_turns.py). None: the answers are complete."""
+    """{number of the answer: its tool calls (data/chat/tool_turns.py)}. None: the answers are complete."""
 
 
 @dataclass
@@ -71,23 +71,23 @@ class Scores:
 
     rewards: dict[str, list[float | None]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """By name, what rewards have logged with log_extra(name, values)."""
+    """{name: values} of the rewards' calls log_extra(name, values)."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """By name, what rewards have logged with log_metric(name, value)."""
+    """{name: values} of the rewards' calls log_metric(name, value)."""
     replies: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    """By the number of the answer: (tool, result) of each of Group.calls."""
+    """{number of the answer: (tool, result) of each call in Group.calls}."""
     problem: str = ""
     """Why there are no rewards; empty if there are."""
 
 
 class RewardWorkers:
-    """`seconds`: the time for the rewards of one prompt. Call close() at the end."""
+    """Worker processes. `seconds`: the time limit for the answers to one prompt. Call close() at the end."""
 
     def __init__(self, calls: Sequence[Call], seconds: float, processes: int) -> None:
         self.calls, self.seconds, self.processes = list(calls), seconds, processes
         self._workers: dict[Connection, BaseProcess] = {}
         self._homes: dict[int, Connection | str] = {}
-        """By Group.key: the process with the environments, or why it has ended."""
+        """{Group.key: the process with the environments, or why this process ended}."""
         self._closed = False
 
     def score(self, groups: Sequence[Group]) -> list[Scores]:
@@ -129,9 +129,9 @@ class RewardWorkers:
                     found[at := busy.pop(pipe)[0]] = answer
                     if answer.problem and groups[at].calls is not None:
                         self._homes[groups[at].key] = answer.problem
-                else:  # the reward or the tool that the process begins
+                else:  # the name of the reward or tool that starts
                     running[pipe] = answer
-            # An answer that has come while another process started is in time.
+            # A result that arrived while another process started is in time.
             late = [pipe for pipe, (_, until) in busy.items() if until <= time.monotonic() and not pipe.poll()]
             for pipe in late:
                 problem = f"the {running[pipe]} took longer than sampler.reward_seconds={self.seconds:g}"
@@ -150,13 +150,13 @@ class RewardWorkers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = theirs, self.calls, LIBRARY_LOG.file
-        # No daemon, because a reward may start processes of its own. It ends with this process: see _worker_main().
+        # Not a daemon, because a reward may start processes. The worker ends with this process: see _worker_main().
         process = context.Process(target=_worker_main, args=arguments, daemon=False)
         process.start()
         if not self._workers:
             atexit.register(self.close)
         self._workers[ours] = process
-        theirs.close()  # the worker alone holds this end, so the pipe ends with it
+        theirs.close()  # only the worker holds this end, so the pipe ends with the worker
         try:
             problem = ours.recv()
         except EOFError:
@@ -201,7 +201,7 @@ def _worker_main(pipe: Connection, calls: list[Call], log: Path | None) -> None:
 
 
 def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group, begins: Callable[[str], None]) -> Scores:
-    """The scores of a group, or the results of its calls. `begins`: called with the name of what begins."""
+    """The scores of a group, or the results of its calls. `begins`: gets the name of each part that starts."""
     scores, doing, own = Scores(), group.environment, list[Any]()
     try:
         for number in range(len(group.completions)) if group.calls is None else group.calls:
@@ -226,7 +226,7 @@ def _score(functions: Sequence[Any], calls: Sequence[Call], group: Group, begins
 
 
 def _reply(environment: Any, tool: str, arguments: dict[str, Any] | None) -> str:
-    """What the model reads after a call: the result as text, or the error, as in TRL."""
+    """The text that the model reads after a call: the result, or the error, as in TRL."""
     try:
         if tool not in tools_of(type(environment)) or arguments is None:
             raise ValueError(f"There is no tool {tool}, or its arguments are no JSON object.")
@@ -268,7 +268,7 @@ def _now(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of a worker. What an async reset() opens stays usable in later calls."""
+    """The event loop of a worker. Connections that an async reset() opens stay usable in later calls."""
     return asyncio.new_event_loop()
 
 

@@ -461,8 +461,8 @@ class Sweep:
         return self.max_kl == math.inf or (trial.kl is not None and trial.kl <= self.max_kl)
 
     def winner(self) -> Trial | None:
-        """The configuration with the lowest loss at the end of its run, among those that keeps() accepts; None if
-        there is none."""
+        """The configuration with the lowest loss at the end of its run, among the configurations that keeps() accepts;
+        None if keeps() accepts no configuration."""
         return next((trial for trial in self.ranking() if trial.state is State.done and self.keeps(trial)), None)
 
     def used(self) -> Used:

@@ -32,7 +32,7 @@ def share(start: torch.Tensor, update: torch.Tensor, merged: torch.Tensor) -> fl
 
 
 def adapter_of(base, folder, strength: float):
-    """An adapter over `base` whose update is `strength` times that of a trained one."""
+    """An adapter over `base` whose update is `strength` times a trained adapter's update."""
     model = ModelConfig(path=str(base), dtype=DType.bfloat16)
     prepared = prepared_model(lora(), model, dtype="bfloat16")
     trained(prepared.module)

@@ -1,4 +1,4 @@
-"""A run on rollouts on a GPU: each log line has the figures of its own step."""
+"""A run on rollouts on a GPU: each log line has the figures of the step that it names."""
 
 from __future__ import annotations
 

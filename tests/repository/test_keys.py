@@ -422,7 +422,7 @@ CASES: dict[str, Case] = {
     "eval.limit": Case(benched, "1", BENCHED),
     "eval.chat_template": Case(benched, "true", BENCHED),
 }
-"""Each key with its case. Keys of eval_sources and general are those of sources."""
+"""Each key with its case. The keys of eval_sources and general equal the keys of sources."""
 CASES |= {
     key.replace("data.sources", f"data.{name}"): replace(case, beside=case.beside.replace("sources=", f"{name}="))
     for key, case in CASES.items()

@@ -89,5 +89,5 @@ class Target(ABC):
 
     @abstractmethod
     def serving(self, file: Path) -> AbstractContextManager[Server]:
-        """A context manager that starts a server for one of the files. Raises Unproven if there is no server. The
+        """A context manager that starts a server for `file`. Raises Unproven if there is no server. The
         context raises HardwareError if the server does not start."""

@@ -105,8 +105,8 @@ def last_said() -> float:
 
 
 def say(*parts: RenderableType) -> None:
-    """Print texts without folding them, or anything that rich renders, each on lines of its own. Does not raise if the
-    output is gone."""
+    """Print each part on separate lines: a text without folding it, or any object that rich renders. Does not raise if
+    the output is gone."""
     _last_said[0] = time.monotonic()
     try:
         for part in parts:

@@ -1,4 +1,4 @@
-"""Starts a server of models (vLLM, llama-server) as a process of its own, which never outlives this process."""
+"""Starts a model server (vLLM, llama-server) as a separate process, which never outlives this process."""
 
 from __future__ import annotations
 

@@ -2,14 +2,17 @@
 
 outputs/targets has a file for each target. A target first refuses what it cannot serve, before weights are read. Then
 it writes its files and names the command that serves them. prove() compares the server's answers with plain
-transformers (targets/served.py). The figures go to the run's exports.json, for the report, and beside GGUF files.
+transformers (targets/served.py). The figures go to result.json of a
+finished run, for the report, and to the model card.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fxtune.checkpoint.folder import step_of
+from fxtune.checkpoint.run_folder import RESULT
 from fxtune.distributed.files import as_json
 from fxtune.errors import ConfigError, HardwareError, did_you_mean, not_written
 from fxtune.outputs.checkpoint_model import run_of
@@ -21,7 +24,8 @@ from fxtune.outputs.targets.served import Plain, Unproven, compare, problems
 from fxtune.outputs.targets.source import Source
 from fxtune.outputs.targets.target import Exported, ExportOptions, Target
 from fxtune.outputs.targets.vllm import VllmTarget
-from fxtune.reports.exports import COLUMNS, EXPORTS, Exports, export_rows, read_exports
+from fxtune.reports.exports import COLUMNS, EXPORTS, export_rows
+from fxtune.reports.run_files import RunFiles
 from fxtune.system.files.atomic_files import replace_text
 from fxtune.training.rollouts.client import ServerError
 
@@ -30,6 +34,8 @@ READS = {"model": {"unmerged", "card"}, **{name: target.reads for name, target i
 """{target: the options that it reads}. `model`: a folder for transformers and peft."""
 EXACT = {*CONVERTED, "adapter", "merged model"}
 """Types of files whose weights have at least 16 bits."""
+SERVED = "## Served"
+"""The last section of a model card."""
 
 
 def export(
@@ -60,12 +66,12 @@ def export(
     source = Source(name, trust_remote_code)
     source.require_writes(to)
     target = TARGETS[to](source, options, Path(folder) if folder is not None else None)
-    earlier = read_exports(source.run) if source.run is not None else {}
+    result = RunFiles(source.run).result if source.run is not None else {}
     target.check()
     done = target.write()
     done.notes = target.notes
     prove(source, target, done)
-    _record(source, to, done, earlier)
+    _record(source, to, done, result)
     return done
 
 
@@ -88,18 +94,20 @@ def prove(source: Source, target: Target, done: Exported) -> None:
             done.problems.append(f"{file.name}: the server failed")
 
 
-def _record(source: Source, to: str, done: Exported, earlier: Exports) -> None:
-    """Write the proofs to the run's exports.json, and to a README.md beside GGUF files. Raises StorageError."""
+def _record(source: Source, to: str, done: Exported, result: dict[str, Any]) -> None:
+    """Write the proofs to result.json of a finished run, and to the model card. Raises StorageError."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *export_rows(done.proofs)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    command = done.command.replace(f"{done.folder}/", "")  # other machines have other folders
+    card = done.folder / "README.md"
     try:
-        if source.run is not None:
+        if source.run is not None and result:
             proofs = {f"{to}/{file}": figures for file, figures in done.proofs.items()}
-            replace_text(source.run / EXPORTS, as_json(earlier | proofs))
-        if to != "vllm":
-            rows = [COLUMNS, ["---"] * len(COLUMNS), *export_rows(done.proofs)]
-            table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-            command = done.command.replace(f"{done.folder}/", "")  # other machines have other folders
-            title = f"# {done.folder.name}\n\nExported with fxtune.\n\n## Served\n\n`{command}`\n\n"
-            text = f"{title}The server's answers beside plain transformers:\n\n{table}\n"
-            replace_text(done.folder / "README.md", text)
+            replace_text(source.run / RESULT, as_json(result | {EXPORTS: result.get(EXPORTS, {}) | proofs}))
+        if source.run is None and to == "vllm":
+            return  # the folder may be the hub's cache
+        text = card.read_text("utf-8") if card.exists() else f"# {done.folder.name}\n\nExported with fxtune.\n"
+        served = f"{SERVED}\n\n`{command}`\n\nThe server's answers beside plain transformers:\n\n{table}\n"
+        replace_text(card, f"{text.partition(SERVED)[0].rstrip()}\n\n{served}")
     except OSError as error:
         raise not_written(f"The proof of {done.folder} cannot be written", error) from error

@@ -1,15 +1,12 @@
-"""The exports of a run, and what their proofs found: RUN/exports.json as a table."""
+"""The exports of a run, and what their proofs found: `exports` in result.json, as a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from fxtune.errors import StorageError
-from fxtune.system.files.atomic_files import read_json
-
-EXPORTS = "exports.json"
-"""{"TARGET/FILE": the figures of compare() (outputs/targets/served.py), or {"not_proven": reason}}."""
+EXPORTS = "exports"
+"""The key in result.json. Its value is {"TARGET/FILE": the figures of compare() (outputs/targets/served.py), or
+{"not_proven": reason}}."""
 FIGURES = {
     "equal": "equal answers",
     "equal_20": "first 20 tokens",
@@ -21,14 +18,6 @@ FIGURES = {
 }
 COLUMNS = ["export", *FIGURES.values()]
 Exports = dict[str, dict[str, Any]]
-
-
-def read_exports(run: Path) -> Exports:
-    """The content of exports.json; empty without the file. Raises StorageError."""
-    try:
-        return read_json(run / EXPORTS) if (run / EXPORTS).exists() else {}
-    except ValueError as error:
-        raise StorageError(f"{run / EXPORTS} cannot be read: {error}. Remove it, and export again.") from error
 
 
 def export_rows(exports: Exports) -> list[list[str]]:

@@ -186,7 +186,7 @@ def collect(runs: Sequence[RunFiles]) -> Page:
                 (
                     "Exports, beside plain transformers",
                     exports.COLUMNS,
-                    exports.export_rows(exports.read_exports(run.folder)),
+                    exports.export_rows(run.result.get(exports.EXPORTS, {})),
                 ),
             )
             if rows

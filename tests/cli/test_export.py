@@ -34,6 +34,7 @@ def a_run(folder: Path, config: str = "", **options) -> Path:
             parameter.data.fill_(1e-3)
     save_model(prepared, load_tokenizer(TINY), folder / "adapter")
     (folder / "config.yaml").write_text(f"run: {{name: {folder.name}}}\nmodel: {{path: 'builtin:tiny'}}\n{config}")
+    (folder / "result.json").write_text('{"train/step": 1}')
     return folder
 
 
@@ -63,6 +64,12 @@ def export(capsys, *words: str, code: int = 0) -> str:
     assert "Traceback" not in out + err
     assert err.count("fxtune: ") == (code > 0)
     return err if code else out
+
+
+def exports_of(run: Path) -> dict[str, dict[str, float]]:
+    result = json.loads((run / "result.json").read_text())
+    assert result["train/step"] == 1
+    return result["exports"]
 
 
 def command(out: str) -> list[str]:
@@ -138,7 +145,7 @@ def test_a_gguf_file_has_the_tokens_and_the_template_of_training_and_answers_as_
     assert "<|im_start|>" in reader.get_field("tokenizer.chat_template").contents()
     assert not any("lora" in tensor.name for tensor in reader.tensors), "the adapter is merged"
     assert command(out)[:3] == ["llama-server", "-m", "runs/mine/gguf/mine-f16.gguf"]
-    found = json.loads((run / "exports.json").read_text())
+    found = exports_of(run)
     (figures,) = found.values()
     assert [figures[name] for name in ("equal", "equal_20", "prompts", "ended")] == [1, 1, 1, 1]
     assert figures["kl"] < 1e-4
@@ -164,7 +171,7 @@ def test_an_export_that_does_not_answer_as_trained_is_said(fault, run, capsys):
     out, err = capsys.readouterr()
     assert FAULTS[fault] in err
     assert command(out)[0] == "llama-server"
-    assert (run / "exports.json").exists()
+    assert exports_of(run)
     assert "It stays in runs/mine/gguf" in err
     assert "Served" in (run / "gguf" / "README.md").read_text()
 
@@ -173,7 +180,7 @@ def test_without_a_server_nothing_counts_as_proven(run, capsys):
     tools = fake_llama_cpp(run.parent / "tools", "without llama-server")
     out = llama(capsys, tools, "mine", "--to", "gguf")
     assert "mine-f16.gguf: exported, not proven: there is no llama-server" in out
-    assert "not_proven" in json.loads((run / "exports.json").read_text())["gguf/mine-f16.gguf"]
+    assert "not_proven" in exports_of(run)["gguf/mine-f16.gguf"]
     assert "adapter: exported, not proven: vLLM is not reachable" in export(capsys, "mine", "--to", "vllm")
 
 
@@ -187,7 +194,7 @@ def test_the_same_command_again_proves_what_was_written(run, capsys):
     (tools / "convert_hf_to_gguf.py").write_text((missing / "convert_hf_to_gguf.py").read_text())
     llama(capsys, tools, "mine", "--to", "gguf")
     assert (run / "gguf" / "mine-f16.gguf").stat().st_mtime_ns == written
-    assert json.loads((run / "exports.json").read_text())["gguf/mine-f16.gguf"]["equal"] == 1
+    assert exports_of(run)["gguf/mine-f16.gguf"]["equal"] == 1
     assert "gguf exists" in llama(capsys, tools, "mine", "--to", "gguf", "--quantize", "q8_0", code=6)
     assert "gguf exists" in llama(capsys, tools, "dora", str(run / "gguf"), "--to", "gguf", code=6)
 
@@ -206,7 +213,7 @@ def test_the_merges_of_a_checkpoint_and_of_its_run_lie_apart(run, capsys):
     shutil.copytree(run / "adapter", run / "exported-step-1")  # as `export mine/step-1` first writes it
     for name, place in (("mine/exported-step-1", "merged-step-1"), ("mine", "merged")):
         assert command(export(capsys, name, "--to", "vllm", "--merged"))[2] == str(run / place)
-    assert {"vllm/merged-step-1", "vllm/merged"} == json.loads((run / "exports.json").read_text()).keys()
+    assert {"vllm/merged-step-1", "vllm/merged"} == exports_of(run).keys()
 
 
 @pytest.mark.parametrize("rows", ['{"text": "Only a text."}\n', None])
@@ -243,8 +250,33 @@ def test_half_of_a_copy_does_not_stay(run, capsys, monkeypatch):
 
 
 def test_an_unreadable_record_of_exports_is_not_replaced(run, capsys):
-    (run / "exports.json").write_text("{")
-    assert "exports.json cannot be read" in export(capsys, "mine", "--to", "vllm", code=6)
+    (run / "result.json").write_text("{")
+    assert "result.json cannot be read" in export(capsys, "mine", "--to", "vllm", code=6)
+
+
+def test_the_card_has_the_last_proof_of_an_adapter_and_an_unfinished_run_stays_unfinished(run, capsys):
+    (run / "result.json").unlink()
+    before = (run / "adapter" / "README.md").read_text()
+    for _ in range(2):
+        export(capsys, "mine", "--to", "vllm")
+        card = (run / "adapter" / "README.md").read_text()
+        assert card.startswith(before.rstrip())
+        assert card.count("not proven: vLLM is not reachable") == 1
+    assert not (run / "result.json").exists()
+
+
+def test_the_perplexity_is_of_held_out_rows(run, capsys):
+    """The rows of data.eval_sources have other answers than the questions."""
+    tools = fake_llama_cpp(run.parent / "tools")
+    llama(capsys, tools, "mine", "--to", "gguf")
+    questions = exports_of(run)["gguf/mine-f16.gguf"]
+    Path("held_out.jsonl").write_text('{"prompt": "Tell a colour.", "completion": "Xylophone zebra quartz."}\n')
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("{system", "{eval_sources: [{path: held_out.jsonl}], system"))
+    llama(capsys, tools, "mine", "--to", "gguf")
+    held_out = exports_of(run)["gguf/mine-f16.gguf"]
+    assert held_out["right"] == questions["right"]
+    assert held_out["perplexity"] > 2 * questions["perplexity"]
 
 
 def test_variables_of_the_chat_template_are_in_the_command(run, capsys):

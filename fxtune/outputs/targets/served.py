@@ -3,7 +3,7 @@
 Both get the token ids of training's prompts and decode greedily, so a difference comes from the weights or the
 arithmetic. The server also writes each prompt from its messages. compare() checks the tokens of this prompt, because
 the server's chat template or tokenizer may differ. For quantised files, the share of right answers and the perplexity
-of the reference answers show the cost of fewer bits.
+of held-out reference answers show the cost of fewer bits.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
     equal: equal answers. equal_20: equal first 20 tokens. prompts: prompts with the ids of training, among the chats.
     ended: answers that end where transformers ends, among answers with the same tokens up to there. kl: the KL
     divergence of the first token in nats, over the TOP likeliest tokens and one outcome for all others. right: exactly
-    right answers. perplexity: the perplexity of the reference answers.
+    right answers. perplexity: the perplexity of the reference answers in `source.rated`.
     """
     questions, ends, tokenizer = source.questions, source.ends, source.tokenizer
     prompts, served, rated = list[bool](), list[Answer](), list[float]()
@@ -149,9 +149,10 @@ def compare(source: Source, plain: Plain, server: Server) -> dict[str, float]:
             if (messages := source.messages(question)) is not None:
                 prompts.append(server.write_prompt(messages) == question.prompt)
             served.append(server.answer(question.prompt, source.data.questions.max_new_tokens))
+            work.advance(1)
+        for question in source.rated:
             if len(rated) < RATED:
                 rated += _rated(server, question, tokenizer)
-            work.advance(1)
     answers = [cut(answer.ids, ends) for answer in served]
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in answers]
     pairs = list(zip(plain.ids, answers, strict=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fxtune.config import compose
-from fxtune.data.config import DataConfig
+from fxtune.data.config import DataConfig, QuestionsConfig, SourceConfig
 from fxtune.data.formats.registry import row_format
 from fxtune.data.formats.row_format import Conversation, LearnConfig, Preference
 from fxtune.errors import ConfigError, UserError
@@ -82,13 +83,23 @@ class Source:
     def questions(self) -> list[Question]:
         """The run's questions, or else the first ROWS rows of its held-out data, or else of its training data. Empty
         without a run, and for a model that reads images."""
+        asked = self.data.questions
+        return self._read(asked) if asked.path else self._rows([*self.data.eval_sources, *self.data.sources])
+
+    @cached_property
+    def rated(self) -> list[Question]:
+        """The questions with the reference answers whose perplexity is measured: the first ROWS rows of
+        data.eval_sources, or else `questions`."""
+        return self._rows(self.data.eval_sources) or self.questions
+
+    def _rows(self, sources: Sequence[SourceConfig]) -> list[Question]:
+        return self._read(replace(self.data.questions, path=sources[0].path, limit=ROWS)) if sources else []
+
+    def _read(self, asked: QuestionsConfig) -> list[Question]:
         if kind_of(self.hf_config).images:
             return []
-        asked = self.data.questions
-        if asked.path is None and (sources := [*self.data.eval_sources, *self.data.sources]):
-            asked = replace(asked, path=sources[0].path, limit=ROWS)
         try:
-            return load_questions(replace(self.data, questions=asked), self.tokenizer) if asked.path else []
+            return load_questions(replace(self.data, questions=asked), self.tokenizer)
         except UserError as error:  # data that moved, or rows of plain text
             self.unasked = f"there are no questions: {error}"
             return []

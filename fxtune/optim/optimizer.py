@@ -45,7 +45,7 @@ TRAINED = "trained"
 
 class Optimizer:
     """The trainable parameters of a model and the library optimizers that update them: two with Muon, otherwise one.
-    If the caller updates weights one by one, or if updates draw random bits, each weight has a separate optimizer."""
+    If the caller updates weights one by one, or if torchao draws random bits, each weight has a separate optimizer."""
 
     def __init__(
         self,
@@ -81,18 +81,21 @@ class Optimizer:
                 self.divided[own] = weight
             self.names[own] = name
         self.sharding = sharding
-        self.rounds, self.one_by_one = config.stochastic_rounding, one_by_one
+        self.draws = config.stochastic_rounding and config.name is OptimizerName.adamw_8bit
+        """Whether updates draw from torch's generator."""
+        self.one_by_one = one_by_one
         names = list(self.names)
         of_images = {*for_images} if config.lr_vision is not None else set()
         by_rate = [
             [own for own in names if (self.divided.get(own, own) in of_images) is chosen] for chosen in (False, True)
         ]
-        groups = [[own] for own in names] if self.rounds or one_by_one else [own for own in by_rate if own]
+        groups = [[own] for own in names] if self.draws or one_by_one else [own for own in by_rate if own]
         self.parts = []
         for group in groups:
             # The parts for images are whole on each rank.
             divided = {} if of_images.intersection(group) else rows
-            self.parts += _library_optimizers(model, config, group, divided, sharding)
+            named = {own: self.names[own] for own in group}
+            self.parts += _library_optimizers(model, config, named, divided, sharding)
         self.rates = dict.fromkeys(self.parts, 1.0)
         """The learning rate of each part, as a multiple of step()'s learning rate."""
         for part in self.parts if of_images else ():
@@ -154,7 +157,8 @@ class Optimizer:
                 self.reached.add(self.names[parameter])
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient down to norm `max_norm`; 0: do not. Returns the earlier norm, a scalar on the device."""
+        """Scale the gradient down to norm `max_norm`; 0: do not. Returns the earlier norm, a scalar on the device.
+        StochasticAdamW scales in its update, which saves a pass over the gradients."""
         reached = {weight: gradient for weight in self.names if (gradient := self._gradient(weight)) is not None}
         norm = self._norm(gradient for weight, gradient in reached.items() if weight not in self.divided)
         if self.sharding is not None:
@@ -162,6 +166,10 @@ class Optimizer:
             norm = (norm.double().square() + self.sharding.sum_over_shards(own.square())).sqrt().float()
         if max_norm > 0:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            if all(isinstance(part, StochasticAdamW) for part in self.parts):
+                for part in self.parts:
+                    part.gradient_scale = factor  # type: ignore[attr-defined]
+                return norm
             for dtype in {gradient.dtype for gradient in reached.values()}:
                 # torch multiplies by a scalar of another dtype one tensor at a time: 3 times as slow on an H200.
                 same = [gradient for gradient in reached.values() if gradient.dtype is dtype]
@@ -200,7 +208,9 @@ class Optimizer:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        if self.rounds:  # so a weight's bits do not depend on the time of its update
+        if isinstance(part, StochasticAdamW):
+            part.seed = seed
+        elif self.draws:  # so a weight's bits do not depend on the time of its update
             torch.manual_seed(_seed(seed, self.names[part.param_groups[0]["params"][0]]))
         if part.defaults.get("fused"):
             part.found_inf = (~finite).float()  # type: ignore[attr-defined]  # like GradScaler, for fused kernels
@@ -382,11 +392,12 @@ def _is_from(part: torch.optim.Optimizer, package: str) -> bool:
 def _library_optimizers(
     model: Any,
     config: OptimizerConfig,
-    parameters: list[torch.Tensor],
+    names: dict[torch.Tensor, str],
     rows: dict[torch.Tensor, nn.Parameter],
     sharding: Sharding | None,
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of `parameters`, the tensors to update. `rows`: this rank's rows of divided weights."""
+    """The optimizers of the tensors to update, the keys of `names`. `rows`: this rank's rows of divided weights."""
+    parameters = list(names)
     shared: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay)
     adam: dict[str, Any] = dict(betas=(config.betas[0], config.betas[1]), eps=config.eps, **shared)
     groups = _groups(parameters, config.weight_decay)
@@ -394,7 +405,7 @@ def _library_optimizers(
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if config.stochastic_rounding:
             use_cache_folder()  # StochasticAdamW compiles its step
-            return StochasticAdamW(groups, moments=getattr(torch, config.moments.value), **adam)
+            return StochasticAdamW(groups, names, moments=getattr(torch, config.moments.value), **adam)
         return torch.optim.AdamW(groups, fused=True, **adam)
 
     if config.name is OptimizerName.adamw:

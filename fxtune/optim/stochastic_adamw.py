@@ -7,15 +7,16 @@ by the right amount on average (arXiv 2010.06192). The moments are float32 or bf
 stochastically, too. A second moment changes by 1/1000 in a step, and rounding to nearest would lose this change.
 
 Memory per weight: 2 bytes + 8 for the moments (4 in bfloat16) + 2 for the gradient; float32 weights take 4 + 8 + 4.
-The random bits come from torch's generator of the device. The caller seeds it for each weight and step, so a resumed
-run draws the same bits. On a GPU the update is compiled: each tensor, of any size, takes one kernel. On a CPU the
-update runs eagerly."""
+The random bits are a hash of a number's place in its tensor, the tensor's name and the step's seed. So a resumed run
+has the same bits, and an update takes as long as its memory traffic. (Bits of torch's generator took twice as long.)
+On a GPU the update is compiled: each tensor, of any size, takes one kernel. On a CPU the update runs eagerly."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +26,27 @@ from fxtune.upstream import torch as upstream
 
 BFLOAT16_BITS = -(1 << 16)
 """Mask of the 16 bits of a float32 that bfloat16 keeps."""
+
+
+GOLDEN = 0x9E3779B1 - (1 << 32)
+"""An odd number near 2^32 / 1.618, which takes neighbouring places far apart (Knuth, TAOCP 3, 6.4)."""
+
+
+def random_bits(like: torch.Tensor, key: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield three int32 tensors of the shape of `like`, evenly distributed in 0 to 65,535 and independent of each
+    other. `key`: an int32 scalar on the device of `like`; another key gives other bits."""
+    place = torch.arange(like.numel(), device=like.device).to(torch.int32).view(like.shape)
+    bits = _hash(place * GOLDEN + key)
+    yield bits & 0xFFFF
+    yield (bits >> 16) & 0xFFFF
+    yield (bits * GOLDEN >> 16) & 0xFFFF
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """lowbias32 (Wellons 2018, hash-prospector): each bit of an int32 flips half of the bits of the result."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
+        x = (x ^ ((x >> shift) & (1 << 32 - shift) - 1)) * factor
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def stochastic_round(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -38,30 +60,31 @@ def update(
     gradient: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
-    step: torch.Tensor,
-    lr: torch.Tensor,
+    rate: torch.Tensor,
+    second_factor: torch.Tensor,
     decay: torch.Tensor,
+    scale: torch.Tensor,
     finite: torch.Tensor,
+    key: torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false. `decay` is 1 - lr x weight decay.
+    """One AdamW step (arXiv 1711.05101) in place, or none if `finite` is false.
 
-    `weight` and its moments `first` and `second` have one shape; each is bfloat16 or float32. `step`, `lr`, `decay`
-    and `finite` are scalars on the same device, so that a new value causes no host sync and no recompilation. `step`
-    counts this step, too.
+    `weight` and its moments `first` and `second` have one shape; each is bfloat16 or float32. The other tensors are
+    scalars on the same device, so that a new value causes no host sync and no recompilation. In step t, `rate` is
+    lr / (1 - beta1^t), `second_factor` 1 / (1 - beta2^t) and `decay` 1 - lr x weight decay. The gradient is multiplied
+    by `scale`. `key`: see random_bits().
     """
-    fine = gradient.float()
+    fine = gradient.float() * scale
     mean = torch.lerp(first.float(), fine, 1 - beta1)
     square = second.float() * beta2 + fine * fine * (1 - beta2)
-    denominator = (square / (1 - beta2**step)).sqrt() + eps
-    moved = weight.float() * decay - lr / (1 - beta1**step) * mean / denominator
-    if weight.dtype is torch.bfloat16:  # drawing is slow, so one draw of 48 bits serves three tensors
-        bits = torch.randint(0, 1 << 48, weight.shape, dtype=torch.int64, device=weight.device)
-    for place, (old, new) in enumerate(((weight, moved), (first, mean), (second, square))):
-        if old.dtype is torch.bfloat16:
-            new = stochastic_round(new, (bits >> 16 * place & 0xFFFF).to(torch.int32))
+    moved = weight.float() * decay - rate * mean / ((square * second_factor).sqrt() + eps)
+    noises = random_bits(weight, key) if weight.dtype is torch.bfloat16 else (None, None, None)
+    for old, new, noise in zip((weight, first, second), (moved, mean, square), noises, strict=True):
+        if noise is not None and old.dtype is torch.bfloat16:
+            new = stochastic_round(new, noise)
         old.copy_(torch.where(finite, new, old))
 
 
@@ -76,22 +99,30 @@ def _compiled() -> Callable[..., None]:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW for bfloat16 weights; float32 weights are not rounded. Before step() the caller sets `found_inf`, a float
-    scalar on the device, as for torch's fused AdamW. If `found_inf` is not 0, no weight, moment or counter changes.
-    `moments`: the dtype of the moments of bfloat16 weights; float32 weights have float32 moments."""
+    """AdamW for bfloat16 weights; float32 weights are not rounded. `names`: a name for each weight, so that its random
+    bits do not depend on other weights. `moments`: the dtype of the moments of bfloat16 weights; float32 weights have
+    float32 moments.
+
+    Before step() the caller may set scalars on the device: `found_inf`, as for torch's fused AdamW (if it is not 0, no
+    weight, moment or counter changes), and `gradient_scale`, a factor for the gradients of one step. `seed`: the seed
+    of the step's random bits.
+    """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
+        names: Mapping[torch.Tensor, str],
         lr: float,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
         moments: torch.dtype = torch.float32,
     ):
-        self.moments = moments
+        self.moments, self.names, self.seed = moments, names, 0
+        self.name_hashes: dict[torch.Tensor, torch.Tensor] = {}
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True))
         self.found_inf: torch.Tensor | None = None
+        self.gradient_scale: torch.Tensor | None = None
 
     def moments_of(self, weight: torch.Tensor) -> torch.dtype:
         """The dtype of this weight's moments."""
@@ -105,11 +136,9 @@ class StochasticAdamW(torch.optim.Optimizer):
                 continue
             device = parameters[0].device
             finite = torch.ones((), dtype=torch.bool, device=device) if self.found_inf is None else self.found_inf == 0
+            scale = torch.ones((), device=device) if self.gradient_scale is None else self.gradient_scale
             # Filled on the device: a copy from the host would be a sync.
-            lr, decay = (
-                torch.full((), number, dtype=torch.float32, device=device)
-                for number in (group["lr"], 1 - group["lr"] * group["weight_decay"])
-            )
+            decay = torch.full((), 1 - group["lr"] * group["weight_decay"], dtype=torch.float32, device=device)
             for parameter in parameters:
                 if not self.state[parameter]:
                     dtype = self.moments_of(parameter)
@@ -118,21 +147,34 @@ class StochasticAdamW(torch.optim.Optimizer):
                         exp_avg=torch.zeros_like(parameter, dtype=dtype),
                         exp_avg_sq=torch.zeros_like(parameter, dtype=dtype),
                     )
+                if parameter not in self.name_hashes:
+                    name_hash = zlib.crc32(self.names[parameter].encode()) >> 1
+                    self.name_hashes[parameter] = torch.full((), name_hash, dtype=torch.int32, device=device)
             steps = [self.state[parameter]["step"] for parameter in parameters]
             upstream.foreach("add_", steps, [finite.float()] * len(parameters))
+            counts = torch.stack(steps)
+            (beta1, beta2), eps = group["betas"], group["eps"]
+            rates, second_factors = group["lr"] / (1 - beta1**counts), 1 / (1 - beta2**counts)
+            keys = _hash(
+                torch.stack([self.name_hashes[parameter] for parameter in parameters]) ^ self.seed % (1 << 31)
+            )
             run_update: Callable[..., None] = _compiled() if device.type == "cuda" else update
             with upstream.compiling_with(**COMPILING) if device.type == "cuda" else nullcontext():
-                for parameter in parameters:
+                for parameter, rate, second_factor, key in zip(parameters, rates, second_factors, keys, strict=True):
                     state = self.state[parameter]
                     run_update(
                         parameter.detach(),
                         parameter.grad,
                         state["exp_avg"],
                         state["exp_avg_sq"],
-                        state["step"],
-                        lr,
+                        rate,
+                        second_factor,
                         decay,
+                        scale,
                         finite,
-                        *group["betas"],
-                        group["eps"],
+                        key,
+                        beta1,
+                        beta2,
+                        eps,
                     )
+        self.gradient_scale = None

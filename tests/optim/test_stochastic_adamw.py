@@ -9,7 +9,7 @@ from torch import nn
 
 from fxtune.optim.config import Moments, OptimizerConfig, OptimizerName
 from fxtune.optim.optimizer import Optimizer
-from fxtune.optim.stochastic_adamw import COMPILING, stochastic_round, update
+from fxtune.optim.stochastic_adamw import COMPILING, random_bits, stochastic_round, update
 
 
 @pytest.mark.slow
@@ -42,6 +42,24 @@ def test_stochastic_rounding_is_unbiased_and_keeps_exact_values():
     assert torch.equal(rounded(fits.float()), fits)
 
 
+def test_random_bits_are_even_and_independent_across_places_tensors_and_keys():
+    """The mean of n even draws of 16 bits deviates by 0.29 / sqrt(n), a correlation of n pairs by 1 / sqrt(n), and the
+    count of a bin by the root of the count. The limits are five times that."""
+    like, n = torch.empty(512, 2048), 1 << 20
+    draws = [
+        bits.flatten()
+        for key in (0, 1, -7, 1 << 30)
+        for bits in random_bits(like, torch.tensor(key, dtype=torch.int32))
+    ]
+    for bits in draws:
+        assert abs(bits.double().mean() / 65536 - 0.5 + 1 / 131072) < 5 * 0.29 / n**0.5
+        for low in (bits >> 8, bits & 255):
+            assert (torch.bincount(low, minlength=256) - n / 256).abs().max() < 5 * (n / 256) ** 0.5
+    columns = torch.stack([*draws, *(draws[0].roll(shift) for shift in (1, 2, 64, 2048))]).double()
+    apart = torch.corrcoef(columns).fill_diagonal_(0)
+    assert apart.abs().max() < 5 / n**0.5
+
+
 def test_bfloat16_moments_follow_the_gradient_on_average():
     """Rounded to nearest, the second moment would stop at half of this value, where 1/1000 of it is below a rounding."""
     linear = nn.Linear(64, 64, bias=False).bfloat16()
@@ -69,8 +87,39 @@ def test_compiled_update_copies_nothing_from_the_host_and_shares_one_graph():
     # The meta device stands for a GPU, so that a copy from the host shows as one from another device.
     for size in ((17, 5), (8, 9), (64, 3)):
         weight, gradient = (torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in range(2))
-        numbers = [torch.empty(size, device="meta") for size in (size, size, (), (), ())]
+        numbers = [torch.empty(size, device="meta") for size in (size, size, (), (), (), ())]
         with torch.no_grad(), torch._dynamo.config.patch(COMPILING):
-            act(weight, gradient, *numbers, torch.empty((), dtype=torch.bool, device="meta"), 0.9, 0.999, 1e-8)
+            flags = [torch.empty((), dtype=dtype, device="meta") for dtype in (torch.bool, torch.int32)]
+            act(weight, gradient, *numbers, *flags, 0.9, 0.999, 1e-8)
     (given,) = graphs
     assert {tensor.device.type for tensor in given if isinstance(tensor, torch.Tensor)} == {"meta"}
+
+
+def test_a_step_scales_the_gradient_down_once():
+    """The first moment is a tenth of the gradient that the update has taken."""
+    linear = nn.Linear(8, 8, bias=False).bfloat16()
+    optimizer = Optimizer(linear, OptimizerConfig(stochastic_rounding=True))
+    moment = torch.zeros(8, 8)
+    for max_norm, taken in ((0.5, 0.5), (0, 8), (100, 8)):
+        linear.weight.grad = torch.ones_like(linear.weight)
+        assert optimizer.clip(max_norm).item() == 8
+        optimizer.step(1e-3, YES)
+        moment = 0.9 * moment + 0.1 * taken / 8
+        torch.testing.assert_close(optimizer.parts[0].state[linear.weight]["exp_avg"], moment)
+
+
+def test_the_random_bits_of_a_weight_depend_on_its_name_and_the_step_alone():
+    def moved(names: str, seed: int, one_by_one: bool = False) -> dict[str, torch.Tensor]:
+        model = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in names}).bfloat16()
+        optimizer = Optimizer(model, OptimizerConfig(stochastic_rounding=True), one_by_one=one_by_one)
+        for module in model.values():
+            nn.init.ones_(module.weight)
+            module.weight.grad = torch.ones_like(module.weight)
+        optimizer.step(1e-3, YES, seed=seed)
+        return {name: model[name].weight.detach() for name in names}
+
+    both, alone = moved("ab", 1), moved("b", 1)
+    assert torch.equal(both["b"], alone["b"])
+    assert torch.equal(both["a"], moved("ab", 1, one_by_one=True)["a"])
+    assert not torch.equal(both["a"], both["b"])
+    assert not torch.equal(both["b"], moved("b", 2)["b"])

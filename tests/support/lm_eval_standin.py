@@ -127,9 +127,15 @@ def real_lm_eval() -> Path:
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-        (own,) = folder.glob("lib/python3*/site-packages")
-        (own / "beside.pth").write_text(sysconfig.get_path("purelib"))
+        _put_beside(folder)
         wanted = [f"lm-eval[api]=={LM_EVAL}", "-c", str(ROOT / "requirements.lock")]
         subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *wanted], check=True)
         (folder / "ready").touch()
+    _put_beside(folder)  # the environment of these tests may have moved
     return folder / "bin" / "python"
+
+
+def _put_beside(folder: Path) -> None:
+    """Let the virtual environment in `folder` also find the packages of these tests."""
+    (own,) = folder.glob("lib/python3*/site-packages")
+    (own / "beside.pth").write_text(sysconfig.get_path("purelib"))

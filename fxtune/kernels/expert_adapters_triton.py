@@ -21,8 +21,8 @@ from fxtune.kernels.triton_matrix import matrix
 PROJECT = dict(ROWS=128, COLUMNS=64, num_warps=4, num_stages=3)
 EXPAND = dict(ROWS=64, COLUMNS=128, num_warps=4)
 OUTER = dict(ROWS=64, COLUMNS=128, num_warps=4, num_stages=3)
-"""Launch shapes. PROJECT and OUTER are the fastest of 54 on an H200, for 131,072 rows of 128 experts and 2,048 columns.
-EXPAND is not measured."""
+"""Launch shapes. PROJECT and OUTER are the fastest of 54 on an H200, for 131,072 rows of 128 experts and 2,048
+columns. EXPAND is not measured."""
 
 
 def project(states: Tensor, token: Tensor, factor: Tensor, ends: Tensor) -> Tensor:

@@ -43,5 +43,6 @@ def start_server(
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    """The last lines of a log, after the first error if it is further up: the cause of the others."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([*[line for line in lines[:-15] if "Error: " in line][:1], *lines[-15:]])

@@ -105,15 +105,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
-import ablate  # noqa: E402
 import baselines  # noqa: E402
-import companions  # noqa: E402
 import image_documents  # noqa: E402
 from baselines import Measurement  # noqa: E402
 from companions import Task  # noqa: E402
 from peer_tools import is_mixture, write_model  # noqa: E402
+from shapes import SHAPES, in_words  # noqa: E402
 
-SHAPES = {**ablate.SHAPES, **image_documents.SHAPES, **companions.SHAPES}
 TOOLS = ("fxtune", "trl", "unsloth", "transformers", "sentence_transformers")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
 END = 330
@@ -583,15 +581,6 @@ def architecture(name: str, length: int) -> dict[str, Any]:
     shape = SHAPES[name]
     positions = shape.get("max_position_embeddings", length)
     return {**shape, "max_position_embeddings": length} if positions < length else shape
-
-
-def in_words(value: Any) -> str:
-    """A value as fxtune's command line takes it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{in_words(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(in_words, value)) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def processor_folder(case: Case, scratch: Path) -> Path:

@@ -14,96 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ablate
+from shapes import IDS, TOKENS
 
 PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
 """Model type -> pixels on each side of a patch. An image token is a square of two by two patches."""
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
-TOKENS = {
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-}
-"""Option of the config -> the token whose id it is."""
-IDS = {name: 1024 + number for number, name in enumerate(TOKENS)}
-"""The built-in tokenizer has 1,024 tokens."""
-
-
-def _qwen2_5_vl(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
-    shared = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0)
-    patches = dict(patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112)
-    return dict(
-        model_type="qwen2_5_vl",
-        **IDS,
-        tie_word_embeddings=False,
-        text_config=dict(model_type="qwen2_5_vl_text", **shared, **text),
-        vision_config=dict(model_type="qwen2_5_vl", out_hidden_size=text["hidden_size"], **patches, **vision),
-    )
-
-
-def _qwen3(model_type: str, text: dict[str, Any], **vision: Any) -> dict[str, Any]:
-    """Qwen3-VL and Qwen3.5, with the vision encoder of their sizes around 8B."""
-    shared = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0)
-    patches = dict(patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=2304)
-    sizes = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
-    return dict(
-        model_type=model_type,
-        **IDS,
-        tie_word_embeddings=False,
-        text_config=dict(model_type=f"{model_type}_text", **shared, **text),
-        vision_config=dict(model_type=model_type, out_hidden_size=text["hidden_size"], **patches, **sizes, **vision),
-    )
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_vl_8b": _qwen3(
-        "qwen3_vl",
-        dict(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=262144,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
-            ),
-        ),
-        deepstack_visual_indexes=[8, 16, 24],
-    ),
-    "qwen3_5_vl_9b": _qwen3("qwen3_5", {k: v for k, v in ablate.SHAPES["qwen3_5_9b"].items() if k != "model_type"}),
-    "qwen2_5_vl_7b": _qwen2_5_vl(
-        dict(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            max_position_embeddings=128000,
-            rms_norm_eps=1e-6,
-            use_sliding_window=False,
-            rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
-        ),
-        dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31]),
-    ),
-    "qwen2_5_vl_tiny": _qwen2_5_vl(
-        dict(
-            vocab_size=1040,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
-        ),
-        dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, fullatt_block_indexes=[1]),
-    ),
-}
 TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}

@@ -26,6 +26,7 @@ sys.path.insert(0, str(SCRIPTS))
 import bench_peers  # noqa: E402
 import image_documents  # noqa: E402
 import peer_tools  # noqa: E402
+from shapes import changed  # noqa: E402
 
 sys.path.remove(str(SCRIPTS))
 
@@ -316,17 +317,21 @@ def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_
 @pytest.mark.parametrize("name", ["vl_7b_1024", "vl_7b_mixed", "qwen3_vl_8b_1024", "qwen3_5_vl_9b_1024"])
 def test_documents_with_images_have_the_requested_tokens_in_fxtune(name, fxtune_words, cwd, monkeypatch):
     case = replace(bench_peers.CASES[name], warm_up=0, length=16128)
-    given, tiny = bench_peers.SHAPES[case.shape], image_documents.SHAPES["qwen2_5_vl_tiny"]
-    text = {key: value for key, value in tiny["text_config"].items() if key not in ("model_type", "rope_parameters")}
+    given, tiny = bench_peers.SHAPES[case.shape], bench_peers.SHAPES["qwen2_5_vl_tiny"]
+    text = {key: tiny[key] for key in _SMALL if key in tiny}
     text |= dict(vocab_size=1040, max_position_embeddings=32768, head_dim=16, num_hidden_layers=4)
     vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
     if "deepstack_visual_indexes" in given["vision_config"]:
         vision["deepstack_visual_indexes"] = [0]
     if "fullatt_block_indexes" in given["vision_config"]:
         vision["fullatt_block_indexes"] = [1]
-        text |= dict(rope_parameters=tiny["text_config"]["rope_parameters"])
-    parts = dict(text_config=given["text_config"] | text, vision_config=given["vision_config"] | vision)
-    monkeypatch.setitem(bench_peers.SHAPES, case.shape, given | parts)
+        text |= dict(rope_scaling=tiny["rope_scaling"])
+    vision = given["vision_config"] | vision
+    if "text_config" in given:
+        parts = dict(text_config=changed(given["text_config"], **text))
+    else:  # the older, flat form computes the width of a head
+        parts = {key: value for key, value in text.items() if key != "head_dim"}
+    monkeypatch.setitem(bench_peers.SHAPES, case.shape, given | parts | dict(vision_config=vision))
     monkeypatch.setitem(bench_peers.CASES, name, replace(case, ours=("techniques=lora", "run.device=cpu")))
     plan = RunBuilder(load(fxtune_words(name, "--steps", "1"))).read()[1].training
     summary = plan.summary()
@@ -412,7 +417,7 @@ def test_folder_for_unsloth_has_every_weight_and_takes_no_space(name, tmp_path):
     shape, images = bench_peers.SHAPES[name], "vision_config" in bench_peers.SHAPES[name]
     if not images:
         few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32) if "num_experts" in shape else {}
-        shape = {**shape, **_SMALL, **few}
+        shape = changed(shape, **_SMALL, **few)
     tokenizer = (
         image_documents.write_processor(bench_peers.TOKENIZER, tmp_path / "p", shape)
         if images

@@ -85,7 +85,6 @@ value.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -159,7 +158,7 @@ class Case:
     packed_length: int = 0
     """Tokens of fxtune's rows, if a step's pairs fill fewer tokens because their prompts are computed once; 0:
     `length`."""
-    steps: int = 8
+    steps: int = 20
     warm_up: int = 3
     full: bool = False
     """Full fine-tuning in place of LoRA; sharded over the cards, if there are several."""
@@ -198,7 +197,7 @@ class Case:
 
 
 def _learning(
-    shape: str, length: int, rows: int, ours: tuple[str, ...], task: Task, micro_batches: int = 1, steps: int = 8
+    shape: str, length: int, rows: int, ours: tuple[str, ...], task: Task, micro_batches: int = 1, steps: int = 20
 ) -> Case:
     some = dict(steps=2, warm_up=2) if task.repeats else dict(steps=steps)
     return Case(shape, length, rows, ours, most_gpus=1, task=task, micro_batches=micro_batches, **some)
@@ -228,9 +227,7 @@ def _policy_case(
         log_prob=log_prob,
         repeats=True,
     )
-    return Case(
-        shape, length, 1, ours, peer_case=peer_case, steps=4, warm_up=2, most_gpus=1, task=task, micro_batches=prompts
-    )
+    return Case(shape, length, 1, ours, peer_case=peer_case, warm_up=2, most_gpus=1, task=task, micro_batches=prompts)
 
 
 CASES = {
@@ -247,17 +244,17 @@ CASES = {
     "8b_1x409600": Case("8b", 409600, 1, steps=1, warm_up=1, context=True),
     "70b_1x4096": Case("70b", 4096, 1, FAST, (*FAST, "parallel.replicate=1")),
     "70b_1x4096_fp8": Case("70b", 4096, 1, FP8, (*FP8, "parallel.replicate=1")),
-    "70b_1x4096_nf4": Case("70b", 4096, 1, NF4, steps=4, warm_up=2, most_gpus=1),
+    "70b_1x4096_nf4": Case("70b", 4096, 1, NF4, most_gpus=1),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "moe_4x4096_fp8": Case("moe", 4096, 4, MIXED_FP8, peer_case="moe_4x4096"),
-    "30b_a3b_4x4096": Case("30b_a3b", 4096, 4, MIXED, (*MIXED, "parallel.replicate=1"), steps=5),
+    "30b_a3b_4x4096": Case("30b_a3b", 4096, 4, MIXED, (*MIXED, "parallel.replicate=1")),
     "30b_a3b_4x4096_fp8": Case(
-        "30b_a3b", 4096, 4, MIXED_FP8, (*MIXED_FP8, "parallel.replicate=1"), peer_case="30b_a3b_4x4096", steps=5
+        "30b_a3b", 4096, 4, MIXED_FP8, (*MIXED_FP8, "parallel.replicate=1"), peer_case="30b_a3b_4x4096"
     ),
     "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
     "gpt_oss_4x4096_mxfp4": Case("gpt_oss", 4096, 4, MIXED_MXFP4, peer_case="gpt_oss_4x4096", most_gpus=1),
     "moe_full_4x4096": Case("moe", 4096, 4, ROUNDED, SHARDED, full=True),
-    "30b_a3b_full_2x4096": Case("30b_a3b", 4096, 2, ROUNDED, SHARDED, full=True, steps=5),
+    "30b_a3b_full_2x4096": Case("30b_a3b", 4096, 2, ROUNDED, SHARDED, full=True),
     "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
     "1b_full_8x4096_fp8": Case("1b", 4096, 8, ROUNDED_FP8, SHARDED_FP8, peer_case="1b_full_8x4096", full=True),
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
@@ -288,7 +285,7 @@ CASES = {
     "qwen3_5_9b_4x4096": Case("qwen3_5_9b", 4096, 4),
     "qwen3_5_9b_chats": Case("qwen3_5_9b", 4096, 4, chats=True, step_documents=32),
     "qwen3_5_9b_1x65536": Case("qwen3_5_9b", 65536, 1, steps=2, warm_up=2),
-    "qwen3_5_35b_4x4096": Case("qwen3_5_35b", 4096, 4, MIXED, steps=5),
+    "qwen3_5_35b_4x4096": Case("qwen3_5_35b", 4096, 4, MIXED),
     "qwen3_vl_8b_1024": Case("qwen3_vl_8b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
     "qwen3_5_vl_9b_1024": Case("qwen3_5_vl_9b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
     "gemma4_31b_4x4096": Case("gemma4_31b", 4096, 4),
@@ -323,6 +320,8 @@ CASES = {
 }
 SMOKE = tuple(name for name in CASES if name.startswith("smoke"))
 DOES_NOT_FIT = "does not fit"
+SPREAD = 0.15
+"""p95 and p5 of a step's time that are further apart, as a share of p50, are reported: such a figure is of no steady machine."""
 SHOWN = 0.005
 """Share of a step's time from which --profile shows a kernel."""
 NONE, FULL = "checkpointing=none", "checkpointing=full"
@@ -436,7 +435,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tools", type=words, default=list(TOOLS), help=f"choose from {', '.join(TOOLS)}")
     parser.add_argument("--gpus", type=int, default=1, help="cards that train together (1)")
-    parser.add_argument("--steps", type=int, help="measured steps; default: 8, or 4 for long rows")
+    parser.add_argument("--steps", type=int, help="measured steps; default: 20, fewer for long rows")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time and list what did not run")
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
     parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
@@ -505,7 +504,8 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     if case.task and case.task.objective == "policy":
         os.environ["FXTUNE_ROLLOUTS"] = str(documents(case, args.scratch, steps, args.gpus))
         words += ["--plugin", str(ROOT / "scripts" / "bench" / "given_rollouts.py")]
-    found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
+    with baselines.circumstances(visible_cards(args.gpus)) as made:
+        found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
     if "error" in found:
         return found
     if args.profile:
@@ -516,12 +516,12 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
         "data_wait",
     )
     return {
+        **made,
         **{key: found[key] for key in kept},
         "first_loss": found["losses"][0],
         "how": ", ".join(args.set) or "default",
         "keys": [*case.keys(args.gpus), *args.set],
         "command": words,
-        "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
     }
 
 
@@ -655,30 +655,28 @@ def run_variant(
     log = args.scratch / f"{name}-{tool}.log"
     out.unlink(missing_ok=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
-    started = time.time()
-    done = subprocess.run(
-        [
-            sys.executable,
-            *(torchrun if args.gpus > 1 else []),
-            str(ROOT / "scripts" / "bench" / "peer_tools.py"),
-            json.dumps({**request, **dict(word.split("=") for word in variant)}),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=args.scratch,
-        env={**os.environ, **first_cards(args.gpus)},
-        timeout=max(1.0, seconds),
-    )
+    command = [
+        sys.executable,
+        *(torchrun if args.gpus > 1 else []),
+        str(ROOT / "scripts" / "bench" / "peer_tools.py"),
+        json.dumps({**request, **dict(word.split("=") for word in variant)}),
+    ]
+    cards = visible_cards(args.gpus)
+    with baselines.circumstances(cards) as made:
+        started = time.time()
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=args.scratch,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": cards},
+            timeout=max(1.0, seconds),
+        )
     log.write_text(done.stdout + done.stderr)
     if done.returncode == 0:
         measured = json.loads(out.read_text())
         second_step = measured.pop("second_step_at") - started
-        found = {
-            **measured,
-            "second_step_seconds": second_step,
-            "how": how,
-            "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
-        }
+        found = {**made, **measured, "second_step_seconds": second_step, "how": how}
     else:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         last = lines[-1] if lines else done.returncode
@@ -730,11 +728,10 @@ def one_group(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
     return (LONG if case.length > 16384 else VARIANTS)[tool]
 
 
-def first_cards(gpus: int) -> dict[str, str]:
-    """The environment in which a peer sees `gpus` cards only: with more, its trainer would use all of them."""
+def visible_cards(gpus: int) -> str:
+    """CUDA_VISIBLE_DEVICES with `gpus` cards only: with more, a peer's trainer would use all of them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",") if visible else [str(number) for number in range(gpus)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(cards[:gpus])}
+    return ",".join((visible.split(",") if visible else [str(number) for number in range(gpus)])[:gpus])
 
 
 def needs_missing_package(variant: tuple[str, ...]) -> bool:
@@ -867,15 +864,29 @@ def measurement(row: dict[str, Any]) -> Measurement:
         joules_per_token=rounded("joules_per_token", 4),
         seconds_to_second_step=rounded("second_step_seconds", 1),
         startup_seconds=parts and {part: round(seconds, 1) for part, seconds in parts.items()},
+        clock_mhz=row.get("clock_mhz"),
         error=row.get("error", ""),
+        date=row.get("date", ""),
+        card=baselines.card(row["device"]) if row.get("device") else "",
+        versions=row.get("versions"),
     )
 
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
+        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {times(row)} ms, {gib(row)} GiB, "
         f"loss {row['first_loss']:.3f} -> {row['loss']:.3f}{waits(row)} ({row['how']})"
     )
+
+
+def times(row: dict[str, Any]) -> str:
+    """p5, p50 and p95 of a step's time, in ms, and how far p5 and p95 are apart if they are far apart."""
+    low, middle, high = (row.get(f"step_seconds{end}") for end in ("_p5", "", "_p95"))
+    if low is None or high is None:  # files of earlier versions have the median alone
+        return f"{middle * 1e3:,.0f}"
+    apart = (high - low) / middle
+    said = f" (p5 and p95 are {apart:.0%} of p50 apart)" if apart > SPREAD else ""
+    return f"{low * 1e3:,.0f}, {middle * 1e3:,.0f}, {high * 1e3:,.0f}{said}"
 
 
 def examples(row: dict[str, Any]) -> str:
@@ -898,7 +909,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
     """
     lines = [
-        "| case | cards | tool | settings | tokens/s | ms/step | peak GiB | s to step 2 | first loss | loss "
+        "| case | cards | tool | settings | tokens/s | ms a step: p5, p50, p95 | peak GiB | s to step 2 | first loss | loss "
         "| fxtune / peer |",
         "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -922,7 +933,7 @@ def table_row(row: dict[str, Any], ratio: str) -> str:
         return f"{where} {row['error']} | | | | | | | |"
     start = row.get("second_step_seconds")  # files of earlier versions have none of peers
     return (
-        f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:,.0f} | "
+        f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {times(row)} | "
         f"{gib(row)} | {'' if start is None else f'{start:.0f}'} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -427,6 +426,7 @@ def count_tokens(trainer: Any, clock: Any, hook: str = "training_step") -> None:
 
 
 def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:
+    import numpy as np
     import torch
 
     cuda = torch.cuda.is_available()
@@ -445,11 +445,10 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
         torch.distributed.all_reduce(fullest, torch.distributed.ReduceOp.MAX)
         tokens, peak = int(all_tokens), float(fullest)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    spread = np.percentile(seconds, (5, 50, 95))
     return {
         "tokens_per_second": tokens / clock.seconds,
-        "step_seconds": statistics.median(seconds),
-        "step_seconds_p5": min(seconds),
-        "step_seconds_p95": max(seconds),
+        **dict(zip(("step_seconds_p5", "step_seconds", "step_seconds_p95"), map(float, spread), strict=True)),
         "tokens_a_step": tokens / request["steps"],
         "second_step_at": clock.second_step_at,
         "first_loss": losses[0],

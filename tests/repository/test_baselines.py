@@ -29,7 +29,7 @@ def test_every_table_is_in_a_page():
 
 
 def test_a_wrong_figure_is_replaced():
-    text = "Before\n<!-- baseline peers -->\n| 17,533 |\n<!-- end -->\nafter\n"
+    text = "Before\n<!-- baseline peers 2026-11-29 -->\n| 17,533 |\n<!-- end -->\nafter\n"
     new = baseline_tables.updated(text)
     assert "17,532" in new
     assert "17,533" not in new

@@ -261,7 +261,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
         return SimpleNamespace(returncode=code, stdout="", stderr=stderr)
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
-    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(bench_peers.baselines, "versions", dict)
     args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=1, json=None)
     monkeypatch.setitem(bench_peers.CASES, "small", replace(bench_peers.CASES["8b_4x4096"], length=64))
     found = bench_peers.run_peer("small", "trl", args, 60.0)
@@ -271,7 +271,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert 90 <= found["second_step_seconds"] < 1e6, "from the start of the process that fitted"
     names = "checkpointing", "length", "rows", "steps", "warm_up"
     asked = [tuple(request[name] for name in names) for request in requests]
-    assert asked == [("none", 64, 4, 8, 3), ("full", 64, 4, 8, 3)]
+    assert asked == [("none", 64, 4, 20, 3), ("full", 64, 4, 20, 3)]
 
     results = iter([(1, "Traceback\nImportError: no wheel")] * 2)
     found = bench_peers.run_peer("small", "trl", args, 60.0)
@@ -281,7 +281,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     args.gpus = 2
     results = iter([(0, "")])
     assert bench_peers.run_peer("small", "trl", args, 60.0)["tokens_per_second"] == 7.0
-    assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (8 + 3) * 4
+    assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (20 + 3) * 4
 
 
 def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_run_again(cwd, monkeypatch):
@@ -301,7 +301,7 @@ def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_
         return SimpleNamespace(returncode=1, stdout="", stderr=speed or "CUDA out of memory")
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
-    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(bench_peers.baselines, "versions", dict)
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
     groups = ((("a=1",), ("a=2",)), (("b=1",),), (("c=1",), ("d=1",)))
     monkeypatch.setattr(bench_peers, "settings_to_try", lambda *_: groups)

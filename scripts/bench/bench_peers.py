@@ -6,6 +6,7 @@
     python scripts/bench/bench_peers.py --tools fxtune --cases moe_4x4096 --profile          # also the time of each kernel
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
     python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
+    python scripts/bench/bench_peers.py --gpus 2 --tools fxtune --profile --json peers.json  # also what no kernel hides of the exchange
     python scripts/bench/bench_peers.py --cases classify_8b,embed_modernbert --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --cases embed_0_6b,distill_8b_1b,distill_8b_1b_chats --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --cases policy_8b_8x1024,policy_8b_mixed --minutes 9 --json policy.json
@@ -68,8 +69,9 @@ tools; `sampled tokens/s` counts answers alone. The case `whole` computes the pr
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
-says. Tokens per second count all cards, memory is that of the fullest card. docs/distributed.md has figures of two
-H100.
+says. Tokens per second count all cards, memory is that of the fullest card. The table has their ratio to N times one card,
+if the file of --json has one card, too. With --profile it has the share of a step in which the first card does nothing but
+exchange with the others (NCCL kernels that no other kernel hides, in two further steps). docs/distributed.md has figures.
 
 Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that
 runs; with images, where the fastest is not known before, the fastest of the first that fit of each group of ONE_SIZE or
@@ -419,8 +421,9 @@ def main() -> None:
             kept = {key: row for key, row in rows.items() if row.get("error") in (None, DOES_NOT_FIT)}
             args.json.write_text(json.dumps(kept, indent=1))
     print(table(rows))
-    here = [row for row in rows.values() if row.get("gpus", 1) == args.gpus]
-    baselines.save(args.baseline, [measurement(row) for row in here], args.gpus)
+    counts = {row.get("gpus", 1) for row in rows.values()}
+    found = [measurement(row, row.get("gpus", 1) if len(counts) > 1 else None) for row in rows.values()]
+    baselines.save(args.baseline, found, max(counts, default=1))
     if left_out:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
 
@@ -513,7 +516,7 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     kept = (
         *("tokens_per_second", "step_seconds", "step_seconds_p5", "step_seconds_p95", "memory_gib", "mfu", "loss"),
         *("device", "joules_per_token", "second_step_seconds", "startup_seconds", "slowest_behind", "decided"),
-        "data_wait",
+        *("data_wait", "memory_reserved_gib", "exchange_seconds"),
     )
     return {
         **made,
@@ -839,14 +842,14 @@ def rendered(turns: list[str]) -> str:
     return "\n".join(f"<|im_start|>{roles[at % 2]}\n{text}<|im_end|>" for at, text in enumerate(turns))
 
 
-def measurement(row: dict[str, Any]) -> Measurement:
-    """A row as a file of benchmarks/baselines holds it."""
+def measurement(row: dict[str, Any], cards: int | None = None) -> Measurement:
+    """A row as a file of benchmarks/baselines holds it. `cards`: of the row, in a file with several numbers of cards."""
 
     def rounded(name: str, digits: int, factor: float = 1.0) -> float | None:
         value = row.get(name)
         return None if value is None else round(factor * value, digits or None)
 
-    case, parts = CASES[row["case"]], row.get("startup_seconds")
+    case, parts, exchange = CASES[row["case"]], row.get("startup_seconds"), row.get("exchange_seconds")
     return Measurement(
         row["case"],
         row["tool"],
@@ -861,9 +864,12 @@ def measurement(row: dict[str, Any]) -> Measurement:
         step_ms_p5=rounded("step_seconds_p5", 0, 1e3),
         step_ms_p95=rounded("step_seconds_p95", 0, 1e3),
         memory_gib=rounded("memory_gib", 2),
+        reserved_gib=rounded("memory_reserved_gib", 2),
         joules_per_token=rounded("joules_per_token", 4),
         seconds_to_second_step=rounded("second_step_seconds", 1),
         startup_seconds=parts and {part: round(seconds, 1) for part, seconds in parts.items()},
+        cards=cards,
+        exchange_share=None if exchange is None or cards is None else round(exchange / row["step_seconds"], 4),
         clock_mhz=row.get("clock_mhz"),
         error=row.get("error", ""),
         date=row.get("date", ""),
@@ -906,12 +912,12 @@ def gib(row: dict[str, Any]) -> str:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The table in Markdown.
 
-    The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
+    fxtune / peer is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
     """
     lines = [
         "| case | cards | tool | settings | tokens/s | ms a step: p5, p50, p95 | peak GiB | s to step 2 | first loss | loss "
-        "| fxtune / peer |",
-        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| fxtune / peer | of N times one card | exchange not hidden |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     cards = sorted({row.get("gpus", 1) for row in rows.values()})
     for name, gpus in itertools.product(CASES, cards):
@@ -923,18 +929,25 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         shown = [row for row in peers if row["case"] == name]
         for row in [*([mine] if mine else []), *shown]:
             against = (best if row is mine else row.get("tokens_per_second")) if mine and "error" not in mine else None
-            lines.append(table_row(row, f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""))
+            ratio = f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""
+            lines.append(table_row(row, ratio, rows.get(row_key(row["case"], row["tool"], 1), {})))
     return "\n".join(lines)
 
 
-def table_row(row: dict[str, Any], ratio: str) -> str:
-    where = f"| {row['case']} | {row.get('gpus', 1)} | {row['tool']} |"
+def table_row(row: dict[str, Any], ratio: str, one: dict[str, Any]) -> str:
+    """`one`: the same row of one card, empty if there is none."""
+    gpus = row.get("gpus", 1)
+    where = f"| {row['case']} | {gpus} | {row['tool']} |"
     if "error" in row:
-        return f"{where} {row['error']} | | | | | | | |"
+        return f"{where} {row['error']} | | | | | | | | | |"
+    alone, exchange = one.get("tokens_per_second") if gpus > 1 else None, row.get("exchange_seconds")
+    several = f"{row['tokens_per_second'] / alone / gpus:.3f}" if alone else ""
+    share = "" if exchange is None or gpus == 1 else f"{exchange / row['step_seconds']:.2%}"
     start = row.get("second_step_seconds")  # files of earlier versions have none of peers
     return (
         f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {times(row)} | "
-        f"{gib(row)} | {'' if start is None else f'{start:.0f}'} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
+        f"{gib(row)} | {'' if start is None else f'{start:.0f}'} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} | "
+        f"{several} | {share} |"
     )
 
 

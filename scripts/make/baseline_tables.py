@@ -176,7 +176,7 @@ def ablation(shape: str, day: str) -> str:
 
 
 def scaling(name: str, day: str) -> str:
-    """The rows of scaling.py: speed on several cards beside as many times the speed of one card."""
+    """Rows with several numbers of cards: speed on several cards beside as many times the speed of one card."""
     rows, one = [], {row.case: row.tokens_per_second for row in read(name).measurements if row.cards == 1}
     for row in read(name).measurements:
         speed, alone = row.tokens_per_second or 0.0, one.get(row.case)

@@ -39,7 +39,6 @@ import baselines  # noqa: E402
 import bench_peers  # noqa: E402
 import plan_accuracy  # noqa: E402
 from baseline_tables import table  # noqa: E402
-from scaling import counts  # noqa: E402
 
 from fxtune.distributed.parallel import Degrees  # noqa: E402
 from fxtune.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds  # noqa: E402
@@ -226,6 +225,10 @@ def draw(found: Sequence[Point], gbit: int) -> str:
         ends = [(max(line), line[max(line)]), *((point.cards, point.nothing / point.linear) for point in more)]
         series.append(Series("the same, calculated, nothing hidden", ends, continues=True))
     return plot("Tokens/s over H200 cards, as a share of linear", series, "cards", "share of linear")
+
+
+def counts(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:

@@ -246,6 +246,22 @@ def test_missing_peer_is_reported_and_finished_case_does_not_run_again(cwd, monk
     assert json.loads(Path("p.json").read_text()) == rows
 
 
+@pytest.mark.slow
+def test_two_processes_on_a_cpu_are_compared_with_one(cwd, monkeypatch, capsys):
+    common = ["--smoke", "--cases", "smoke", "--tools", "fxtune", "--steps", "2", "--json", "p.json"]
+    for gpus in ("1", "2"):
+        words = ["--gpus", gpus, "--profile", "--scratch", str(cwd / "scratch"), "--baseline", "mine"]
+        monkeypatch.setattr(sys, "argv", ["bench_peers.py", *common, *words])
+        monkeypatch.setattr(bench_peers.baselines, "FOLDER", cwd)
+        bench_peers.main()
+    one, two = json.loads(Path("p.json").read_text()).values()
+    assert (one["slowest_behind"], one["gpus"], two["gpus"]) == (None, 1, 2)
+    ratio = two["tokens_per_second"] / one["tokens_per_second"] / 2
+    assert f"| {ratio:.3f} |" in capsys.readouterr().out
+    found = bench_peers.baselines.read("mine", cwd)
+    assert (found.cards, [row.cards for row in found.measurements]) == (2, [1, 2])
+
+
 def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     requests, results = [], iter([(1, "torch.OutOfMemoryError: CUDA out of memory."), (0, "")])
 
@@ -356,25 +372,52 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
         "8b_4x4096_fp8 fxtune": row("8b_4x4096_fp8", "fxtune", 500.0),
         "1b_8x4096 fxtune": row("1b_8x4096", "fxtune", 10.0),
         "1b_8x4096 trl": {"case": "1b_8x4096", "tool": "trl", "error": "does not fit"},
-        "8b_4x4096 fxtune x2": {**row("8b_4x4096", "fxtune", 600.0), "gpus": 2},
+        "8b_4x4096 fxtune x2": {**row("8b_4x4096", "fxtune", 588.0), "gpus": 2, "exchange_seconds": 0.005},
         "8b_4x4096 trl x2": {**row("8b_4x4096", "trl", 150.0), "gpus": 2},
     }
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in bench_peers.table(rows).splitlines()[2:]
     ]
-    assert [(*cells[:3], cells[-1]) for cells in lines] == [
-        ("8b_4x4096", "1", "fxtune", "1.50x"),
-        ("8b_4x4096", "1", "trl", "3.00x"),
-        ("8b_4x4096", "1", "unsloth", "1.50x"),
-        ("8b_4x4096", "2", "fxtune", "4.00x"),
-        ("8b_4x4096", "2", "trl", "4.00x"),
-        ("8b_4x4096_fp8", "1", "fxtune", "2.50x"),
-        ("1b_8x4096", "1", "fxtune", ""),
-        ("1b_8x4096", "1", "trl", ""),
+    assert [(*cells[:3], *cells[-3:]) for cells in lines] == [
+        ("8b_4x4096", "1", "fxtune", "1.50x", "", ""),
+        ("8b_4x4096", "1", "trl", "3.00x", "", ""),
+        ("8b_4x4096", "1", "unsloth", "1.50x", "", ""),
+        ("8b_4x4096", "2", "fxtune", "3.92x", "0.980", "0.50%"),
+        ("8b_4x4096", "2", "trl", "3.92x", "0.750", ""),
+        ("8b_4x4096_fp8", "1", "fxtune", "2.50x", "", ""),
+        ("1b_8x4096", "1", "fxtune", "", "", ""),
+        ("1b_8x4096", "1", "trl", "", "", ""),
     ]
     assert lines[0][6] == "?", "memory that was not measured is not shown as zero"
     assert [lines[0][7], lines[1][7]] == ["41", ""], "the start-up time that was measured"
     assert lines[-1][3] == "does not fit"
+
+
+@pytest.mark.parametrize(("high", "said"), [(1.08, ""), (1.2, " (p5 and p95 are 25% of p50 apart)")])
+def test_a_row_has_the_percentiles_of_a_step_and_says_when_they_are_far_apart(high, said):
+    row = dict(step_seconds=1.0, step_seconds_p5=0.95, step_seconds_p95=high)
+    assert bench_peers.times(row) == f"950, 1,000, {high * 1e3:,.0f}{said}"
+    assert bench_peers.times(dict(step_seconds=1.0)) == "1,000", "a file of an earlier version"
+
+
+def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):
+    """`nvidia-smi` is a stand-in that prints the clock of two cards, of which one is idle."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\n[ $# = 2 ] && echo 580.65 && exit\n"
+        "printf '345, 0\\n1980, 100\\n1755, 97\\n1770, 99\\n[N/A], 100\\n'; touch done; exec sleep 60\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    with bench_peers.baselines.circumstances("0,1") as made:
+        while not Path("done").exists():
+            pass
+    row = dict(case="8b_4x4096", tool="trl", device="NVIDIA H200", tokens_per_second=1.0, **made)
+    found = bench_peers.measurement(row)
+    assert (found.card, found.clock_mhz, found.versions["driver"]) == ("H200", 1770, "580.65")
+    assert found.versions["torch"] == torch.__version__
+    assert found.date == bench_peers.baselines.today()
 
 
 def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
@@ -402,6 +445,12 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     assert clock.seconds == pytest.approx(5.0), "from before the first measured step until after the last"
     assert trainer.get_batch_samples(None, 1, None) == "samples"
     assert clock.waited == 1.0
+    trainer.state = SimpleNamespace(log_history=[{"loss": 7.0}, {"loss": 6.0}, {"other": 1}])
+    monkeypatch.setattr(clock, "step_seconds", lambda: [1.0, 1.0, 2.0])
+    found = peer_tools.results({"steps": 3, "step_tokens": 0}, trainer, clock)
+    times = [found[f"step_seconds{end}"] for end in ("_p5", "", "_p95")]
+    assert times == pytest.approx([1.0, 1.0, 1.9]), "percentiles as fxtune bench has them"
+    assert (found["first_loss"], found["loss"], found["tokens_per_second"]) == (7.0, 6.0, 9.0)
 
 
 _SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=1024) | dict(

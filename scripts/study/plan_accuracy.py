@@ -124,7 +124,8 @@ def compare(measured: Measured) -> Row:
     baseline, row = measured
     case = bench_peers.CASES.get(row.case)
     config, found = forecast(baseline.card, baseline.cards, row)
-    several = row.packed or (case is not None and case.pairs > 0)  # documents in a row, of lengths not known here
+    # Documents in a row, of lengths that are not known here.
+    several = row.packed or (case is not None and (case.pairs > 0 or case.task is not None))
     priced = row.tokens_per_second is not None and not several and config.techniques.compile.enabled
     cards = f" on {baseline.cards} x {baseline.card}" if baseline.cards > 1 or baseline.card != "H200" else ""
     name = f"{row.case}, {row.settings}" if row.settings else row.case

@@ -869,7 +869,7 @@ def measurement(row: dict[str, Any], cards: int | None = None) -> Measurement:
         seconds_to_second_step=rounded("second_step_seconds", 1),
         startup_seconds=parts and {part: round(seconds, 1) for part, seconds in parts.items()},
         cards=cards,
-        exchange_share=None if exchange is None or cards is None else round(exchange / row["step_seconds"], 4),
+        exchange_share=None if exchange is None else round(exchange / row["step_seconds"], 4),
         clock_mhz=row.get("clock_mhz"),
         error=row.get("error", ""),
         date=row.get("date", ""),
@@ -880,19 +880,19 @@ def measurement(row: dict[str, Any], cards: int | None = None) -> Measurement:
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {times(row)} ms, {gib(row)} GiB, "
+        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {times(row)}, {gib(row)} GiB, "
         f"loss {row['first_loss']:.3f} -> {row['loss']:.3f}{waits(row)} ({row['how']})"
     )
 
 
 def times(row: dict[str, Any]) -> str:
-    """p5, p50 and p95 of a step's time, in ms, and how far p5 and p95 are apart if they are far apart."""
-    low, middle, high = (row.get(f"step_seconds{end}") for end in ("_p5", "", "_p95"))
+    """p5, p50 and p95 of a step's time, and how far p5 and p95 are apart if they are far apart."""
+    low, middle, high = row.get("step_seconds_p5"), row["step_seconds"], row.get("step_seconds_p95")
     if low is None or high is None:  # files of earlier versions have the median alone
-        return f"{middle * 1e3:,.0f}"
+        return f"{middle * 1e3:,.0f} ms"
     apart = (high - low) / middle
     said = f" (p5 and p95 are {apart:.0%} of p50 apart)" if apart > SPREAD else ""
-    return f"{low * 1e3:,.0f}, {middle * 1e3:,.0f}, {high * 1e3:,.0f}{said}"
+    return f"{low * 1e3:,.0f}, {middle * 1e3:,.0f}, {high * 1e3:,.0f} ms{said}"
 
 
 def examples(row: dict[str, Any]) -> str:
@@ -901,8 +901,8 @@ def examples(row: dict[str, Any]) -> str:
 
 
 def waits(row: dict[str, Any]) -> str:
-    share = row.get("data_wait")
-    return f", waits {share:.0%}" if share else ""
+    share, behind = row.get("data_wait"), row.get("slowest_behind")
+    return (f", waits {share:.0%}" if share else "") + ("" if behind is None else f", slowest rank {behind:+.1%}")
 
 
 def gib(row: dict[str, Any]) -> str:
@@ -915,7 +915,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     fxtune / peer is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
     """
     lines = [
-        "| case | cards | tool | settings | tokens/s | ms a step: p5, p50, p95 | peak GiB | s to step 2 | first loss | loss "
+        "| case | cards | tool | settings | tokens/s | p5, p50, p95 of a step | peak GiB | s to step 2 | first loss | loss "
         "| fxtune / peer | of N times one card | exchange not hidden |",
         "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]

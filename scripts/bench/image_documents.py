@@ -1,4 +1,4 @@
-"""Documents with one image each for bench_peers.py, and the vision models that read them.
+"""Documents with one image each for bench_peers.py, and the processors of the models that read them.
 
 The processor is Qwen2.5-VL's or Qwen3-VL's, with the built-in tokenizer and Qwen's image tokens. This module does not import fxtune,
 because the processes of the peers import this module.
@@ -16,8 +16,6 @@ from typing import Any
 
 from shapes import IDS, TOKENS
 
-PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
-"""Model type -> pixels on each side of a patch. An image token is a square of two by two patches."""
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
 TEMPLATE = """\
 {%- for message in messages %}
@@ -40,13 +38,13 @@ QUESTION = 0.1
 
 
 def side(shape: dict[str, Any]) -> int:
-    """Pixels on each side of the square of an image token."""
-    return 2 * PATCHES[shape["model_type"]]
+    """Pixels on each side of the square of an image token: two by two patches."""
+    return 2 * int(shape["vision_config"]["patch_size"])
 
 
 def write_processor(tokenizer: Path, folder: Path, shape: dict[str, Any]) -> Path:
     """Write the files of a tokenizer and a processor for `shape` unless they exist. Returns `folder`."""
-    name, patch, area = PROCESSORS[shape["model_type"]], PATCHES[shape["model_type"]], side(shape) ** 2
+    name, area = PROCESSORS[shape["model_type"]], side(shape) ** 2
     if (folder / "preprocessor_config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +57,9 @@ def write_processor(tokenizer: Path, folder: Path, shape: dict[str, Any]) -> Pat
     settings |= dict(model_max_length=131072, processor_class=name)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    sizes = dict(patch_size=patch, merge_size=2, temporal_patch_size=2, min_pixels=4 * area, max_pixels=16384 * area)
+    sizes = dict(
+        patch_size=side(shape) // 2, merge_size=2, temporal_patch_size=2, min_pixels=4 * area, max_pixels=16384 * area
+    )
     sizes |= dict(
         size=dict(shortest_edge=4 * area, longest_edge=16384 * area),
         processor_class=name,

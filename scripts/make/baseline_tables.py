@@ -53,6 +53,7 @@ def peers(*names: str, day: str) -> str:
     def ratio(row: Measurement) -> str:
         case = CASES[row.case].peer_case or row.case
         rivals = [other for other in rows if other.tool != "fxtune" and other.case == case and other.tokens_per_second]
+        rivals = [other for other in rivals if other.shape in (None, row.shape)]
         fastest = max(rivals, key=lambda other: other.tokens_per_second or 0.0, default=None)
         own = next((other for other in rows if other.tool == "fxtune" and other.case == row.case), None)
         ours, theirs = (row, fastest) if row.tool == "fxtune" else (own, row if row is not fastest else None)

@@ -396,8 +396,8 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
 @pytest.mark.parametrize(("high", "said"), [(1.08, ""), (1.2, " (p5 and p95 are 25% of p50 apart)")])
 def test_a_row_has_the_percentiles_of_a_step_and_says_when_they_are_far_apart(high, said):
     row = dict(step_seconds=1.0, step_seconds_p5=0.95, step_seconds_p95=high)
-    assert bench_peers.times(row) == f"950, 1,000, {high * 1e3:,.0f}{said}"
-    assert bench_peers.times(dict(step_seconds=1.0)) == "1,000", "a file of an earlier version"
+    assert bench_peers.times(row) == f"950, 1,000, {high * 1e3:,.0f} ms{said}"
+    assert bench_peers.times(dict(step_seconds=1.0)) == "1,000 ms", "a file of an earlier version"
 
 
 def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):

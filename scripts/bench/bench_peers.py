@@ -111,7 +111,7 @@ import image_documents  # noqa: E402
 from baselines import Measurement  # noqa: E402
 from companions import Task  # noqa: E402
 from peer_tools import is_mixture, write_model  # noqa: E402
-from shapes import SHAPES, in_words  # noqa: E402
+from shapes import SHAPES, in_words, with_positions  # noqa: E402
 
 TOOLS = ("fxtune", "trl", "unsloth", "transformers", "sentence_transformers")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
@@ -556,7 +556,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "model.path=null",
         f"model.tokenizer={processor_folder(case, args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
-        f"model.architecture={in_words(architecture(case.shape, case.length))}",
+        f"model.architecture={in_words(with_positions(SHAPES[case.shape], case.length))}",
     ]
     return [
         *(case.task.keys(case.shape, args.scratch) if case.task else drawn),
@@ -577,13 +577,6 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke and not case.task else case.keys(gpus)),
         *args.set,
     ]
-
-
-def architecture(name: str, length: int) -> dict[str, Any]:
-    """The config of a shape, with positions for rows of `length` tokens, as in peer_tools.random_model()."""
-    shape = SHAPES[name]
-    positions = shape.get("max_position_embeddings", length)
-    return {**shape, "max_position_embeddings": length} if positions < length else shape
 
 
 def processor_folder(case: Case, scratch: Path) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import companions
+from shapes import ENDS, with_positions
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "out_proj"]
@@ -272,10 +273,9 @@ def random_model(shape: dict[str, Any], length: int, attention: Any, device: str
     import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    values, text = {**shape}, dict(bos_token_id=None, eos_token_id=2, pad_token_id=0)
-    kind = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
-    if kind is AutoModelForCausalLM:
-        values |= dict(text, max_position_embeddings=max(length, shape["max_position_embeddings"]))
+    values, kind = {**shape}, AutoModelForImageTextToText
+    if "vision_config" not in shape:
+        values, kind = with_positions({**shape, **ENDS}, length), AutoModelForCausalLM
     if head:
         kind = getattr(transformers, head)
         values["num_labels"] = companions.CLASSES

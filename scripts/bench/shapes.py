@@ -46,6 +46,12 @@ def changed(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return shape | {key: shape[key][: shape["num_hidden_layers"]] for key in ("layer_types",) if key in shape}
 
 
+def with_positions(shape: dict[str, Any], length: int) -> dict[str, Any]:
+    """A shape with positions for rows of `length` tokens."""
+    short = shape.get("max_position_embeddings", length) < length
+    return {**shape, "max_position_embeddings": length} if short else shape
+
+
 def with_images(name: str, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None) -> dict[str, Any]:
     """A published config that reads images. `text`, `vision`: values of these parts that differ."""
     shape = _drawn(models()[name])

@@ -33,7 +33,7 @@ import bench_peers  # noqa: E402
 import image_documents  # noqa: E402
 import numpy as np  # noqa: E402
 from baselines import Baseline, Measurement  # noqa: E402
-from shapes import in_words  # noqa: E402
+from shapes import SHAPES, in_words, with_positions  # noqa: E402
 
 from fxtune.config import compose  # noqa: E402
 from fxtune.config.root import Config  # noqa: E402
@@ -105,7 +105,7 @@ def forecast(card: str, cards: int, row: Measurement) -> tuple[Config, RunForeca
         "model.tokenizer=builtin:tiny",
         "model.init=random",
         "model.dtype=bfloat16",
-        f"model.architecture={in_words(bench_peers.architecture(row.shape, row.length))}",
+        f"model.architecture={in_words(with_positions(SHAPES[row.shape], row.length))}",
         f"data.sequence_length={row.length}",
         "data.packing=true",
         "train.max_steps=10",

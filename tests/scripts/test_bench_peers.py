@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -412,7 +413,7 @@ def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with bench_peers.baselines.circumstances("0,1") as made:
         while not Path("done").exists():
-            pass
+            time.sleep(0.01)
     row = dict(case="8b_4x4096", tool="trl", device="NVIDIA H200", tokens_per_second=1.0, **made)
     found = bench_peers.measurement(row)
     assert (found.card, found.clock_mhz, found.versions["driver"]) == ("H200", 1770, "580.65")

@@ -13,6 +13,8 @@ from fxtune.models.shipped import shipped_configs
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+import bench_peers  # noqa: E402
+import peer_tools  # noqa: E402
 import shapes  # noqa: E402
 
 sys.path.remove(str(ROOT / "scripts" / "bench"))
@@ -75,6 +77,16 @@ def test_a_shape_has_each_value_of_its_published_config_but_the_named_ones(name)
     mine, theirs = values(shape), values(published(model, "vision_config" in shape))
     assert {key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)} == set(named)
     assert shipped_configs()[model].source
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_peers_build_every_shape_for_the_longest_rows_of_its_cases(name):
+    longest = max((case.length for case in bench_peers.CASES.values() if case.shape == name), default=4096)
+    head = "AutoModel" if name in shapes.ENCODERS else ""
+    model = peer_tools.random_model(shapes.SHAPES[name], longest, "eager", "meta", head)
+    config = model.config.get_text_config()
+    assert (config.eos_token_id, config.pad_token_id) == (2, 0)
+    assert config.max_position_embeddings >= longest
 
 
 def test_every_shape_is_compared_or_is_of_this_project():

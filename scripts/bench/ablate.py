@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]  # for a checkout th
 
 import baselines  # noqa: E402
 from baselines import Measurement  # noqa: E402
+from shapes import DECODERS, in_words  # noqa: E402
 
 WARM_UP = 2
 """Steps before the measured ones: they compile, tune and fill caches."""
@@ -42,105 +43,6 @@ LENGTHS = {4096: 4, 16384: 1, 65536: 1}
 """Tokens per row -> rows per micro-batch. Other lengths have one row."""
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
-    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
-    heads_of = dict(num_attention_heads=heads, num_key_value_heads=key_heads)
-    vocabulary = dict(vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0)
-    return {"model_type": "llama", **vocabulary, **sizes, **heads_of, **more}
-
-
-_QWEN3: dict[str, Any] = dict(
-    model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, rope_theta=1000000.0
-)
-_QWEN3_MOE = dict(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-)
-
-
-def _qwen3_5(hidden: int, layers: int, heads: int, key_heads: int, **more: Any) -> dict[str, Any]:
-    """The language model of a Qwen3.5 (shapes of torchtitan's models/qwen3_5): three of four layers are gated delta."""
-    rope = dict(rope_type="default", rope_theta=10000000, partial_rotary_factor=0.25)
-    return dict(
-        model_type="qwen3_5_moe_text" if "num_experts" in more else "qwen3_5_text",
-        vocab_size=248320,
-        max_position_embeddings=262144,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=256,
-        rope_parameters=dict(rope, mrope_section=[11, 11, 10], mrope_interleaved=True),
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        **more,
-    )
-
-
-def _shipped(name: str, layers: int) -> dict[str, Any]:
-    """The language model of a config that ships with fxtune, with its first `layers` layers."""
-    lines = (ROOT / "fxtune" / "assets" / "model_configs.json").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith('{"ids"') and f'"{name}"' in line)
-    text = {"max_position_embeddings": 131072, **json.loads(line.rstrip(","))["config"]["text_config"]}
-    kinds = {"layer_types": text["layer_types"][:layers]} if "layer_types" in text else {}
-    return {**text, **kinds, "num_hidden_layers": layers}
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": _llama(4096, 14336, 32, 32, 8),
-    "70b": _llama(8192, 28672, 80, 64, 8),
-    "1b": _llama(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
-    "qwen3_0_6b": _llama(1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True, **_QWEN3),
-    "tiny": _llama(64, 128, 2, 4, 2, vocab_size=1024),
-    "moe": dict(_QWEN3_MOE, num_hidden_layers=12),  # a quarter of Qwen3-30B-A3B
-    "30b_a3b": dict(_QWEN3_MOE, num_hidden_layers=48),
-    "gpt_oss": dict(  # gpt-oss-20b; the other keys, YaRN among them, are those of the type
-        model_type="gpt_oss",
-        vocab_size=201088,
-        max_position_embeddings=131072,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_hidden_layers=24,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        sliding_window=128,
-    ),
-    "qwen3_5_4b": _qwen3_5(2560, 32, 16, 4, intermediate_size=9216, tie_word_embeddings=True),
-    "qwen3_5_9b": _qwen3_5(4096, 32, 16, 4, intermediate_size=12288),
-    "qwen3_5_35b": _qwen3_5(
-        2048,
-        40,
-        16,
-        2,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-    ),
-    "gemma4_31b": _shipped("google/gemma-4-31B", 20),  # a third of its layers
-    "llama4_scout": _shipped("meta-llama/Llama-4-Scout-17B-16E", 6),  # an eighth of its layers
-    "qwen3_5_tiny": {
-        **_qwen3_5(64, 4, 4, 2, intermediate_size=128, tie_word_embeddings=True),
-        **dict(vocab_size=1024, head_dim=64, linear_key_head_dim=16, linear_value_head_dim=16),
-        **dict(linear_num_key_heads=2, linear_num_value_heads=4),
-    },
-}
 FULL = ("techniques.checkpointing.enabled=true", "techniques.checkpointing.policy=full")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "flash4": ("techniques.attention.backend=flash4",),
@@ -221,7 +123,7 @@ def arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=words, default=["8b", "1b"], help=f"choose from {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", type=words, default=["8b", "1b"], help=f"choose from {', '.join(DECODERS)}")
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=list(LENGTHS))
     parser.add_argument("--cases", type=words, default=list(CASES), help=f"choose from {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=6, help=f"steps per run, {WARM_UP} of them warm-up")
@@ -236,7 +138,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.smoke:
         args.shapes, args.lengths, args.steps = ["tiny"], [256], WARM_UP + 2
-    for given, known in ((args.shapes, SHAPES), (args.cases, CASES)):
+    for given, known in ((args.shapes, DECODERS), (args.cases, CASES)):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
     if args.steps <= WARM_UP:
@@ -285,14 +187,11 @@ def measure(
     from fxtune.diagnostics.benchmark import measure_in_process
 
     rows = LENGTHS.get(length, 1)
-    architecture = ",".join(
-        f"{key}:{str(value).lower() if isinstance(value, bool) else value}" for key, value in SHAPES[shape].items()
-    )
     words = [
         "model.path=null",
         "model.tokenizer=builtin:tiny",
         "model.init=random",
-        f"model.architecture={{{architecture}}}",
+        f"model.architecture={in_words(DECODERS[shape])}",
         f"data.sources=[{{path: '{documents(args, folder)}'}}]",
         f"data.cache_dir={folder / 'cache'}",
         f"data.sequence_length={length}",
@@ -371,7 +270,7 @@ def table_row(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     order = {name: index for index, name in enumerate(CASES)}
-    sizes = {name: index for index, name in enumerate(SHAPES)}
+    sizes = {name: index for index, name in enumerate(DECODERS)}
     lines = [
         "| shape | batch | techniques | tokens/s | ms/step | peak GiB | MFU | speed | memory |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",

@@ -6,6 +6,7 @@
     python scripts/bench/bench_peers.py --tools fxtune --cases moe_4x4096 --profile          # also the time of each kernel
     python scripts/bench/bench_peers.py --minutes 0 --json peers.json  # only the table of finished cases
     python scripts/bench/bench_peers.py --gpus 2 --json peers.json     # the same on two cards; with one card in one table
+    python scripts/bench/bench_peers.py --gpus 2 --tools fxtune --profile --json peers.json  # also what no kernel hides of the exchange
     python scripts/bench/bench_peers.py --cases classify_8b,embed_modernbert --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --cases embed_0_6b,distill_8b_1b,distill_8b_1b_chats --minutes 9 --json companions.json
     python scripts/bench/bench_peers.py --cases policy_8b_8x1024,policy_8b_mixed --minutes 9 --json policy.json
@@ -68,8 +69,9 @@ tools; `sampled tokens/s` counts answers alone. The case `whole` computes the pr
 
 With `--gpus N` each card has as many rows as the one card has without it. fxtune starts its ranks itself (run.gpus=N);
 peers are started by torchrun and run as DistributedDataParallel, or FSDP2 in full fine-tuning, as their documentation
-says. Tokens per second count all cards, memory is that of the fullest card. docs/distributed.md has figures of two
-H100.
+says. Tokens per second count all cards, memory is that of the fullest card. The table has their ratio to N times one card,
+if the file of --json has one card, too. With --profile it has the share of a step in which the first card does nothing but
+exchange with the others (NCCL kernels that no other kernel hides, in two further steps). docs/distributed.md has figures.
 
 Each peer runs as its documentation describes, with the fastest of its settings that fits: the first of VARIANTS that
 runs; with images, where the fastest is not known before, the fastest of the first that fit of each group of ONE_SIZE or
@@ -85,7 +87,6 @@ value.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -105,15 +106,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
-import ablate  # noqa: E402
 import baselines  # noqa: E402
-import companions  # noqa: E402
 import image_documents  # noqa: E402
 from baselines import Measurement  # noqa: E402
 from companions import Task  # noqa: E402
 from peer_tools import is_mixture, write_model  # noqa: E402
+from shapes import SHAPES, in_words, with_positions  # noqa: E402
 
-SHAPES = {**ablate.SHAPES, **image_documents.SHAPES, **companions.SHAPES}
 TOOLS = ("fxtune", "trl", "unsloth", "transformers", "sentence_transformers")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
 END = 330
@@ -161,7 +160,7 @@ class Case:
     packed_length: int = 0
     """Tokens of fxtune's rows, if a step's pairs fill fewer tokens because their prompts are computed once; 0:
     `length`."""
-    steps: int = 8
+    steps: int = 20
     warm_up: int = 3
     full: bool = False
     """Full fine-tuning in place of LoRA; sharded over the cards, if there are several."""
@@ -200,7 +199,7 @@ class Case:
 
 
 def _learning(
-    shape: str, length: int, rows: int, ours: tuple[str, ...], task: Task, micro_batches: int = 1, steps: int = 8
+    shape: str, length: int, rows: int, ours: tuple[str, ...], task: Task, micro_batches: int = 1, steps: int = 20
 ) -> Case:
     some = dict(steps=2, warm_up=2) if task.repeats else dict(steps=steps)
     return Case(shape, length, rows, ours, most_gpus=1, task=task, micro_batches=micro_batches, **some)
@@ -230,9 +229,7 @@ def _policy_case(
         log_prob=log_prob,
         repeats=True,
     )
-    return Case(
-        shape, length, 1, ours, peer_case=peer_case, steps=4, warm_up=2, most_gpus=1, task=task, micro_batches=prompts
-    )
+    return Case(shape, length, 1, ours, peer_case=peer_case, warm_up=2, most_gpus=1, task=task, micro_batches=prompts)
 
 
 CASES = {
@@ -249,17 +246,17 @@ CASES = {
     "8b_1x409600": Case("8b", 409600, 1, steps=1, warm_up=1, context=True),
     "70b_1x4096": Case("70b", 4096, 1, FAST, (*FAST, "parallel.replicate=1")),
     "70b_1x4096_fp8": Case("70b", 4096, 1, FP8, (*FP8, "parallel.replicate=1")),
-    "70b_1x4096_nf4": Case("70b", 4096, 1, NF4, steps=4, warm_up=2, most_gpus=1),
+    "70b_1x4096_nf4": Case("70b", 4096, 1, NF4, most_gpus=1),
     "moe_4x4096": Case("moe", 4096, 4, MIXED),
     "moe_4x4096_fp8": Case("moe", 4096, 4, MIXED_FP8, peer_case="moe_4x4096"),
-    "30b_a3b_4x4096": Case("30b_a3b", 4096, 4, MIXED, (*MIXED, "parallel.replicate=1"), steps=5),
+    "30b_a3b_4x4096": Case("30b_a3b", 4096, 4, MIXED, (*MIXED, "parallel.replicate=1")),
     "30b_a3b_4x4096_fp8": Case(
-        "30b_a3b", 4096, 4, MIXED_FP8, (*MIXED_FP8, "parallel.replicate=1"), peer_case="30b_a3b_4x4096", steps=5
+        "30b_a3b", 4096, 4, MIXED_FP8, (*MIXED_FP8, "parallel.replicate=1"), peer_case="30b_a3b_4x4096"
     ),
     "gpt_oss_4x4096": Case("gpt_oss", 4096, 4, MIXED),
     "gpt_oss_4x4096_mxfp4": Case("gpt_oss", 4096, 4, MIXED_MXFP4, peer_case="gpt_oss_4x4096", most_gpus=1),
     "moe_full_4x4096": Case("moe", 4096, 4, ROUNDED, SHARDED, full=True),
-    "30b_a3b_full_2x4096": Case("30b_a3b", 4096, 2, ROUNDED, SHARDED, full=True, steps=5),
+    "30b_a3b_full_2x4096": Case("30b_a3b", 4096, 2, ROUNDED, SHARDED, full=True),
     "1b_full_8x4096": Case("1b", 4096, 8, ROUNDED, SHARDED, full=True),
     "1b_full_8x4096_fp8": Case("1b", 4096, 8, ROUNDED_FP8, SHARDED_FP8, peer_case="1b_full_8x4096", full=True),
     "8b_full_2x8192": Case("8b", 8192, 2, ROUNDED, SHARDED, full=True),
@@ -290,7 +287,7 @@ CASES = {
     "qwen3_5_9b_4x4096": Case("qwen3_5_9b", 4096, 4),
     "qwen3_5_9b_chats": Case("qwen3_5_9b", 4096, 4, chats=True, step_documents=32),
     "qwen3_5_9b_1x65536": Case("qwen3_5_9b", 65536, 1, steps=2, warm_up=2),
-    "qwen3_5_35b_4x4096": Case("qwen3_5_35b", 4096, 4, MIXED, steps=5),
+    "qwen3_5_35b_4x4096": Case("qwen3_5_35b", 4096, 4, MIXED),
     "qwen3_vl_8b_1024": Case("qwen3_vl_8b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
     "qwen3_5_vl_9b_1024": Case("qwen3_5_vl_9b", 16128, 1, images=(1024, 1024), step_documents=12, text=320),
     "gemma4_31b_4x4096": Case("gemma4_31b", 4096, 4),
@@ -325,6 +322,8 @@ CASES = {
 }
 SMOKE = tuple(name for name in CASES if name.startswith("smoke"))
 DOES_NOT_FIT = "does not fit"
+SPREAD = 0.15
+"""p95 and p5 of a step's time that are further apart, as a share of p50, are reported: such a figure is of no steady machine."""
 SHOWN = 0.005
 """Share of a step's time from which --profile shows a kernel."""
 NONE, FULL = "checkpointing=none", "checkpointing=full"
@@ -422,8 +421,9 @@ def main() -> None:
             kept = {key: row for key, row in rows.items() if row.get("error") in (None, DOES_NOT_FIT)}
             args.json.write_text(json.dumps(kept, indent=1))
     print(table(rows))
-    here = [row for row in rows.values() if row.get("gpus", 1) == args.gpus]
-    baselines.save(args.baseline, [measurement(row) for row in here], args.gpus)
+    counts = {row.get("gpus", 1) for row in rows.values()}
+    found = [measurement(row, row.get("gpus", 1) if len(counts) > 1 else None) for row in rows.values()]
+    baselines.save(args.baseline, found, max(counts, default=1))
     if left_out:
         print(f"\nNot run, the time limit ({args.minutes:g} minutes) was reached: {', '.join(left_out)}")
 
@@ -438,7 +438,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tools", type=words, default=list(TOOLS), help=f"choose from {', '.join(TOOLS)}")
     parser.add_argument("--gpus", type=int, default=1, help="cards that train together (1)")
-    parser.add_argument("--steps", type=int, help="measured steps; default: 8, or 4 for long rows")
+    parser.add_argument("--steps", type=int, help="measured steps; default: 20, fewer for long rows")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time and list what did not run")
     parser.add_argument("--json", type=Path, help="add the rows to this file; cases that it holds do not run again")
     parser.add_argument("--again", action="store_true", help="also run the cases that the file holds")
@@ -507,7 +507,8 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     if case.task and case.task.objective == "policy":
         os.environ["FXTUNE_ROLLOUTS"] = str(documents(case, args.scratch, steps, args.gpus))
         words += ["--plugin", str(ROOT / "scripts" / "bench" / "given_rollouts.py")]
-    found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
+    with baselines.circumstances(visible_cards(args.gpus)) as made:
+        found = measure_in_process([*words, *["--profile"] * args.profile], steps, case.warm_up, seconds)
     if "error" in found:
         return found
     if args.profile:
@@ -515,15 +516,15 @@ def run_fxtune(name: str, args: argparse.Namespace, seconds: float) -> dict[str,
     kept = (
         *("tokens_per_second", "step_seconds", "step_seconds_p5", "step_seconds_p95", "memory_gib", "mfu", "loss"),
         *("device", "joules_per_token", "second_step_seconds", "startup_seconds", "slowest_behind", "decided"),
-        "data_wait",
+        *("data_wait", "memory_reserved_gib", "exchange_seconds"),
     )
     return {
+        **made,
         **{key: found[key] for key in kept},
         "first_loss": found["losses"][0],
         "how": ", ".join(args.set) or "default",
         "keys": [*case.keys(args.gpus), *args.set],
         "command": words,
-        "versions": {key: found["packages"][key] for key in ("torch", "transformers")},
     }
 
 
@@ -555,7 +556,7 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         "model.path=null",
         f"model.tokenizer={processor_folder(case, args.scratch) if case.images else 'builtin:tiny'}",
         "model.init=random",
-        f"model.architecture={in_words(architecture(case.shape, case.length))}",
+        f"model.architecture={in_words(with_positions(SHAPES[case.shape], case.length))}",
     ]
     return [
         *(case.task.keys(case.shape, args.scratch) if case.task else drawn),
@@ -576,22 +577,6 @@ def fxtune_words(name: str, args: argparse.Namespace, gpus: int) -> list[str]:
         *(["techniques=lora", *case.ours * bool(case.pairs)] if args.smoke and not case.task else case.keys(gpus)),
         *args.set,
     ]
-
-
-def architecture(name: str, length: int) -> dict[str, Any]:
-    """The config of a shape, with positions for rows of `length` tokens, as in peer_tools.random_model()."""
-    shape = SHAPES[name]
-    positions = shape.get("max_position_embeddings", length)
-    return {**shape, "max_position_embeddings": length} if positions < length else shape
-
-
-def in_words(value: Any) -> str:
-    """A value as fxtune's command line takes it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{in_words(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(in_words, value)) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def processor_folder(case: Case, scratch: Path) -> Path:
@@ -666,30 +651,28 @@ def run_variant(
     log = args.scratch / f"{name}-{tool}.log"
     out.unlink(missing_ok=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
-    started = time.time()
-    done = subprocess.run(
-        [
-            sys.executable,
-            *(torchrun if args.gpus > 1 else []),
-            str(ROOT / "scripts" / "bench" / "peer_tools.py"),
-            json.dumps({**request, **dict(word.split("=") for word in variant)}),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=args.scratch,
-        env={**os.environ, **first_cards(args.gpus)},
-        timeout=max(1.0, seconds),
-    )
+    command = [
+        sys.executable,
+        *(torchrun if args.gpus > 1 else []),
+        str(ROOT / "scripts" / "bench" / "peer_tools.py"),
+        json.dumps({**request, **dict(word.split("=") for word in variant)}),
+    ]
+    cards = visible_cards(args.gpus)
+    with baselines.circumstances(cards) as made:
+        started = time.time()
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=args.scratch,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": cards},
+            timeout=max(1.0, seconds),
+        )
     log.write_text(done.stdout + done.stderr)
     if done.returncode == 0:
         measured = json.loads(out.read_text())
         second_step = measured.pop("second_step_at") - started
-        found = {
-            **measured,
-            "second_step_seconds": second_step,
-            "how": how,
-            "versions": {each: importlib.metadata.version(each) for each in (tool, "torch", "transformers")},
-        }
+        found = {**made, **measured, "second_step_seconds": second_step, "how": how}
     else:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         last = lines[-1] if lines else done.returncode
@@ -741,11 +724,10 @@ def one_group(case: Case, tool: str, gpus: int) -> tuple[tuple[str, ...], ...]:
     return (LONG if case.length > 16384 else VARIANTS)[tool]
 
 
-def first_cards(gpus: int) -> dict[str, str]:
-    """The environment in which a peer sees `gpus` cards only: with more, its trainer would use all of them."""
+def visible_cards(gpus: int) -> str:
+    """CUDA_VISIBLE_DEVICES with `gpus` cards only: with more, a peer's trainer would use all of them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",") if visible else [str(number) for number in range(gpus)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(cards[:gpus])}
+    return ",".join((visible.split(",") if visible else [str(number) for number in range(gpus)])[:gpus])
 
 
 def needs_missing_package(variant: tuple[str, ...]) -> bool:
@@ -853,14 +835,14 @@ def rendered(turns: list[str]) -> str:
     return "\n".join(f"<|im_start|>{roles[at % 2]}\n{text}<|im_end|>" for at, text in enumerate(turns))
 
 
-def measurement(row: dict[str, Any]) -> Measurement:
-    """A row as a file of benchmarks/baselines holds it."""
+def measurement(row: dict[str, Any], cards: int | None = None) -> Measurement:
+    """A row as a file of benchmarks/baselines holds it. `cards`: of the row, in a file with several numbers of cards."""
 
     def rounded(name: str, digits: int, factor: float = 1.0) -> float | None:
         value = row.get(name)
         return None if value is None else round(factor * value, digits or None)
 
-    case, parts = CASES[row["case"]], row.get("startup_seconds")
+    case, parts, exchange = CASES[row["case"]], row.get("startup_seconds"), row.get("exchange_seconds")
     return Measurement(
         row["case"],
         row["tool"],
@@ -875,18 +857,35 @@ def measurement(row: dict[str, Any]) -> Measurement:
         step_ms_p5=rounded("step_seconds_p5", 0, 1e3),
         step_ms_p95=rounded("step_seconds_p95", 0, 1e3),
         memory_gib=rounded("memory_gib", 2),
+        reserved_gib=rounded("memory_reserved_gib", 2),
         joules_per_token=rounded("joules_per_token", 4),
         seconds_to_second_step=rounded("second_step_seconds", 1),
         startup_seconds=parts and {part: round(seconds, 1) for part, seconds in parts.items()},
+        cards=cards,
+        exchange_share=None if exchange is None else round(exchange / row["step_seconds"], 4),
+        clock_mhz=row.get("clock_mhz"),
         error=row.get("error", ""),
+        date=row.get("date", ""),
+        card=baselines.card(row["device"]) if row.get("device") else "",
+        versions=row.get("versions"),
     )
 
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {row['step_seconds'] * 1e3:,.0f} ms, {gib(row)} GiB, "
+        f"{row['tokens_per_second']:,.0f} tokens/s{examples(row)}, {times(row)}, {gib(row)} GiB, "
         f"loss {row['first_loss']:.3f} -> {row['loss']:.3f}{waits(row)} ({row['how']})"
     )
+
+
+def times(row: dict[str, Any]) -> str:
+    """p5, p50 and p95 of a step's time, and how far p5 and p95 are apart if they are far apart."""
+    low, middle, high = row.get("step_seconds_p5"), row["step_seconds"], row.get("step_seconds_p95")
+    if low is None or high is None:  # files of earlier versions have the median alone
+        return f"{middle * 1e3:,.0f} ms"
+    apart = (high - low) / middle
+    said = f" (p5 and p95 are {apart:.0%} of p50 apart)" if apart > SPREAD else ""
+    return f"{low * 1e3:,.0f}, {middle * 1e3:,.0f}, {high * 1e3:,.0f} ms{said}"
 
 
 def examples(row: dict[str, Any]) -> str:
@@ -895,8 +894,8 @@ def examples(row: dict[str, Any]) -> str:
 
 
 def waits(row: dict[str, Any]) -> str:
-    share = row.get("data_wait")
-    return f", waits {share:.0%}" if share else ""
+    share, behind = row.get("data_wait"), row.get("slowest_behind")
+    return (f", waits {share:.0%}" if share else "") + ("" if behind is None else f", slowest rank {behind:+.1%}")
 
 
 def gib(row: dict[str, Any]) -> str:
@@ -906,12 +905,12 @@ def gib(row: dict[str, Any]) -> str:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The table in Markdown.
 
-    The last column is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
+    fxtune / peer is fxtune's speed divided by the peer's; in fxtune's row, by the best peer's.
     """
     lines = [
-        "| case | cards | tool | settings | tokens/s | ms/step | peak GiB | s to step 2 | first loss | loss "
-        "| fxtune / peer |",
-        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| case | cards | tool | settings | tokens/s | p5, p50, p95 of a step | peak GiB | s to step 2 | first loss | loss "
+        "| fxtune / peer | of N times one card | exchange not hidden |",
+        "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     cards = sorted({row.get("gpus", 1) for row in rows.values()})
     for name, gpus in itertools.product(CASES, cards):
@@ -923,18 +922,25 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         shown = [row for row in peers if row["case"] == name]
         for row in [*([mine] if mine else []), *shown]:
             against = (best if row is mine else row.get("tokens_per_second")) if mine and "error" not in mine else None
-            lines.append(table_row(row, f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""))
+            ratio = f"{mine['tokens_per_second'] / against:.2f}x" if mine and against else ""
+            lines.append(table_row(row, ratio, rows.get(row_key(row["case"], row["tool"], 1), {})))
     return "\n".join(lines)
 
 
-def table_row(row: dict[str, Any], ratio: str) -> str:
-    where = f"| {row['case']} | {row.get('gpus', 1)} | {row['tool']} |"
+def table_row(row: dict[str, Any], ratio: str, one: dict[str, Any]) -> str:
+    """`one`: the same row of one card, empty if there is none."""
+    gpus = row.get("gpus", 1)
+    where = f"| {row['case']} | {gpus} | {row['tool']} |"
     if "error" in row:
-        return f"{where} {row['error']} | | | | | | | |"
+        return f"{where} {row['error']} | | | | | | | | | |"
+    alone, exchange = one.get("tokens_per_second") if gpus > 1 else None, row.get("exchange_seconds")
+    several = f"{row['tokens_per_second'] / alone / gpus:.3f}" if alone else ""
+    share = "" if exchange is None or gpus == 1 else f"{exchange / row['step_seconds']:.2%}"
     start = row.get("second_step_seconds")  # files of earlier versions have none of peers
     return (
-        f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {row['step_seconds'] * 1e3:,.0f} | "
-        f"{gib(row)} | {'' if start is None else f'{start:.0f}'} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} |"
+        f"{where} {row['how']} | {row['tokens_per_second']:,.0f} | {times(row)} | "
+        f"{gib(row)} | {'' if start is None else f'{start:.0f}'} | {row['first_loss']:.3f} | {row['loss']:.3f} | {ratio} | "
+        f"{several} | {share} |"
     )
 
 

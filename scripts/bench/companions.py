@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-import ablate
-
 CLASSES = 4
 SIGMA = 1.0
 """Sigma of log-normal lengths."""
@@ -33,11 +31,6 @@ PEERS = {
     "policy": "trl",
 }
 MASKS = ("attention_mask", "prompt_mask", "completion_mask")
-SHAPES: dict[str, dict[str, Any]] = {
-    "modernbert": dict(model_type="modernbert", max_position_embeddings=8192),  # base: the defaults of its config
-    "modernbert_tiny": {**ablate.SHAPES["tiny"], "model_type": "modernbert", "max_position_embeddings": 1024},
-    "tiny_teacher": dict(ablate.SHAPES["tiny"], num_hidden_layers=3),
-}
 
 
 def words(tokenizer: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Documents with one image each for bench_peers.py, and the vision models that read them.
+"""Documents with one image each for bench_peers.py, and the processors of the models that read them.
 
 The processor is Qwen2.5-VL's or Qwen3-VL's, with the built-in tokenizer and Qwen's image tokens. This module does not import fxtune,
 because the processes of the peers import this module.
@@ -14,96 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ablate
+from shapes import IDS, TOKENS
 
-PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
-"""Model type -> pixels on each side of a patch. An image token is a square of two by two patches."""
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
-TOKENS = {
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-}
-"""Option of the config -> the token whose id it is."""
-IDS = {name: 1024 + number for number, name in enumerate(TOKENS)}
-"""The built-in tokenizer has 1,024 tokens."""
-
-
-def _qwen2_5_vl(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
-    shared = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0)
-    patches = dict(patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112)
-    return dict(
-        model_type="qwen2_5_vl",
-        **IDS,
-        tie_word_embeddings=False,
-        text_config=dict(model_type="qwen2_5_vl_text", **shared, **text),
-        vision_config=dict(model_type="qwen2_5_vl", out_hidden_size=text["hidden_size"], **patches, **vision),
-    )
-
-
-def _qwen3(model_type: str, text: dict[str, Any], **vision: Any) -> dict[str, Any]:
-    """Qwen3-VL and Qwen3.5, with the vision encoder of their sizes around 8B."""
-    shared = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0)
-    patches = dict(patch_size=16, spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=2304)
-    sizes = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
-    return dict(
-        model_type=model_type,
-        **IDS,
-        tie_word_embeddings=False,
-        text_config=dict(model_type=f"{model_type}_text", **shared, **text),
-        vision_config=dict(model_type=model_type, out_hidden_size=text["hidden_size"], **patches, **sizes, **vision),
-    )
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_vl_8b": _qwen3(
-        "qwen3_vl",
-        dict(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=262144,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
-            ),
-        ),
-        deepstack_visual_indexes=[8, 16, 24],
-    ),
-    "qwen3_5_vl_9b": _qwen3("qwen3_5", {k: v for k, v in ablate.SHAPES["qwen3_5_9b"].items() if k != "model_type"}),
-    "qwen2_5_vl_7b": _qwen2_5_vl(
-        dict(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            max_position_embeddings=128000,
-            rms_norm_eps=1e-6,
-            use_sliding_window=False,
-            rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
-        ),
-        dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31]),
-    ),
-    "qwen2_5_vl_tiny": _qwen2_5_vl(
-        dict(
-            vocab_size=1040,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
-        ),
-        dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, fullatt_block_indexes=[1]),
-    ),
-}
 TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -125,13 +38,13 @@ QUESTION = 0.1
 
 
 def side(shape: dict[str, Any]) -> int:
-    """Pixels on each side of the square of an image token."""
-    return 2 * PATCHES[shape["model_type"]]
+    """Pixels on each side of the square of an image token: two by two patches."""
+    return 2 * int(shape["vision_config"]["patch_size"])
 
 
 def write_processor(tokenizer: Path, folder: Path, shape: dict[str, Any]) -> Path:
     """Write the files of a tokenizer and a processor for `shape` unless they exist. Returns `folder`."""
-    name, patch, area = PROCESSORS[shape["model_type"]], PATCHES[shape["model_type"]], side(shape) ** 2
+    name, area = PROCESSORS[shape["model_type"]], side(shape) ** 2
     if (folder / "preprocessor_config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +57,9 @@ def write_processor(tokenizer: Path, folder: Path, shape: dict[str, Any]) -> Pat
     settings |= dict(model_max_length=131072, processor_class=name)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    sizes = dict(patch_size=patch, merge_size=2, temporal_patch_size=2, min_pixels=4 * area, max_pixels=16384 * area)
+    sizes = dict(
+        patch_size=side(shape) // 2, merge_size=2, temporal_patch_size=2, min_pixels=4 * area, max_pixels=16384 * area
+    )
     sizes |= dict(
         size=dict(shortest_edge=4 * area, longest_edge=16384 * area),
         processor_class=name,

@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -212,15 +211,12 @@ def hardware_facts(args: argparse.Namespace) -> dict[str, Any]:
     """The Facts about GPU and host. They come from nvidia-smi, so that this process allocates no GPU memory."""
     name, free, capability = "NVIDIA H200", args.card, (9, 0)
     if free is None and not args.smoke:
-        try:
-            query = ["nvidia-smi", "--query-gpu=name,memory.free,compute_cap", "--format=csv,noheader,nounits"]
-            answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-            name, mib, version = answer.splitlines()[0].split(", ")
-        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        if not (cards := baselines.nvidia_smi("name,memory.free,compute_cap")):
             raise SystemExit(
                 "There is no GPU on this machine (nvidia-smi finds none). --dry-run --card GIB --host GIB makes a "
                 "forecast without one."
-            ) from error
+            )
+        name, mib, version = cards[0]
         free, capability = float(mib) / 1024, tuple(int(part) for part in version.split("."))
     size = int((64 if free is None else free) * GIB)
     return dict(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import companions
+from shapes import ENDS, with_positions
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "out_proj"]
@@ -273,10 +273,9 @@ def random_model(shape: dict[str, Any], length: int, attention: Any, device: str
     import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    values, text = {**shape}, dict(bos_token_id=None, eos_token_id=2, pad_token_id=0)
-    kind = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
-    if kind is AutoModelForCausalLM:
-        values |= dict(text, max_position_embeddings=max(length, shape["max_position_embeddings"]))
+    values, kind = {**shape}, AutoModelForImageTextToText
+    if "vision_config" not in shape:
+        values, kind = with_positions({**shape, **ENDS}, length), AutoModelForCausalLM
     if head:
         kind = getattr(transformers, head)
         values["num_labels"] = companions.CLASSES
@@ -427,6 +426,7 @@ def count_tokens(trainer: Any, clock: Any, hook: str = "training_step") -> None:
 
 
 def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]:
+    import numpy as np
     import torch
 
     cuda = torch.cuda.is_available()
@@ -445,11 +445,10 @@ def results(request: dict[str, Any], trainer: Any, clock: Any) -> dict[str, Any]
         torch.distributed.all_reduce(fullest, torch.distributed.ReduceOp.MAX)
         tokens, peak = int(all_tokens), float(fullest)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    spread = np.percentile(seconds, (5, 50, 95))
     return {
         "tokens_per_second": tokens / clock.seconds,
-        "step_seconds": statistics.median(seconds),
-        "step_seconds_p5": min(seconds),
-        "step_seconds_p95": max(seconds),
+        **dict(zip(("step_seconds_p5", "step_seconds", "step_seconds_p95"), map(float, spread), strict=True)),
         "tokens_a_step": tokens / request["steps"],
         "second_step_at": clock.second_step_at,
         "first_loss": losses[0],

@@ -39,20 +39,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
-import ablate  # noqa: E402
 import companions  # noqa: E402
 from peer_tools import LINEARS, write_model  # noqa: E402
+from shapes import DECODERS  # noqa: E402
 
 PARTS = ("sync", "sampling", "rewards", "training", "rest", "step")
 TOKENIZER = ROOT / "fxtune" / "assets" / "tiny"
-SHAPES = {**ablate.SHAPES, "tiny_128k": dict(ablate.SHAPES["tiny"], vocab_size=128256, head_dim=32)}
 
 
 def main() -> None:
     args = arguments()
     args.scratch.mkdir(parents=True, exist_ok=True)
     model = write_model(
-        SHAPES[args.shape], args.length, args.scratch / f"policy-{args.shape}", TOKENIZER, "AutoModelForCausalLM"
+        DECODERS[args.shape], args.length, args.scratch / f"policy-{args.shape}", TOKENIZER, "AutoModelForCausalLM"
     )
     steps = (run_fxtune if args.tool == "fxtune" else run_trl)(args, model)
     print(f"{args.tool}, {args.sampler}: {args.prompts} prompts x {args.answers} answers x {args.tokens} tokens")
@@ -70,7 +69,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=("fxtune", "trl"))
     parser.add_argument("sampler", choices=("model", "generate", "continuous", "vllm"))
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=DECODERS, default="8b")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
     parser.add_argument("--answers", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")

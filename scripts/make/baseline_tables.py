@@ -1,9 +1,10 @@
 """Writes the tables of measured figures in README.md and docs/ from benchmarks/baselines/*.json.
 
-    python scripts/make/baseline_tables.py            # rewrite the tables
+    python scripts/make/baseline_tables.py            # rewrite the tables, and mark the rows that are old today
     python scripts/make/baseline_tables.py --check    # print the pages that differ, and end with 1 if there are some
 
-A page has a table between two comments, `<!-- baseline NAME -->` and `<!-- end -->`. NAME is a table of TABLES.
+A page has a table between two comments, `<!-- baseline NAME DAY -->` and `<!-- end -->`. NAME is a table of TABLES, DAY the day
+of the table: a row that was more than 60 days old on it has the date of its measurement.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from baselines import Measurement, read  # noqa: E402
+from baselines import Measurement, read, today  # noqa: E402
 from bench_peers import CASES  # noqa: E402
 from first_step import GOALS  # noqa: E402
 
-PLACE = re.compile(r"(<!-- baseline (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"<!-- baseline (\w+) ([\d-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NAMES = {"unsloth": "Unsloth", "trl": "TRL", "liger": "Liger"}
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
@@ -39,7 +40,12 @@ def figure(value: float | None, digits: int = 0) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def peers(*names: str) -> str:
+def marked(text: str, day: str, *rows: Measurement | None) -> str:
+    """`text` with what a reader must know of these rows on `day`."""
+    return ", ".join([text, *dict.fromkeys(mark for row in rows if row for mark in row.marks(day))])
+
+
+def peers(*names: str, day: str) -> str:
     """fxtune and its peers. x: in a row of fxtune its speed divided by the fastest peer's in the table; in a row of a
     slower peer fxtune's speed divided by that peer's."""
     rows = [row for name in names for row in read(name).measurements]
@@ -47,6 +53,7 @@ def peers(*names: str) -> str:
     def ratio(row: Measurement) -> str:
         case = CASES[row.case].peer_case or row.case
         rivals = [other for other in rows if other.tool != "fxtune" and other.case == case and other.tokens_per_second]
+        rivals = [other for other in rivals if other.shape in (None, row.shape)]
         fastest = max(rivals, key=lambda other: other.tokens_per_second or 0.0, default=None)
         own = next((other for other in rows if other.tool == "fxtune" and other.case == row.case), None)
         ours, theirs = (row, fastest) if row.tool == "fxtune" else (own, row if row is not fastest else None)
@@ -70,7 +77,7 @@ def peers(*names: str) -> str:
     for row in rows:
         case = f"`{row.case}`" if row.case != before else ""
         tool = ", ".join(filter(None, (NAMES.get(row.tool, row.tool), row.settings, row.error)))
-        lines.append([case, tool, *(cell(row) for cell in used.values())])
+        lines.append([case, marked(tool, day, row), *(cell(row) for cell in used.values())])
         before = row.case
     return table(["case", "tool", *used], lines, range(2, 2 + len(used)))
 
@@ -91,7 +98,7 @@ TWO_MACHINES = {"30b_a3b_4x4096"}
 """Cases in which the tools ran on two machines, so a ratio would compare the machines, too."""
 
 
-def readme() -> str:
+def readme(day: str) -> str:
     """Speed and peak memory beside Unsloth, and over a base in fp8."""
 
     def cell(row: Measurement | None) -> str:
@@ -105,12 +112,12 @@ def readme() -> str:
         cells = [found.get(key) for key in ((case, "fxtune"), (case, "unsloth"), (f"{case}_fp8", "fxtune"))]
         own, peer = (row.tokens_per_second if row else None for row in cells[:2])
         ratio = f"{own / peer:.2f}" if own and peer and case not in TWO_MACHINES else ""
-        rows.append([label, *map(cell, cells), ratio])
+        rows.append([marked(label, day, *cells), *map(cell, cells), ratio])
     head = "tokens/s and peak memory by `python scripts/bench/bench_peers.py`"
     return table([head, "fxtune", "Unsloth", "fxtune, fp8 base", "fxtune / Unsloth"], rows)
 
 
-def first_step() -> str:
+def first_step(day: str) -> str:
     """Seconds to the end of the second step, on two machines, with the longest parts on the second one."""
     other = {row.case: row for row in read("h100_first_step_other_machine").measurements}
     rows = []
@@ -119,7 +126,7 @@ def first_step() -> str:
         parts = sorted((row.startup_seconds or {}).items(), key=lambda part: -part[1])
         rows.append(
             [
-                f"{case}, {'filled' if state == 'warm' else 'empty'}",
+                marked(f"{case}, {'filled' if state == 'warm' else 'empty'}", day, row, other[row.case]),
                 ", ".join(figure(each.seconds_to_second_step, 1) for each in (other[row.case], row)),
                 str(GOALS.get((case, state), "")),
                 ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts),
@@ -128,10 +135,10 @@ def first_step() -> str:
     return table(["case, caches", "seconds", "goal", "where the time goes on the second machine"], rows, range(1, 3))
 
 
-def longest() -> str:
+def longest(day: str) -> str:
     rows = [
         [
-            row.case,
+            marked(row.case, day, row),
             *(f"{figure(gib, 1)} GiB" for gib in (row.forecast_gib, row.memory_gib, row.host_gib)),
             figure((row.step_ms or 0.0) / 1e3),
         ]
@@ -141,7 +148,7 @@ def longest() -> str:
     return table(["tokens", "forecast of GPU peak", "GPU peak", "host memory", "seconds per step"], rows, range(5))
 
 
-def ablation(shape: str) -> str:
+def ablation(shape: str, day: str) -> str:
     """The rows of ablate.py, side by side for each length; in brackets the ratio to the base of the column."""
     found = {(row.case, row.length): row for row in read(f"h200_ablation_{shape}").measurements}
     lengths, cases = list(dict.fromkeys(key[1] for key in found)), list(dict.fromkeys(key[0] for key in found))
@@ -152,7 +159,8 @@ def ablation(shape: str) -> str:
         )
         for length in lengths
     }
-    head, rows = [shape.upper()], [[case] for case in cases]
+    of = {case: [row for key, row in found.items() if key[0] == case] for case in cases}
+    head, rows = [shape.upper()], [[marked(case, day, *of[case])] for case in cases]
     for length in lengths:
         columns = f"{next(row.rows for row in found.values() if row.length == length)} x {length:,}"
         head += [f"{columns}: tokens/s", "GiB"]
@@ -168,28 +176,30 @@ def ablation(shape: str) -> str:
     return table(head, rows)
 
 
-def scaling(name: str) -> str:
-    """The rows of scaling.py: speed on several cards beside as many times the speed of one card."""
+def scaling(name: str, day: str) -> str:
+    """Rows with several numbers of cards: speed on several cards beside as many times the speed of one card."""
     rows, one = [], {row.case: row.tokens_per_second for row in read(name).measurements if row.cards == 1}
     for row in read(name).measurements:
         speed, alone = row.tokens_per_second or 0.0, one.get(row.case)
         share = "" if row.exchange_share is None else f"{row.exchange_share:.1%}"
         ratio = figure(speed / alone / row.cards, 3) if alone and row.cards else ""
-        rows.append([f"`{row.case}`", str(row.cards), figure(speed), ratio, share, figure(row.memory_gib, 1)])
+        rows.append(
+            [marked(f"`{row.case}`", day, row), str(row.cards), figure(speed), ratio, share, figure(row.memory_gib, 1)]
+        )
     return table(["case", "cards", "tokens/s", "of N times one card", "exchange not hidden", "peak GiB a card"], rows)
 
 
-def head_loss() -> str:
+def head_loss(day: str) -> str:
     """The rows of head_loss.py. Memory is in GB of 10^9 bytes, as in the published figures."""
     rows = []
     for row in read("h200_head_loss").measurements:
         memory = row.memory_gib and row.memory_gib * 2**30 / 1e9
         tool = ", ".join(filter(None, (NAMES.get(row.tool, row.tool), row.settings)))
-        rows.append([row.case, tool, row.error or figure(row.step_ms, 1), figure(memory, 1)])
+        rows.append([row.case, marked(tool, day, row), row.error or figure(row.step_ms, 1), figure(memory, 1)])
     return table(["head", "tool", "ms", "peak GB"], rows, range(2, 4))
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[..., str]] = {
     "readme": readme,
     "first_step": first_step,
     "longest": longest,
@@ -216,9 +226,15 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def updated(text: str) -> str:
-    """The text of a page with the tables of today's files."""
-    return PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}{place[3]}", text)
+def updated(text: str, day: str | None = None) -> str:
+    """The text of a page with the tables of today's files, as they are on `day`. None: each on its own day."""
+
+    def place(found: re.Match[str]) -> str:
+        name, own, before = found.groups()
+        made = TABLES[name](day=day or own)
+        return f"<!-- baseline {name} {own if made == before else day or own} -->\n{made}<!-- end -->"
+
+    return PLACE.sub(place, text)
 
 
 def main() -> None:
@@ -227,7 +243,7 @@ def main() -> None:
     given, different = parser.parse_args(), False
     for page in PAGES:
         old = page.read_text()
-        if (new := updated(old)) != old:
+        if (new := updated(old, None if given.check else today())) != old:
             different = True
             print(page.relative_to(ROOT))
             if not given.check:

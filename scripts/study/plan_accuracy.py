@@ -33,18 +33,19 @@ import bench_peers  # noqa: E402
 import image_documents  # noqa: E402
 import numpy as np  # noqa: E402
 from baselines import Baseline, Measurement  # noqa: E402
+from shapes import SHAPES, in_words, with_positions  # noqa: E402
 
 from fxtune.config import compose  # noqa: E402
 from fxtune.config.root import Config  # noqa: E402
 from fxtune.estimate.machines import CARD_MODELS, machine  # noqa: E402
 from fxtune.models.kinds.known import kind_of  # noqa: E402
 from fxtune.models.load import load_config  # noqa: E402
-from fxtune.system.process.process_group import run_process  # noqa: E402
 from fxtune.system.terminal.units import GIB  # noqa: E402
 from fxtune.training.forecast.run_forecast import Lengths, RunForecast, forecast_run  # noqa: E402
-from fxtune.tuning import trial  # noqa: E402
 
 HOST_GIB = 128.0
+HOURS = 36000.0
+"""Seconds that a case may take."""
 MEASURED_HERE = ("8b_4x4096", "8b_4x4096_fp8", "1b_8x4096", "moe_4x4096", "1b_full_8x4096", "8b_full_2x8192")
 """Cases of bench_peers.py that --measure runs, if it is given no others."""
 
@@ -104,7 +105,7 @@ def forecast(card: str, cards: int, row: Measurement) -> tuple[Config, RunForeca
         "model.tokenizer=builtin:tiny",
         "model.init=random",
         "model.dtype=bfloat16",
-        f"model.architecture={bench_peers.in_words(bench_peers.architecture(row.shape, row.length))}",
+        f"model.architecture={in_words(with_positions(SHAPES[row.shape], row.length))}",
         f"data.sequence_length={row.length}",
         "data.packing=true",
         "train.max_steps=10",
@@ -123,7 +124,8 @@ def compare(measured: Measured) -> Row:
     baseline, row = measured
     case = bench_peers.CASES.get(row.case)
     config, found = forecast(baseline.card, baseline.cards, row)
-    several = row.packed or (case is not None and case.pairs > 0)  # documents in a row, of lengths not known here
+    # Documents in a row, of lengths that are not known here.
+    several = row.packed or (case is not None and (case.pairs > 0 or case.task is not None))
     priced = row.tokens_per_second is not None and not several and config.techniques.compile.enabled
     cards = f" on {baseline.cards} x {baseline.card}" if baseline.cards > 1 or baseline.card != "H200" else ""
     name = f"{row.case}, {row.settings}" if row.settings else row.case
@@ -170,29 +172,16 @@ def measure(names: list[str], gpus: int, more: Sequence[str] = ()) -> list[Measu
         sys.exit(f"{card} is no card of fxtune plan.")
     found = []
     with tempfile.TemporaryDirectory(prefix="fxtune-plan-") as folder:
-        given = argparse.Namespace(steps=None, scratch=Path(folder), smoke=False, set=[*more])
+        given = argparse.Namespace(
+            steps=None, scratch=Path(folder), smoke=False, set=[*more], gpus=gpus, profile=False
+        )
         for name in names:
-            case, out = bench_peers.CASES[name], Path(folder) / "bench.json"
-            words = bench_peers.fxtune_words(name, given, gpus)
-            command = trial.bench_command(words, case.steps, case.warm_up, out)
-            code, output, _ = run_process(command)
-            if code:
-                print(f"{name} failed:\n{output[-2000:]}", flush=True)
+            figures = bench_peers.run_fxtune(name, given, HOURS)
+            if "error" in figures:
+                print(f"{name}: {figures['error']}", flush=True)
                 continue
-            figures = json.loads(out.read_text())
-            row = Measurement(
-                name,
-                settings=", ".join(more),
-                keys=[*case.keys(gpus), *more],
-                shape=case.shape,
-                rows=case.rows,
-                length=case.length,
-                tokens_per_second=round(figures["tokens_per_second"]),
-                memory_gib=round(figures["memory_gib"], 2),
-                reserved_gib=round(figures["memory_reserved_gib"], 2),
-            )
-            print(json.dumps(asdict(row)), flush=True)
-            found.append(row)
+            found.append(bench_peers.measurement({"case": name, "tool": "fxtune", **figures}))
+            print(json.dumps(asdict(found[-1])), flush=True)
     file = f"{card.lower()}_plan" + f"_x{gpus}" * (gpus > 1)
     baselines.save(file, found, gpus)
     return [(Baseline(baselines.command(), card, baselines.today(), found, gpus), row) for row in found]

@@ -39,7 +39,6 @@ import baselines  # noqa: E402
 import bench_peers  # noqa: E402
 import plan_accuracy  # noqa: E402
 from baseline_tables import table  # noqa: E402
-from scaling import counts  # noqa: E402
 
 from fxtune.distributed.parallel import Degrees  # noqa: E402
 from fxtune.estimate.step_time import forward_seconds, micro_batch_seconds, update_seconds  # noqa: E402
@@ -57,7 +56,7 @@ CASES = {
     "8b_full_2x8192": ("8B full, bf16, sharded in a host", "h200_full"),
     "8b_full_2x8192_fp8": ("8B full, fp8, sharded in a host", "h200_full"),
     "70b_1x4096_fp8": ("70B LoRA, fp8, sharded in a host", "h200_70b"),
-    "moe_full_4x4096": ("mixture, full, experts divided in a host", "h200_mixture_two_cards"),
+    "moe_full_4x4096": ("mixture with heads of 64, full, experts divided in a host", "h200_mixture_two_cards"),
 }
 """Cases of bench_peers.py: title, and the file of benchmarks/baselines from which the calculation starts."""
 
@@ -130,11 +129,13 @@ def exchange(facts: Facts, links: Links) -> Exchange:
 
 
 @functools.cache
-def forecast(case: str, card: str, cards: int, keys: tuple[str, ...]) -> tuple[float, float, Facts]:
+def forecast(
+    case: str, card: str, cards: int, keys: tuple[str, ...], shape: str | None = None
+) -> tuple[float, float, Facts]:
     """For `cards` cards of one host: seconds that a rank computes in a step, the forward pass's share of these seconds,
-    and the facts of a rank."""
-    shape = bench_peers.CASES[case]
-    row = baselines.Measurement(case, keys=[*keys], shape=shape.shape, rows=shape.rows, length=shape.length)
+    and the facts of a rank. `shape`: None: of the case."""
+    of = bench_peers.CASES[case]
+    row = baselines.Measurement(case, keys=[*keys], shape=shape or of.shape, rows=of.rows, length=of.length)
     _, run = plan_accuracy.forecast(card, cards, row)
     seconds = micro_batch_seconds(run.facts, run.facts.execution.recompute) + update_seconds(run.facts)
     return seconds, forward_seconds(run.facts) / seconds, run.facts
@@ -162,7 +163,9 @@ def points(case: str, places: Iterable[tuple[str, int]], links: Links) -> Iterat
 
     def calculated(card: str, cards: int) -> tuple[float, float, Exchange]:
         inside, row = min(cards, links.host), known.get((card, cards))
-        seconds, forward, facts = forecast(case, card, inside, tuple((row and row.keys) or shape.keys(inside)))
+        seconds, forward, facts = forecast(
+            case, card, inside, tuple((row and row.keys) or shape.keys(inside)), start.shape
+        )
         shard = facts.degrees.shard
         return seconds, forward, exchange(replace(facts, degrees=Degrees(cards // shard, shard)), links)
 
@@ -222,6 +225,10 @@ def draw(found: Sequence[Point], gbit: int) -> str:
         ends = [(max(line), line[max(line)]), *((point.cards, point.nothing / point.linear) for point in more)]
         series.append(Series("the same, calculated, nothing hidden", ends, continues=True))
     return plot("Tokens/s over H200 cards, as a share of linear", series, "cards", "share of linear")
+
+
+def counts(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ sys.path.insert(0, str(SCRIPTS))
 import bench_peers  # noqa: E402
 import image_documents  # noqa: E402
 import peer_tools  # noqa: E402
+from shapes import changed  # noqa: E402
 
 sys.path.remove(str(SCRIPTS))
 
@@ -245,6 +247,22 @@ def test_missing_peer_is_reported_and_finished_case_does_not_run_again(cwd, monk
     assert json.loads(Path("p.json").read_text()) == rows
 
 
+@pytest.mark.slow
+def test_two_processes_on_a_cpu_are_compared_with_one(cwd, monkeypatch, capsys):
+    common = ["--smoke", "--cases", "smoke", "--tools", "fxtune", "--steps", "2", "--json", "p.json"]
+    for gpus in ("1", "2"):
+        words = ["--gpus", gpus, "--profile", "--scratch", str(cwd / "scratch"), "--baseline", "mine"]
+        monkeypatch.setattr(sys, "argv", ["bench_peers.py", *common, *words])
+        monkeypatch.setattr(bench_peers.baselines, "FOLDER", cwd)
+        bench_peers.main()
+    one, two = json.loads(Path("p.json").read_text()).values()
+    assert (one["slowest_behind"], one["gpus"], two["gpus"]) == (None, 1, 2)
+    ratio = two["tokens_per_second"] / one["tokens_per_second"] / 2
+    assert f"| {ratio:.3f} |" in capsys.readouterr().out
+    found = bench_peers.baselines.read("mine", cwd)
+    assert (found.cards, [row.cards for row in found.measurements]) == (2, [1, 2])
+
+
 def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     requests, results = [], iter([(1, "torch.OutOfMemoryError: CUDA out of memory."), (0, "")])
 
@@ -260,7 +278,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
         return SimpleNamespace(returncode=code, stdout="", stderr=stderr)
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
-    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(bench_peers.baselines, "versions", dict)
     args = SimpleNamespace(steps=None, scratch=cwd, set=[], smoke=False, gpus=1, json=None)
     monkeypatch.setitem(bench_peers.CASES, "small", replace(bench_peers.CASES["8b_4x4096"], length=64))
     found = bench_peers.run_peer("small", "trl", args, 60.0)
@@ -270,7 +288,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     assert 90 <= found["second_step_seconds"] < 1e6, "from the start of the process that fitted"
     names = "checkpointing", "length", "rows", "steps", "warm_up"
     asked = [tuple(request[name] for name in names) for request in requests]
-    assert asked == [("none", 64, 4, 8, 3), ("full", 64, 4, 8, 3)]
+    assert asked == [("none", 64, 4, 20, 3), ("full", 64, 4, 20, 3)]
 
     results = iter([(1, "Traceback\nImportError: no wheel")] * 2)
     found = bench_peers.run_peer("small", "trl", args, 60.0)
@@ -280,7 +298,7 @@ def test_peer_runs_with_its_fastest_settings_that_fit(cwd, monkeypatch):
     args.gpus = 2
     results = iter([(0, "")])
     assert bench_peers.run_peer("small", "trl", args, 60.0)["tokens_per_second"] == 7.0
-    assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (8 + 3) * 4
+    assert len(Path(requests[-1]["documents"]).read_text().splitlines()) == 2 * (20 + 3) * 4
 
 
 def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_run_again(cwd, monkeypatch):
@@ -300,7 +318,7 @@ def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_
         return SimpleNamespace(returncode=1, stdout="", stderr=speed or "CUDA out of memory")
 
     monkeypatch.setattr(bench_peers.subprocess, "run", run)
-    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(bench_peers.baselines, "versions", dict)
     monkeypatch.setattr(bench_peers, "documents", lambda *_: cwd / "none.jsonl")
     groups = ((("a=1",), ("a=2",)), (("b=1",),), (("c=1",), ("d=1",)))
     monkeypatch.setattr(bench_peers, "settings_to_try", lambda *_: groups)
@@ -316,17 +334,21 @@ def test_fastest_of_several_groups_of_settings_is_kept_and_finished_ones_do_not_
 @pytest.mark.parametrize("name", ["vl_7b_1024", "vl_7b_mixed", "qwen3_vl_8b_1024", "qwen3_5_vl_9b_1024"])
 def test_documents_with_images_have_the_requested_tokens_in_fxtune(name, fxtune_words, cwd, monkeypatch):
     case = replace(bench_peers.CASES[name], warm_up=0, length=16128)
-    given, tiny = bench_peers.SHAPES[case.shape], image_documents.SHAPES["qwen2_5_vl_tiny"]
-    text = {key: value for key, value in tiny["text_config"].items() if key not in ("model_type", "rope_parameters")}
+    given, tiny = bench_peers.SHAPES[case.shape], bench_peers.SHAPES["qwen2_5_vl_tiny"]
+    text = {key: tiny[key] for key in _SMALL if key in tiny}
     text |= dict(vocab_size=1040, max_position_embeddings=32768, head_dim=16, num_hidden_layers=4)
     vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
     if "deepstack_visual_indexes" in given["vision_config"]:
         vision["deepstack_visual_indexes"] = [0]
     if "fullatt_block_indexes" in given["vision_config"]:
         vision["fullatt_block_indexes"] = [1]
-        text |= dict(rope_parameters=tiny["text_config"]["rope_parameters"])
-    parts = dict(text_config=given["text_config"] | text, vision_config=given["vision_config"] | vision)
-    monkeypatch.setitem(bench_peers.SHAPES, case.shape, given | parts)
+        text |= dict(rope_scaling=tiny["rope_scaling"])
+    vision = given["vision_config"] | vision
+    if "text_config" in given:
+        parts = dict(text_config=changed(given["text_config"], **text))
+    else:  # the older, flat form computes the width of a head
+        parts = {key: value for key, value in text.items() if key != "head_dim"}
+    monkeypatch.setitem(bench_peers.SHAPES, case.shape, given | parts | dict(vision_config=vision))
     monkeypatch.setitem(bench_peers.CASES, name, replace(case, ours=("techniques=lora", "run.device=cpu")))
     plan = RunBuilder(load(fxtune_words(name, "--steps", "1"))).read()[1].training
     summary = plan.summary()
@@ -351,25 +373,52 @@ def test_ratios_compare_the_same_work_and_the_best_peer():
         "8b_4x4096_fp8 fxtune": row("8b_4x4096_fp8", "fxtune", 500.0),
         "1b_8x4096 fxtune": row("1b_8x4096", "fxtune", 10.0),
         "1b_8x4096 trl": {"case": "1b_8x4096", "tool": "trl", "error": "does not fit"},
-        "8b_4x4096 fxtune x2": {**row("8b_4x4096", "fxtune", 600.0), "gpus": 2},
+        "8b_4x4096 fxtune x2": {**row("8b_4x4096", "fxtune", 588.0), "gpus": 2, "exchange_seconds": 0.005},
         "8b_4x4096 trl x2": {**row("8b_4x4096", "trl", 150.0), "gpus": 2},
     }
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in bench_peers.table(rows).splitlines()[2:]
     ]
-    assert [(*cells[:3], cells[-1]) for cells in lines] == [
-        ("8b_4x4096", "1", "fxtune", "1.50x"),
-        ("8b_4x4096", "1", "trl", "3.00x"),
-        ("8b_4x4096", "1", "unsloth", "1.50x"),
-        ("8b_4x4096", "2", "fxtune", "4.00x"),
-        ("8b_4x4096", "2", "trl", "4.00x"),
-        ("8b_4x4096_fp8", "1", "fxtune", "2.50x"),
-        ("1b_8x4096", "1", "fxtune", ""),
-        ("1b_8x4096", "1", "trl", ""),
+    assert [(*cells[:3], *cells[-3:]) for cells in lines] == [
+        ("8b_4x4096", "1", "fxtune", "1.50x", "", ""),
+        ("8b_4x4096", "1", "trl", "3.00x", "", ""),
+        ("8b_4x4096", "1", "unsloth", "1.50x", "", ""),
+        ("8b_4x4096", "2", "fxtune", "3.92x", "0.980", "0.50%"),
+        ("8b_4x4096", "2", "trl", "3.92x", "0.750", ""),
+        ("8b_4x4096_fp8", "1", "fxtune", "2.50x", "", ""),
+        ("1b_8x4096", "1", "fxtune", "", "", ""),
+        ("1b_8x4096", "1", "trl", "", "", ""),
     ]
     assert lines[0][6] == "?", "memory that was not measured is not shown as zero"
     assert [lines[0][7], lines[1][7]] == ["41", ""], "the start-up time that was measured"
     assert lines[-1][3] == "does not fit"
+
+
+@pytest.mark.parametrize(("high", "said"), [(1.08, ""), (1.2, " (p5 and p95 are 25% of p50 apart)")])
+def test_a_row_has_the_percentiles_of_a_step_and_says_when_they_are_far_apart(high, said):
+    row = dict(step_seconds=1.0, step_seconds_p5=0.95, step_seconds_p95=high)
+    assert bench_peers.times(row) == f"950, 1,000, {high * 1e3:,.0f} ms{said}"
+    assert bench_peers.times(dict(step_seconds=1.0)) == "1,000 ms", "a file of an earlier version"
+
+
+def test_a_row_says_where_it_was_measured(tmp_path, monkeypatch):
+    """`nvidia-smi` is a stand-in that prints the clock of two cards, of which one is idle."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\n[ $# = 2 ] && echo 580.65 && exit\n"
+        "printf '345, 0\\n1980, 100\\n1755, 97\\n1770, 99\\n[N/A], 100\\n'; touch done; exec sleep 60\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    with bench_peers.baselines.circumstances("0,1") as made:
+        while not Path("done").exists():
+            time.sleep(0.01)
+    row = dict(case="8b_4x4096", tool="trl", device="NVIDIA H200", tokens_per_second=1.0, **made)
+    found = bench_peers.measurement(row)
+    assert (found.card, found.clock_mhz, found.versions["driver"]) == ("H200", 1770, "580.65")
+    assert found.versions["torch"] == torch.__version__
+    assert found.date == bench_peers.baselines.today()
 
 
 def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
@@ -397,6 +446,12 @@ def test_peer_clock_counts_measured_steps_without_padding(monkeypatch):
     assert clock.seconds == pytest.approx(5.0), "from before the first measured step until after the last"
     assert trainer.get_batch_samples(None, 1, None) == "samples"
     assert clock.waited == 1.0
+    trainer.state = SimpleNamespace(log_history=[{"loss": 7.0}, {"loss": 6.0}, {"other": 1}])
+    monkeypatch.setattr(clock, "step_seconds", lambda: [1.0, 1.0, 2.0])
+    found = peer_tools.results({"steps": 3, "step_tokens": 0}, trainer, clock)
+    times = [found[f"step_seconds{end}"] for end in ("_p5", "", "_p95")]
+    assert times == pytest.approx([1.0, 1.0, 1.9]), "percentiles as fxtune bench has them"
+    assert (found["first_loss"], found["loss"], found["tokens_per_second"]) == (7.0, 6.0, 9.0)
 
 
 _SMALL = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=64, vocab_size=1024) | dict(
@@ -412,7 +467,7 @@ def test_folder_for_unsloth_has_every_weight_and_takes_no_space(name, tmp_path):
     shape, images = bench_peers.SHAPES[name], "vision_config" in bench_peers.SHAPES[name]
     if not images:
         few = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32) if "num_experts" in shape else {}
-        shape = {**shape, **_SMALL, **few}
+        shape = changed(shape, **_SMALL, **few)
     tokenizer = (
         image_documents.write_processor(bench_peers.TOKENIZER, tmp_path / "p", shape)
         if images

@@ -1,6 +1,5 @@
 """The forecasts of `fxtune plan` compared with measurements on H200 and H100 (benchmarks/baselines)."""
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -43,19 +42,18 @@ def test_forecasts_are_near_what_was_measured():
 
 
 def test_the_newest_measurement_of_a_case_counts(tmp_path, monkeypatch):
-    """`bench` is a stand-in that writes the figures of a card."""
+    """`bench` is a stand-in that returns the figures of a card."""
     monkeypatch.setattr(baselines, "FOLDER", tmp_path)
     monkeypatch.setattr(baselines, "card", lambda: "H100")
     peaks = iter((70.9, 30.0))
 
-    def run(command):
-        if "model.dtype=bfloat16" in command:  # full fine-tuning, in this test the case that fails
-            return 4, "out of memory", 1.0
-        figures = {"memory_gib": next(peaks), "memory_reserved_gib": 73.0, "tokens_per_second": 17000.4}
-        Path(command[command.index("--json") + 1]).write_text(json.dumps(figures))
-        return 0, "", 1.0
+    def run(name, given, seconds):
+        if name.startswith("8b_full"):  # in this test the case that fails
+            return {"error": "does not fit"}
+        keys = list(plan_accuracy.bench_peers.CASES[name].keys(given.gpus))
+        return {"memory_gib": next(peaks), "memory_reserved_gib": 73.0, "tokens_per_second": 17000.4, "keys": keys}
 
-    monkeypatch.setattr(plan_accuracy, "run_process", run)
+    monkeypatch.setattr(plan_accuracy.bench_peers, "run_fxtune", run)
     shape = {"keys": [], "shape": "moe", "rows": 4, "length": 4096}
     old = [Measurement("moe_4x4096", memory_gib=1.0, **shape), Measurement("1b_8x4096", memory_gib=33.0, **shape)]
     baselines.write("old", Baseline("a command", "H100", "2020-01-01", old))

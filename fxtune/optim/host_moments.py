@@ -59,7 +59,7 @@ class HostMoments:
             self._take(part)
         if not self.moments.get(part):
             yield
-            if part not in self.moments:
+            if part not in self.moments and part.state:
                 self._take(part)
             return
         if self.last is not None:

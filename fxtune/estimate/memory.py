@@ -458,7 +458,11 @@ def beside_of(facts: Facts) -> Beside:
     if not any(name.endswith("_config") and name != "text_config" for name in facts.model):
         return Beside()
     model = skeleton(facts.model)
-    return Beside() if model is None else _beside(model)
+    if model is None:
+        return Beside()
+    beside = _beside(model)
+    # A vision encoder whose features are stored is in host memory.
+    return replace(beside, parameters=beside.parameters - beside.trainable) if facts.stores_images else beside
 
 
 @functools.lru_cache(maxsize=4)

@@ -67,6 +67,7 @@ from fxtune.techniques.withdrawal import Withdrawal, wish
 from fxtune.tracking.throughput import Meter
 from fxtune.tracking.tracker import DisplayKind
 from fxtune.training import in_backward
+from fxtune.training.data.image_features import store_features
 from fxtune.training.data.run_data import documents_padding, run_data
 from fxtune.training.data.stored_numbers import Numbers, ReferenceNumbers, TeacherNumbers, store
 from fxtune.training.evaluation import HeldOutEvaluation
@@ -97,6 +98,8 @@ class RunBuilder:
         """The plans whose documents need the stored log-probabilities of a reference or of a teacher."""
         self._compared_documents: np.ndarray | None = None
         """Digests of the documents of these plans that need log-probabilities; None: all documents of their tables."""
+        self._tables: list[TokenTable] = []
+        """The tables with images of the plans of training and evaluation, if features of images are stored."""
         self.keeps_decisions = False
         """Whether this is a resumed run, in which each `auto` keeps its decision from the run's start."""
         self.special_tokens: list[int] = []
@@ -183,7 +186,10 @@ class RunBuilder:
             notes.append(documents_padding(data.training))
         self.stage = self.stage.decided(notes)
         self.inform(data.training.tables)
-        self.compare_on([plan for plan in (data.training, data.evaluation) if plan])
+        plans = [plan for plan in (data.training, data.evaluation) if plan]
+        self.compare_on(plans)
+        if self.facts.stores_images:
+            self._tables = [table for plan in plans for table in plan.tables if table.images is not None]
         return tokenizer, data
 
     def inform(self, tables: Sequence[TokenTable]) -> None:
@@ -272,7 +278,17 @@ class RunBuilder:
     def proven_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """The result of observed_model(). Raises ConfigError if a technique did not act."""
         model, evidence = self.observed_model()
+        if self._tables:
+            with self.oom_context("Computing features of images"):
+                options, tokens = self._frozen_options(self.techniques.options()), self.facts.tokens
+                model.prepared.stored_features = store_features(
+                    model.model, self._tables, tokens, options, self.techniques.precision, self.world
+                )
         return model, require_acted(evidence)
+
+    def _frozen_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What changes the numbers of a frozen model, beside its weights: some of the `options` of techniques."""
+        return {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
 
     def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """Build the model with its loss head, and collect evidence of every technique and of the loss.
@@ -351,7 +367,7 @@ class RunBuilder:
     ) -> None:
         """Store the numbers of `model` for the tables of `plans`. Call this before the first step. `documents`: see
         `only` of store(). `data`: how some short documents fit into rows; None: as the recipe says."""
-        kept = {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
+        kept = self._frozen_options(options)
         precision, loader = self.techniques.precision, self.config.loader
         loader, data = (loader, self.config.data) if data is None else (replace(loader, num_workers=0), data)
         with self.oom_context(f"Computing {numbers.title}"):
@@ -466,7 +482,7 @@ class RunBuilder:
         """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: counts of earlier steps."""
         autocast = self.techniques.precision.autocast
         dtype = None if autocast is Autocast.none else autocast.value
-        return Meter(
+        meter = Meter(
             model,
             plan,
             self.world.device,
@@ -476,6 +492,9 @@ class RunBuilder:
             ranks=self.world.size,
             forward_passes=self.config.objective.forward_passes,
         )
+        if meter.cost and self._tables:
+            meter.cost = replace(meter.cost, image_cost=None)
+        return meter
 
     @contextmanager
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The images of documents: their sizes, from the token tables, and their tensors for a micro-batch.
 
 The loader's workers decode and resize images when they build a batch. The tensors are not kept, because they are many
-times larger than the file. Each use reads the file again.
+times larger than the file. Each use reads the file again. With stored features (data.image_features) the workers copy
+features instead, in one dimension and under the name `pixel_values`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from fxtune.data.batches.segments import Spans
 from fxtune.data.formats.values import RowError
-from fxtune.data.images.processor import ImageProcessor, Tensors
+from fxtune.data.images.processor import ImageProcessor, Tensors, concatenated
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
 
@@ -45,6 +46,8 @@ def image_bytes(tables: Sequence[TokenTable], source: np.ndarray, start: np.ndar
     indices = list(chain.from_iterable([(table, index) for index in found] for table, found in of_table))
     if processor is None or not indices:
         return 0
+    if all(table.features is not None for table, _ in indices):
+        return sum(table.features_of(range(index, index + 1)).nbytes for table, index in indices)
     probed = indices[:: -(-len(indices) // PROBED)]
     try:
         tensors = processor.merge([processor.blank_tensors([table.image(index).size]) for table, index in probed])
@@ -75,11 +78,13 @@ class BatchImages:
         `shared`: as in BatchSpec."""
         if self.processor is None or self.processor.rope_positions is None:
             return None
-        images = self._last
-        if shared:
-            images = self._read(table, table.images_in(start - shared, length + shared))
-        if images is None:
+        indices = table.images_in(start - shared, length + shared)
+        if not indices:
             return None
+        if table.features is not None:
+            images = self.processor.beside_pixels([table.image(index).size for index in indices])
+        else:
+            images = self._last if self._last and not shared else read_images(table, indices)
         ids = torch.from_numpy(np.asarray(table.ids[start - shared : start + length], np.int64))
         return self.processor.rope_positions(ids, images)[:, shared:].numpy()
 
@@ -87,21 +92,32 @@ class BatchImages:
         """Arguments of the model's forward; None if no document has an image."""
         if self.processor is None or not self._of_documents:
             return None
+        if self._of_documents[0]["pixel_values"].dim() == 1:
+            return concatenated(self._of_documents)
         return self.processor.merge(self._of_documents)
 
     def _read(self, table: TokenTable, indices: range) -> Tensors | None:
         if not indices:
             return None
-        assert self.processor is not None
-        try:
-            return self.processor.read([table.image(index) for index in indices])
-        except RowError as reason:
-            raise LostImageError(
-                f"{reason}. It was read when the data was tokenized. Restore the file and start the run again, which "
-                "resumes it.",
-                table,
-                indices.start,
-            ) from None
+        if table.features is not None:
+            found = table.features_of(indices)
+            (dtype,) = found.dtype.names or ()
+            return {"pixel_values": torch.from_numpy(found[dtype].reshape(-1)).view(getattr(torch, dtype))}
+        return read_images(table, indices)
+
+
+def read_images(table: TokenTable, indices: Sequence[int]) -> Tensors:
+    """ImageProcessor.read() of images of a table. Raises DataError."""
+    assert table.image_processor is not None
+    try:
+        return table.image_processor.read([table.image(index) for index in indices])
+    except RowError as reason:
+        raise LostImageError(
+            f"{reason}. It was read when the data was tokenized. Restore the file and start the run again, which "
+            "resumes it.",
+            table,
+            indices[0],
+        ) from None
 
 
 class ImageSizes(NamedTuple):

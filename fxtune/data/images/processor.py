@@ -72,6 +72,7 @@ class ImageProcessor:
         self.placeholders = {name: vocabulary[name] for name in dict.fromkeys(names) if name in vocabulary}
         """The tokens that chat templates write for an image, and their ids."""
         self._texts: dict[tuple[str, int, int], ImageText] = {}
+        self._beside: dict[tuple[int, int], Tensors] = {}
 
     def bound(self, least: int | None, most: int | None) -> None:
         """Make the processor resize images to at least `least` and at most `most` tokens. Raises ConfigError if the
@@ -133,6 +134,15 @@ class ImageProcessor:
     def blank_tensors(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
         """tensors() of black images of these (height, width), made much faster. Raises RowError."""
         return self.tensors([self._blank(height, width) for height, width in sizes])
+
+    def beside_pixels(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
+        """tensors() of images of these (height, width) without `pixel_values`, if the family concatenates images."""
+        for size in {*sizes} - self._beside.keys():
+            if len(self._beside) > KNOWN_SIZES:
+                self._beside.clear()
+            found = self.blank_tensors([size])
+            self._beside[size] = {name: tensor for name, tensor in found.items() if name != "pixel_values"}
+        return concatenated([self._beside[size] for size in sizes])
 
     def _blank(self, height: int, width: int) -> Any:
         from fxtune.upstream.image_processing import blank

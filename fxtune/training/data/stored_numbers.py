@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -47,8 +47,39 @@ COLUMNS = 1024
 """The number of columns in which the checksum of a tensor adds up its 32-bit words."""
 
 
+class StoredFile:
+    """A file of entries beside each token table, computed before the first step."""
+
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    key: ClassVar[str]
+
+    @property
+    def record(self) -> np.dtype:
+        """The dtype of an entry."""
+        raise NotImplementedError
+
+    def length(self, table: TokenTable) -> int:
+        """The number of entries."""
+        return len(table.ids)
+
+    def size(self, table: TokenTable) -> int:
+        """The bytes of the entries that are written."""
+        return table.supervised_tokens * self.record.itemsize
+
+    def read(self, table: TokenTable, name: str) -> None:
+        """Give the table its file. Raises OSError, ValueError, EOFError if the file is missing or damaged."""
+        table.read_stored(name)
+
+    def is_read(self, table: TokenTable, name: str) -> bool:
+        with suppress(OSError, ValueError, EOFError):
+            self.read(table, name)
+            return True
+        return False
+
+
 @dataclass(frozen=True)
-class ReferenceNumbers:
+class ReferenceNumbers(StoredFile):
     """The log-probability of each supervised token."""
 
     kind: ClassVar[str] = "reference"
@@ -66,7 +97,7 @@ class ReferenceNumbers:
 
 
 @dataclass(frozen=True)
-class TeacherNumbers:
+class TeacherNumbers(StoredFile):
     """The teacher's likeliest tokens in the place of each supervised token."""
 
     kind: ClassVar[str] = "teacher"
@@ -101,6 +132,8 @@ class TeacherNumbers:
 
 
 Numbers = ReferenceNumbers | TeacherNumbers
+Files = list[np.ndarray | None]
+"""The file of each table that is being written; None if the table has it."""
 
 
 def store(
@@ -121,10 +154,9 @@ def store(
     None: all documents. Raises StorageError if the files do not fit on the disk or cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
-    weights = sorted(set(world.gather(weights_checksum(model.model), "comparing weights")))
     # Packing and shared prompts are in the hash because they also decide which pairs are too long for a row.
     parts = [
-        weights,
+        common_checksum(model.model, world),
         options,
         data.sequence_length,
         data.on_long,
@@ -136,10 +168,8 @@ def store(
     if only is not None:
         parts.append(hashlib.sha256(np.sort(only).tobytes()).hexdigest())
         others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
-    key = json.dumps(parts, default=str, sort_keys=True)
-    name = f"{numbers.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
-    if not all(world.gather(all(_is_read(table, name) for table in tables), f"looking for {numbers.title}")):
-        world.main_first(partial(_reserve, tables, name, numbers), f"making room for {numbers.title}")
+
+    def compute(files: Files) -> None:
         sizes = plans[0].sizes
         # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
         every = replace(data, dedup=Dedup.off)
@@ -147,41 +177,56 @@ def store(
         plan = plan_evaluation(tables, every, micro_batch_size=rows, pad_id=sizes.pad_id, excluded=others)
         own = plan.dealt_out(world.data_rank, world.data_ranks)
         with closing(Loader(own, loader, world.device)) as batches:
-            _compute(model, batches, precision, world, name, numbers)
-        world.gather(None, f"storing {numbers.title}")
+            _compute(model, batches, precision, world, files, numbers)
+
+    keep([table for plan in plans for table in plan.tables], numbers, parts, world, compute)
+
+
+def keep(
+    tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[Files], None]
+) -> None:
+    """Give each table its file. `parts`: everything that the entries depend on beside the table. `compute`: writes
+    this rank's share of the entries if files are missing, one for each folder of `tables`. Raises StorageError if the
+    files do not fit on the disk or cannot be written."""
+    every, tables = tables, list({table.folder: table for table in tables}.values())
+    key = json.dumps(parts, default=str, sort_keys=True)
+    name = f"{stored.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    if not all(world.gather(all(stored.is_read(table, name) for table in tables), f"looking for {stored.title}")):
+        world.main_first(partial(_reserve, tables, name, stored), f"making room for {stored.title}")
+        files: Files = [
+            None if stored.is_read(table, name) else np.lib.format.open_memmap(_staging(table, name), "r+")
+            for table in tables
+        ]
+        compute(files)
+        for file in files:
+            if isinstance(file, np.memmap):
+                file.flush()
+        world.gather(None, f"storing {stored.title}")
 
         def finish() -> None:
             for table in tables:
                 with suppress(FileNotFoundError):
                     os.replace(_staging(table, name), table.folder / name)
 
-        world.main_first(finish, f"waiting for rank 0 to store {numbers.title}")
-    for plan in plans:
-        for table in plan.tables:
-            table.read_stored(name)
-
-
-def _is_read(table: TokenTable, name: str) -> bool:
-    with suppress(OSError, ValueError, EOFError):
-        table.read_stored(name)
-        return True
-    return False
+        world.main_first(finish, f"waiting for rank 0 to store {stored.title}")
+    for table in every:
+        stored.read(table, name)
 
 
 def _staging(table: TokenTable, name: str) -> str:
     return str(table.folder / f"{name}.staging")
 
 
-def _reserve(tables: Sequence[TokenTable], name: str, numbers: Numbers) -> None:
+def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> None:
     """Make the missing files, with entries of zeros, and say their sizes. A file that another rank, or a killed run,
     has made stays: all its entries are computed."""
     for table in tables:
-        if _is_read(table, name):
+        if numbers.is_read(table, name):
             continue
         with suppress(OSError, ValueError):
             np.load(_staging(table, name), mmap_mode="r")
             continue
-        size, free = table.supervised_tokens * numbers.record.itemsize, shutil.disk_usage(table.folder).free
+        size, free = numbers.size(table), shutil.disk_usage(table.folder).free
         say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
         if size > free:
             raise StorageError(
@@ -189,21 +234,17 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: Numbers) -> None:
                 f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
             )
         try:
-            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (len(table.ids),)).flush()
+            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (numbers.length(table),)).flush()
         except OSError as problem:
             where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"
             raise not_written(where, problem, "or set data.cache_dir") from problem
 
 
 def _compute(
-    model: LanguageModel, loader: Loader, precision: Precision, world: World, name: str, numbers: Numbers
+    model: LanguageModel, loader: Loader, precision: Precision, world: World, files: Files, numbers: Numbers
 ) -> None:
     """Write this rank's share of the entries into the tables' files."""
     plan = loader.plan
-    files = [
-        None if _is_read(table, name) else np.lib.format.open_memmap(_staging(table, name), "r+")
-        for table in plan.tables
-    ]
 
     def compute(batch: Batch, step: int, position: int, is_counted: bool) -> None:
         entries = numbers.entries(model, batch)[(batch.labels != IGNORE_INDEX).cpu().numpy()]
@@ -217,9 +258,11 @@ def _compute(
         assert done == len(entries)
 
     visit(model, loader, precision, world, f"Computing {numbers.title}", compute, shown=True)
-    for file in files:
-        if file is not None:
-            file.flush()
+
+
+def common_checksum(model: nn.Module, world: World) -> list[str]:
+    """weights_checksum() of all ranks, each once."""
+    return sorted(set(world.gather(weights_checksum(model), "comparing weights")))
 
 
 def weights_checksum(model: nn.Module, trained: bool = False) -> str:

@@ -191,6 +191,9 @@ class BesideOfImages(Beside):
         if not features:
             return BesideMemory()
         shape = self.shape
+        if facts.stores_images:
+            batches = BATCHES if facts.device == "cuda" else 1
+            return BesideMemory(batches * features * hidden * number * shape.levels)
         positions, pixels = shape.positions(features), features * shape.merged * self.pixels
         dtype = self.images.pixel_dtype(self.config, getattr(torch, facts.dtype))
         held = pixels * dtype.itemsize * (BATCHES if facts.device == "cuda" else 1)
@@ -229,7 +232,9 @@ class BesideOfImages(Beside):
             "input": number * h,
         }
 
-    def work(self, facts: Facts, images: ImageWork, trains: bool = True) -> BesideWork:
+    def work(self, facts: Facts, images: ImageWork, trains: bool = True) -> BesideWork | None:
+        if facts.stores_images:
+            return None
         shape, adapters, backward = self.shape, facts.execution.adapters, trains and self.has_gradients(facts)
         cost = self.parts.cost(lambda _: backward and adapters is None, backward, 0)
         if trains and adapters and adapters.projector and not backward:  # gradients of inputs

@@ -38,28 +38,19 @@ def image_processor(
 
 def stored_refusals(config: Config, facts: Facts) -> Iterator[str]:
     """Yield each reason why features of images cannot be stored (data.image_features=stored), with what to change."""
-    off = "Set data.image_features=computed"
-    if not facts.reads_images:
-        yield "data.image_features: stored is for models that read images, and this model reads text. Leave it out."
-        return
-    lora = config.techniques.lora
-    trained = {
-        "techniques.lora.vision": lora.enabled and lora.vision,
-        "techniques.lora.projector": lora.enabled and lora.projector,
-        "optimizer.lr_vision": config.optimizer.lr_vision is not None,
+    lora, objective, vision = config.techniques.lora, config.objective, facts.model.get("vision_config") or {}
+    dropped = [name for name, rate in vision.items() if "drop" in name and isinstance(rate, float) and rate > 0]
+    reasons = {
+        "the model reads no images": not facts.reads_images,
+        "techniques.lora.vision trains the vision encoder": lora.enabled and lora.vision,
+        "techniques.lora.projector trains the projector": lora.enabled and lora.projector,
+        "optimizer.lr_vision trains the vision encoder": config.optimizer.lr_vision is not None,
+        f"the vision encoder has dropout ({', '.join(dropped)} of its config)": bool(dropped),
+        f"objective={objective.name} makes its rows in each step": objective.needs.rollouts,
+        "the teacher reads the images of each step": facts.frozen is not None,
     }
-    if keys := [key for key, is_trained in trained.items() if is_trained]:
-        yield f"data.image_features: stored, but {', '.join(keys)} trains what makes the features. {off}."
-    vision = facts.model.get("vision_config") or {}
-    if dropped := [name for name, rate in vision.items() if "drop" in name and isinstance(rate, float) and rate > 0]:
-        yield (
-            f"data.image_features: stored, but the vision encoder has {dropped[0]}={vision[dropped[0]]:g}, so its "
-            f"features differ in each step. {off}, or {dropped[0]} of the model's vision_config to 0."
-        )
-    if config.objective.needs.rollouts:
-        yield f"data.image_features: stored, but objective={config.objective.name} makes its rows in each step. {off}."
-    if facts.frozen is not None:
-        yield f"data.image_features: stored, but the teacher reads the images of each step. {off}."
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"data.image_features: stored, but {reason}. Set it to computed."
 
 
 def refusals(config: Config, techniques: Pipeline, facts: Facts, trains: bool, has_images: bool) -> Iterator[str]:

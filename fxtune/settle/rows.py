@@ -25,7 +25,6 @@ def decide_rows(
     the reason for each `auto` that became false, and the facts of one of `ranks` ranks. No technique is resolved in
     these facts."""
     data, compile, images = config.data, config.techniques.compile, kind_of(hf_config).images
-    is_frozen = isinstance(config.model, models.FrozenModelConfig)
     facts = Facts.of(
         machine,
         model=hf_config.to_dict(),
@@ -33,7 +32,7 @@ def decide_rows(
         head=config.objective.needs.head,
         reads_groups=config.objective.needs.reads_groups,
         reads_images=images is not None,
-        stores_images=data.image_features is ImageFeatures.stored and not is_frozen,
+        stores_images=data.image_features is ImageFeatures.stored,
         adds_tokens=bool(config.model.add_tokens),
         ships_mxfp4=models.ships_mxfp4(config.model, hf_config),
         dtype=str(models.resolve_dtype(config.model, machine.capability)).removeprefix("torch."),
@@ -47,7 +46,7 @@ def decide_rows(
         degrees=Degrees(replicate=ranks),
         keeps_start=config.objective.keeps_start(config.techniques.lora.enabled, config.train.epochs or 1.0),
         logit_tensors=config.objective.logit_tensors,
-        is_frozen=is_frozen,
+        is_frozen=isinstance(config.model, models.FrozenModelConfig),
         sum_bytes=config.parallel.sum_bytes,
         techniques=config.techniques,
     )

@@ -280,9 +280,10 @@ class RunBuilder:
         model, evidence = self.observed_model()
         if self._tables:
             with self.oom_context("Computing features of images"):
-                options, tokens = self._frozen_options(self.techniques.options()), self.facts.tokens
+                base = model.model.get_base_model() if self.techniques.lora.enabled else model.model
+                options = self._frozen_options(self.techniques.options())
                 model.prepared.stored_features = store_features(
-                    model.model, self._tables, tokens, options, self.techniques.precision, self.world
+                    base, self._tables, options, self.techniques.precision, self.world
                 )
         return model, require_acted(evidence)
 

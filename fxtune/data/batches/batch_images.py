@@ -16,7 +16,7 @@ import torch
 
 from fxtune.data.batches.segments import Spans
 from fxtune.data.formats.values import RowError
-from fxtune.data.images.processor import ImageProcessor, Tensors, concatenated
+from fxtune.data.images.processor import ImageProcessor, Tensors
 from fxtune.data.tokenized.table import TokenTable
 from fxtune.errors import ConfigError, DataError
 
@@ -78,13 +78,13 @@ class BatchImages:
         `shared`: as in BatchSpec."""
         if self.processor is None or self.processor.rope_positions is None:
             return None
-        indices = table.images_in(start - shared, length + shared)
-        if not indices:
+        images, indices = self._last, table.images_in(start - shared, length + shared)
+        if table.features is not None and indices:
+            images = self.processor.without_pixels([table.image(index).size for index in indices])
+        elif shared:
+            images = self._read(table, indices)
+        if images is None:
             return None
-        if table.features is not None:
-            images = self.processor.beside_pixels([table.image(index).size for index in indices])
-        else:
-            images = self._last if self._last and not shared else read_images(table, indices)
         ids = torch.from_numpy(np.asarray(table.ids[start - shared : start + length], np.int64))
         return self.processor.rope_positions(ids, images)[:, shared:].numpy()
 
@@ -93,7 +93,7 @@ class BatchImages:
         if self.processor is None or not self._of_documents:
             return None
         if self._of_documents[0]["pixel_values"].dim() == 1:
-            return concatenated(self._of_documents)
+            return {"pixel_values": torch.cat([own["pixel_values"] for own in self._of_documents])}
         return self.processor.merge(self._of_documents)
 
     def _read(self, table: TokenTable, indices: range) -> Tensors | None:
@@ -103,21 +103,16 @@ class BatchImages:
             found = table.features_of(indices)
             (dtype,) = found.dtype.names or ()
             return {"pixel_values": torch.from_numpy(found[dtype].reshape(-1)).view(getattr(torch, dtype))}
-        return read_images(table, indices)
-
-
-def read_images(table: TokenTable, indices: Sequence[int]) -> Tensors:
-    """ImageProcessor.read() of images of a table. Raises DataError."""
-    assert table.image_processor is not None
-    try:
-        return table.image_processor.read([table.image(index) for index in indices])
-    except RowError as reason:
-        raise LostImageError(
-            f"{reason}. It was read when the data was tokenized. Restore the file and start the run again, which "
-            "resumes it.",
-            table,
-            indices[0],
-        ) from None
+        assert self.processor is not None
+        try:
+            return self.processor.read([table.image(index) for index in indices])
+        except RowError as reason:
+            raise LostImageError(
+                f"{reason}. It was read when the data was tokenized. Restore the file and start the run again, which "
+                "resumes it.",
+                table,
+                indices.start,
+            ) from None
 
 
 class ImageSizes(NamedTuple):

@@ -72,7 +72,7 @@ class ImageProcessor:
         self.placeholders = {name: vocabulary[name] for name in dict.fromkeys(names) if name in vocabulary}
         """The tokens that chat templates write for an image, and their ids."""
         self._texts: dict[tuple[str, int, int], ImageText] = {}
-        self._beside: dict[tuple[int, int], Tensors] = {}
+        self._without_pixels: dict[tuple[int, int], Tensors] = {}
 
     def bound(self, least: int | None, most: int | None) -> None:
         """Make the processor resize images to at least `least` and at most `most` tokens. Raises ConfigError if the
@@ -135,14 +135,14 @@ class ImageProcessor:
         """tensors() of black images of these (height, width), made much faster. Raises RowError."""
         return self.tensors([self._blank(height, width) for height, width in sizes])
 
-    def beside_pixels(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
-        """tensors() of images of these (height, width) without `pixel_values`, if the family concatenates images."""
-        for size in {*sizes} - self._beside.keys():
-            if len(self._beside) > KNOWN_SIZES:
-                self._beside.clear()
+    def without_pixels(self, sizes: Sequence[tuple[int, int]]) -> Tensors:
+        """The tensors of images of these (height, width) beside `pixel_values`."""
+        if len(self._without_pixels) > KNOWN_SIZES:
+            self._without_pixels.clear()
+        for size in {*sizes} - self._without_pixels.keys():
             found = self.blank_tensors([size])
-            self._beside[size] = {name: tensor for name, tensor in found.items() if name != "pixel_values"}
-        return concatenated([self._beside[size] for size in sizes])
+            self._without_pixels[size] = {name: found[name] for name in found if name != "pixel_values"}
+        return self.merge([self._without_pixels[size] for size in sizes])
 
     def _blank(self, height: int, width: int) -> Any:
         from fxtune.upstream.image_processing import blank

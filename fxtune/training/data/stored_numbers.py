@@ -48,7 +48,7 @@ COLUMNS = 1024
 
 
 class StoredFile:
-    """A file of entries beside each token table, computed before the first step."""
+    """A file beside each token table, computed before the first step."""
 
     kind: ClassVar[str]
     title: ClassVar[str]
@@ -59,16 +59,12 @@ class StoredFile:
         """The dtype of an entry."""
         raise NotImplementedError
 
-    def length(self, table: TokenTable) -> int:
-        """The number of entries."""
-        return len(table.ids)
-
-    def size(self, table: TokenTable) -> int:
-        """The bytes of the entries that are written."""
-        return table.supervised_tokens * self.record.itemsize
+    def entries_in(self, table: TokenTable) -> tuple[int, int]:
+        """(entries of the table's file, entries that are written)"""
+        return len(table.ids), table.supervised_tokens
 
     def read(self, table: TokenTable, name: str) -> None:
-        """Give the table its file. Raises OSError, ValueError, EOFError if the file is missing or damaged."""
+        """Give the table its file. Raises OSError, ValueError, EOFError if it is missing or damaged."""
         table.read_stored(name)
 
     def is_read(self, table: TokenTable, name: str) -> bool:
@@ -226,7 +222,8 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
         with suppress(OSError, ValueError):
             np.load(_staging(table, name), mmap_mode="r")
             continue
-        size, free = numbers.size(table), shutil.disk_usage(table.folder).free
+        entries, written = numbers.entries_in(table)
+        size, free = written * numbers.record.itemsize, shutil.disk_usage(table.folder).free
         say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
         if size > free:
             raise StorageError(
@@ -234,7 +231,7 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
                 f"{format_bytes(size)}. Set another {numbers.key} or another data.cache_dir."
             )
         try:
-            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (numbers.length(table),)).flush()
+            np.lib.format.open_memmap(_staging(table, name), "w+", numbers.record, (entries,)).flush()
         except OSError as problem:
             where = f"{numbers.title[0].upper()}{numbers.title[1:]} cannot be written to {table.folder}"
             raise not_written(where, problem, "or set data.cache_dir") from problem

@@ -281,15 +281,11 @@ class RunBuilder:
         if self._tables:
             with self.oom_context("Computing features of images"):
                 base = model.model.get_base_model() if self.techniques.lora.enabled else model.model
-                options = self._frozen_options(self.techniques.options())
+                options = [self.techniques.options().get(name) for name in ("precision", "plugins")]
                 model.prepared.stored_features = store_features(
                     base, self._tables, options, self.techniques.precision, self.world
                 )
         return model, require_acted(evidence)
-
-    def _frozen_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What changes the numbers of a frozen model, beside its weights: some of the `options` of techniques."""
-        return {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
 
     def observed_model(self) -> tuple[LanguageModel, list[Evidence]]:
         """Build the model with its loss head, and collect evidence of every technique and of the loss.
@@ -368,7 +364,7 @@ class RunBuilder:
     ) -> None:
         """Store the numbers of `model` for the tables of `plans`. Call this before the first step. `documents`: see
         `only` of store(). `data`: how some short documents fit into rows; None: as the recipe says."""
-        kept = self._frozen_options(options)
+        kept = {name: options[name] for name in CHANGE_NUMBERS if name in options} | {"dtype": str(self.facts.dtype)}
         precision, loader = self.techniques.precision, self.config.loader
         loader, data = (loader, self.config.data) if data is None else (replace(loader, num_workers=0), data)
         with self.oom_context(f"Computing {numbers.title}"):
@@ -483,7 +479,7 @@ class RunBuilder:
         """A throughput meter for the steps of `plan`. `tokens`, `supervised_tokens`: counts of earlier steps."""
         autocast = self.techniques.precision.autocast
         dtype = None if autocast is Autocast.none else autocast.value
-        meter = Meter(
+        return Meter(
             model,
             plan,
             self.world.device,
@@ -493,9 +489,6 @@ class RunBuilder:
             ranks=self.world.size,
             forward_passes=self.config.objective.forward_passes,
         )
-        if meter.cost and self._tables:
-            meter.cost = replace(meter.cost, image_cost=None)
-        return meter
 
     @contextmanager
     def oom_context(self, part: str, phase: MemoryPhase = MemoryPhase.weights) -> Iterator[None]:

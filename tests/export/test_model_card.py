@@ -115,7 +115,7 @@ def test_bounds_of_images_are_in_the_code(tmp_path):
     lines = code.splitlines()
     begin = next(index for index, line in enumerate(lines) if line.startswith("side = "))
     exec("\n".join(lines[begin : begin + 3]), {"processor": made.processor})
-    made = ImageProcessor(made.processor)
+    made = ImageProcessor(made.processor, made.merge)
     assert made.image_ids(600, 800) == bounded.image_ids(600, 800)
 
 

@@ -80,7 +80,8 @@ class BatchImages:
             return None
         images, indices = self._last, table.images_in(start - shared, length + shared)
         if table.features is not None and indices:
-            images = self.processor.without_pixels([table.image(index).size for index in indices])
+            sizes = [table.image(index).size for index in indices]
+            images = self.processor.merge([self.processor.without_pixels(*size) for size in sizes])
         elif shared:
             images = self._read(table, indices)
         if images is None:

@@ -128,8 +128,8 @@ class TeacherNumbers(StoredFile):
 
 
 Numbers = ReferenceNumbers | TeacherNumbers
-Files = list[np.ndarray | None]
-"""The file of each table that is being written; None if the table has it."""
+Files = list[Any]
+"""For each table the file that is to be written, an array; None if the table has it."""
 
 
 def store(
@@ -150,9 +150,10 @@ def store(
     None: all documents. Raises StorageError if the files do not fit on the disk or cannot be written.
     """
     tables = list({table.folder: table for plan in plans for table in plan.tables}.values())
+    weights = sorted(set(world.gather(weights_checksum(model.model), "comparing weights")))
     # Packing and shared prompts are in the hash because they also decide which pairs are too long for a row.
     parts = [
-        common_checksum(model.model, world),
+        weights,
         options,
         data.sequence_length,
         data.on_long,
@@ -189,14 +190,11 @@ def keep(
     name = f"{stored.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     if not all(world.gather(all(stored.is_read(table, name) for table in tables), f"looking for {stored.title}")):
         world.main_first(partial(_reserve, tables, name, stored), f"making room for {stored.title}")
-        files: Files = [
-            None if stored.is_read(table, name) else np.lib.format.open_memmap(_staging(table, name), "r+")
-            for table in tables
-        ]
+        files: Files = [None if stored.is_read(table, name) else _staging(table, name) for table in tables]
+        files = [file and np.lib.format.open_memmap(file, "r+") for file in files]
         compute(files)
-        for file in files:
-            if isinstance(file, np.memmap):
-                file.flush()
+        for file in filter(lambda file: file is not None, files):
+            file.flush()
         world.gather(None, f"storing {stored.title}")
 
         def finish() -> None:
@@ -255,11 +253,6 @@ def _compute(
         assert done == len(entries)
 
     visit(model, loader, precision, world, f"Computing {numbers.title}", compute, shown=True)
-
-
-def common_checksum(model: nn.Module, world: World) -> list[str]:
-    """weights_checksum() of all ranks, each once."""
-    return sorted(set(world.gather(weights_checksum(model), "comparing weights")))
 
 
 def weights_checksum(model: nn.Module, trained: bool = False) -> str:

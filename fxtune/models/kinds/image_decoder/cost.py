@@ -232,9 +232,7 @@ class BesideOfImages(Beside):
             "input": number * h,
         }
 
-    def work(self, facts: Facts, images: ImageWork, trains: bool = True) -> BesideWork | None:
-        if facts.stores_images:
-            return None
+    def work(self, facts: Facts, images: ImageWork, trains: bool = True) -> BesideWork:
         shape, adapters, backward = self.shape, facts.execution.adapters, trains and self.has_gradients(facts)
         cost = self.parts.cost(lambda _: backward and adapters is None, backward, 0)
         if trains and adapters and adapters.projector and not backward:  # gradients of inputs

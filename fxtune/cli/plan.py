@@ -178,7 +178,7 @@ def _table(forecast: RunForecast, figures: dict[str, Any], gpus: int, price: flo
         ("images", _images(forecast.lengths)),
         (
             "image features",
-            f"{forecast.lengths.distinct_images:,} images, {format_bytes(forecast.feature_bytes)} beside the cached "
+            f"{forecast.lengths.distinct[0]:,} images, {format_bytes(forecast.feature_bytes)} beside the cached "
             f"tokens; {format_seconds(forecast.feature_seconds)} before the first step"
             if forecast.lengths and forecast.feature_bytes
             else "",

@@ -118,10 +118,6 @@ class ImageProcessor:
         )
         return ImageText(before, ids[first:end], after)
 
-    def image_ids(self, height: int, width: int) -> list[int]:
-        """The token ids of an image of this size, without text around them. Raises RowError."""
-        return self.text(height, width, next(iter(self.placeholders))).ids
-
     def tensors(self, images: Sequence[Image]) -> Tensors:
         """Arguments of the model's forward for the images of one document. Raises RowError."""
         found = self._call([next(iter(self.placeholders)) * len(images)], [list(images)], return_tensors="pt")

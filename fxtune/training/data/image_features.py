@@ -29,10 +29,7 @@ from fxtune.models.structure import base_dtype, image_arguments
 from fxtune.system.machine.host import cores
 from fxtune.system.terminal.progress import phase
 from fxtune.techniques.precision import Precision
-from fxtune.training.data.stored_numbers import Files, StoredFile, keep, weights_checksum
-
-THREADS = 8
-"""At most this many threads decode images."""
+from fxtune.training.data.stored_numbers import StoredFile, keep, weights_checksum
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,13 @@ def store_features(
         numbers = ImageFeatures(base_dtype(model), len(source.forms) * source.width)
         (name,), bits = numbers.record.names or (), getattr(torch, f"int{8 * numbers.dtype.itemsize}")
 
-        def compute(files: Files) -> None:
+        def compute(files: list[Any]) -> None:
             for table, file in zip({table.folder: table for table in tables}.values(), files, strict=True):
                 if file is None:
                     continue
                 first, _, starts = table.distinct_images
                 own = range(world.rank, len(first), world.size)
-                with phase(f"Computing {numbers.title}", len(own), "images") as progress:
+                with phase(f"Computing features of {len(own):,} images", len(own), "images") as progress:
                     read = _read_ahead(table, first[own])
                     for number, tensors in zip(own, progress.over(read), strict=True):
                         made = source.features(image_arguments(model, tensors, world.device)).to(numbers.dtype)
@@ -102,14 +99,14 @@ def store_features(
 
 
 def _read_ahead(table: TokenTable, indices: np.ndarray) -> Iterator[Tensors]:
-    """Yield the tensors of single images, which threads read ahead."""
+    """Yield the tensors of single images, which up to 8 threads read ahead."""
 
     def read(index: int) -> Tensors:
         image = BatchImages([table], 1)
         image.add(table, int(table.image_starts[index]), 1)
         return image.tensors() or {}
 
-    rest, threads = iter(indices), max(1, min(THREADS, cores() - 1))
+    rest, threads = iter(indices), max(1, min(8, cores() - 1))
     with ThreadPoolExecutor(threads) as pool:
         waiting = deque(pool.submit(read, index) for index in islice(rest, 2 * threads))
         while waiting:

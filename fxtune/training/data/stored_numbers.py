@@ -128,8 +128,6 @@ class TeacherNumbers(StoredFile):
 
 
 Numbers = ReferenceNumbers | TeacherNumbers
-Files = list[Any]
-"""For each table the file that is to be written, an array; None if the table has it."""
 
 
 def store(
@@ -166,7 +164,7 @@ def store(
         parts.append(hashlib.sha256(np.sort(only).tobytes()).hexdigest())
         others = np.setdiff1d(np.concatenate([table.digests for table in tables]), only)
 
-    def compute(files: Files) -> None:
+    def compute(files: list[Any]) -> None:
         sizes = plans[0].sizes
         # Duplicates are computed, too: one table may drop a document that the held-out part of another table keeps.
         every = replace(data, dedup=Dedup.off)
@@ -180,17 +178,17 @@ def store(
 
 
 def keep(
-    tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[Files], None]
+    tables: Sequence[TokenTable], stored: StoredFile, parts: Any, world: World, compute: Callable[[list[Any]], None]
 ) -> None:
-    """Give each table its file. `parts`: everything that the entries depend on beside the table. `compute`: writes
-    this rank's share of the entries if files are missing, one for each folder of `tables`. Raises StorageError if the
-    files do not fit on the disk or cannot be written."""
+    """Give each table its file. `parts`: everything that the entries depend on beside the table. `compute`: takes an
+    array for each folder of `tables`, or None for a complete file, and writes this rank's share of the entries. Raises
+    StorageError if the files do not fit on the disk or cannot be written."""
     every, tables = tables, list({table.folder: table for table in tables}.values())
     key = json.dumps(parts, default=str, sort_keys=True)
     name = f"{stored.kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     if not all(world.gather(all(stored.is_read(table, name) for table in tables), f"looking for {stored.title}")):
         world.main_first(partial(_reserve, tables, name, stored), f"making room for {stored.title}")
-        files: Files = [None if stored.is_read(table, name) else _staging(table, name) for table in tables]
+        files: list[Any] = [None if stored.is_read(table, name) else _staging(table, name) for table in tables]
         files = [file and np.lib.format.open_memmap(file, "r+") for file in files]
         compute(files)
         for file in filter(lambda file: file is not None, files):
@@ -222,7 +220,7 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
             continue
         entries, written = numbers.entries_in(table)
         size, free = written * numbers.record.itemsize, shutil.disk_usage(table.folder).free
-        say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}")
+        say(f"{numbers.key}: {numbers.title} take {format_bytes(size)} beside {table.name}, in {table.folder}")
         if size > free:
             raise StorageError(
                 f"{numbers.key}: {table.folder} has {format_bytes(free)} left, and {numbers.title} take "
@@ -236,7 +234,7 @@ def _reserve(tables: Sequence[TokenTable], name: str, numbers: StoredFile) -> No
 
 
 def _compute(
-    model: LanguageModel, loader: Loader, precision: Precision, world: World, files: Files, numbers: Numbers
+    model: LanguageModel, loader: Loader, precision: Precision, world: World, files: list[Any], numbers: Numbers
 ) -> None:
     """Write this rank's share of the entries into the tables' files."""
     plan = loader.plan

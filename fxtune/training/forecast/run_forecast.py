@@ -100,9 +100,8 @@ class Lengths:
     """The largest number of image features in a row."""
     image_bytes: int = 0
     """Bytes of images in the rows of files. These images are stored beside the cached tokens."""
-    distinct_images: int = 0
-    distinct_features: int = 0
-    """Features of the distinct images, which are stored once."""
+    distinct: tuple[int, int] = (0, 0)
+    """The number of distinct images, and of their features."""
     assumed: str = ""
     """The assumption about images, if the data is not here; empty: no assumption."""
 
@@ -174,8 +173,7 @@ class RunForecast:
         if self.steps is None:
             return None
         start, evaluations = START_SECONDS[self.facts.device], self.evaluations * self.evaluation_seconds
-        start += self.reference_seconds + self.feature_seconds
-        return start + self.steps * self.step_seconds + evaluations
+        return start + self.reference_seconds + self.feature_seconds + self.steps * self.step_seconds + evaluations
 
     @property
     def tokens(self) -> float | None:
@@ -235,8 +233,8 @@ def _forecast(stage: Stage, lengths: Lengths | None, assumed: Lengths) -> RunFor
             stored = batches * forward_seconds(frozen.facts, supervised, attended)
     feature_seconds, feature_bytes = 0.0, 0
     if facts.stores_images and lengths and lengths.images and (shape := beside_of(facts).shape):
-        feature_bytes = lengths.distinct_features * shape.levels * shape_of(facts).hidden * BYTES.get(facts.dtype, 4)
-        every = lengths.images.scaled(lengths.distinct_features / lengths.images.features / facts.degrees.ranks)
+        feature_bytes = lengths.distinct[1] * shape.levels * shape_of(facts).hidden * BYTES.get(facts.dtype, 4)
+        every = lengths.images.scaled(lengths.distinct[1] / lengths.images.features / facts.degrees.ranks)
         feature_seconds = image_seconds(replace(facts, stores_images=False), every, trains=False)
     held_out = 0
     if lengths and steps and (lengths.held_out or config.data.eval_sources):
@@ -377,8 +375,7 @@ def count_tokens(config: Config) -> Lengths | str:
         images and images.scaled(scale),
         fullest,
         int(sum(table.embedded_bytes for table in prepared.tables) * scale),
-        int(sum(len(first) for first, *_ in distinct) * scale),
-        int(sum(starts[-1] for *_, starts in distinct) * scale),
+        (int(sum(len(first) for first, *_ in distinct) * scale), int(sum(ends[-1] for *_, ends in distinct) * scale)),
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from support import image_models
-from support.processors import FAMILIES, processor, write_picture_rows
+from support.processors import FAMILIES, image_ids, processor, write_picture_rows
 
 from fxtune.data.batches.batch_images import image_bytes
 from fxtune.data.batches.build import plan_training
@@ -110,7 +110,7 @@ def test_a_batch_has_the_images_of_its_documents_in_order(tmp_path, images, pack
             assert batch.images.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(batch.images[name], tensor)
-            own = {token for color in COLORS for token in images.image_ids(56, 56 + 28 * COLORS.index(color))}
+            own = {token for color in COLORS for token in image_ids(images, 56, 56 + 28 * COLORS.index(color))}
             assert not set(batch.labels.tolist()) & own
             seen += len([colors for colors in documents if colors])
     assert seen >= 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.processors import FAMILIES, processor, tokenizer
+from support.processors import FAMILIES, image_ids, processor, tokenizer
 
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS, row_format
@@ -97,7 +97,7 @@ def test_ids_are_the_ids_of_the_processor(images, folder):
     assert learned(document, images) == f"red<|im_end|>{last}<|im_end|>"
     assert [image.image.name for image in document.images] == NAMES
     for image in document.images:
-        assert document.ids[image.start : image.end] == images.image_ids(*image.image.size)
+        assert document.ids[image.start : image.end] == image_ids(images, *image.image.size)
         assert image.image.size == SIZES[image.image.name][::-1]
 
 
@@ -134,7 +134,7 @@ def test_a_quoted_placeholder_is_text_and_never_an_image(images, folder):
         document = encoded(images, {"messages": quoting}, folder)
         assert document.escaped
         assert len(document.images) == 1
-        own = images.image_ids(56, 56)
+        own = image_ids(images, 56, 56)
         placed = document.images[0]
         assert document.ids[placed.start : placed.end] == own
         rest = document.ids[: placed.start] + document.ids[placed.end :]
@@ -266,7 +266,7 @@ def test_a_long_chat_is_divided_at_its_turns_with_its_images(images, folder):
     assert [[image.image.name for image in piece.images] for piece in found] == [NAMES[:3], NAMES]
     for piece in found:
         for image in piece.images:
-            assert piece.ids[image.start : image.end] == images.image_ids(*image.image.size)
+            assert piece.ids[image.start : image.end] == image_ids(images, *image.image.size)
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -352,7 +352,7 @@ def test_a_prompt_loses_the_text_before_its_images_or_the_pair_is_left_out(image
         assert found.counts.dropped == (over == first)
         for document in found.pieces:
             assert [image.start for image in document.images] == [1]
-            assert document.ids[1 : 1 + document.images[0].tokens] == images.image_ids(56, 56)
+            assert document.ids[1 : 1 + document.images[0].tokens] == image_ids(images, 56, 56)
 
 
 def test_another_image_in_the_prompt_of_one_answer_is_a_bad_row(images, folder):

@@ -14,6 +14,7 @@ from support.processors import FAMILIES, image_ids, processor, tokenizer
 from fxtune.data.chat.encode import Document, EncodedGroup, Encoder
 from fxtune.data.formats.registry import FORMATS, row_format
 from fxtune.data.images.processor import ImageProcessor
+from fxtune.models.kinds.image_decoder.families import concatenated
 
 SIZES = {"a.png": (56, 56), "b.png": (90, 60)}
 """Width and height of the images in the folder."""
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 @pytest.fixture(params=FAMILIES)
 def images(request, tmp_path):
-    return ImageProcessor(processor(request.param, tmp_path / "model"))
+    return ImageProcessor(processor(request.param, tmp_path / "model"), concatenated)
 
 
 def encoder(images: ImageProcessor, row: dict[str, Any], **options: Any) -> Encoder:
@@ -172,7 +173,7 @@ SPOKEN = [{"role": "user", "content": "What?"}, ANSWER]
 )
 def test_a_row_that_would_lose_its_image_is_bad(tmp_path, folder, row, column):
     """For a model that reads images; `unused` says that it is meant."""
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     reason = refused(images, row, folder)
     assert "`images`" in reason
     assert f"`unused: [{column}]`" in reason
@@ -193,7 +194,7 @@ def test_a_row_that_would_lose_its_image_is_bad(tmp_path, folder, row, column):
     ],
 )
 def test_a_row_with_its_images_and_a_row_of_text_are_used(tmp_path, folder, more):
-    encoded(ImageProcessor(processor("qwen2_5_vl", tmp_path / "model")), more, folder)
+    encoded(ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated), more, folder)
 
 
 def test_images_are_never_learned_even_in_a_turn_that_is(images, folder):
@@ -218,7 +219,7 @@ def test_images_are_never_learned_even_in_a_turn_that_is(images, folder):
     ],
 )
 def test_an_image_that_cannot_be_used_is_a_bad_row(tmp_path, folder, value, reason):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     (folder / "broken.png").write_bytes(b"no image")
     Image.effect_noise((64, 64), 80).save(folder / "cut.png")
     (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:1500])
@@ -234,7 +235,7 @@ def test_a_model_of_text_refuses_rows_with_images(folder):
 
 
 def test_a_template_that_drops_the_images_of_a_turn_is_a_bad_row(tmp_path, folder):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content if message.content is string else 'a' }}"
                         "<|im_end|>{% endfor %}")  # fmt: skip
@@ -244,7 +245,7 @@ def test_a_template_that_drops_the_images_of_a_turn_is_a_bad_row(tmp_path, folde
 
 def test_a_template_that_takes_only_parts(tmp_path, folder):
     """SmolVLM's writes nothing of a content that is a string."""
-    images = ImageProcessor(processor("idefics3", tmp_path / "model"))
+    images = ImageProcessor(processor("idefics3", tmp_path / "model"), concatenated)
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for message in messages %}{{ message.role }}:{% for part in message.content %}{% if part.type == 'text' %}"
@@ -372,7 +373,7 @@ def test_an_encoder_can_be_sent_to_a_worker(images, folder):
 
 
 def test_a_picture_of_a_camera_is_counted_upright(tmp_path, folder):
-    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"))
+    images = ImageProcessor(processor("qwen2_5_vl", tmp_path / "model"), concatenated)
     exif, out = Image.Exif(), BytesIO()
     exif[0x0112] = 6
     Image.new("RGB", (112, 28)).save(out, "JPEG", exif=exif)
